@@ -31,8 +31,8 @@ from .core.text_parts import TextParts, division_in_force
 from .core.unpadding import Unpadding
 from .modeling_base import XFormerPreTrainedModel
 from .normalization.base import norm_inputs
-from .position.base import Position, ScoreBias
-from .stacks.base import CONTEXT
+from .position.base import Position, PositionActs, ScoreBias
+from .stacks.base import CONTEXT, LayersByDepth
 
 logger = logging.get_logger(__name__)
 
@@ -167,10 +167,10 @@ class XFormerTower(XFormerPreTrainedModel):
         self._share_position(context, hidden_states)
         self._embed_context_texts(context)
         result = self.stack(
-            self.layers_by_depth(),
+            LayersByDepth(self.layers_by_depth()),
             hidden_states,
             context,
-            position=self.position,
+            position=PositionActs(self.position),
             memory=encoder_hidden_states,
             past_key_values=past_key_values,
         )
@@ -204,8 +204,8 @@ class XFormerTower(XFormerPreTrainedModel):
         if token_type_ids is not None and not self.config.type_vocab_size:
             token_type_ids = None if "token_type_ids" in self.extra_inputs else self.leave_out(token_type_ids)
         given = {name: context.inputs[name] for name in self.embedding_inputs if name in context.inputs}
-        embedding = self.embedding
-        hidden_states = embedding(inputs_embeds, token_type_ids, context.positions, self.position, **given)
+        embedding, position = self.embedding, PositionActs(self.position)
+        hidden_states = embedding(inputs_embeds, token_type_ids, context.positions, position, **given)
         return hidden_states.to(self.dtype) if isinstance(embedding, Float32Module) else hidden_states
 
     def _embed_context_texts(self, context: LayerContext) -> None:

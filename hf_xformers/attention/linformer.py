@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache
 
 from ..core.components import register
 from ..core.context import LayerContext, SublayerOutput
+from ..core.reading_weights import weight_of
 from ..core.sequence_parallel import SequenceForm, Unserved
 from ..core.text_parts import TextParts
 from ..ops.common.real_tokens import real_first, real_places
@@ -254,7 +255,7 @@ class LinformerAttention(Attention):
         short = projection(matrix @ tokens)
         if projection.bias is not None:  # it was added once per row; it belongs there as often as E 1 says
             total = matrix.sum(-1, keepdim=True) if mask is None else matrix @ mask
-            short = short + (total - 1) * projection.bias
+            short = short + (total - 1) * weight_of(projection, "bias")
         return self.heads(short)
 
     def _pool(self, tokens: Tensor, mask: Tensor | None, projection: nn.Linear, kernel: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from ..core.choices import LOG_PROBS, ChoiceSettings
 from ..core.components import register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..core.initialization import start_linear
+from ..core.reading_weights import weight_of
 from ..core.visibility import visible_block
 from ..ops.chosen_keys import chosen_keys_attention, edges_mask
 from ..ops.common.derivatives import LITERAL, first_derivative_only
@@ -58,7 +59,7 @@ class EdgePredictor(nn.Module):
     def begin(self, source: Tensor) -> tuple[Tensor, Tensor]:
         """e of sources [B, t, P] -> the LSTM's state after it has read them, of [B * G * t, P]."""
         batch, count, width = source.shape
-        start = self.start[None, :, None].expand(batch, -1, count, -1).reshape(-1, width)
+        start = weight_of(self, "start")[None, :, None].expand(batch, -1, count, -1).reshape(-1, width)
         return self.cell(self._each(source), (start, torch.zeros_like(start)))
 
     def _each(self, source: Tensor) -> Tensor:
@@ -72,7 +73,7 @@ class EdgePredictor(nn.Module):
     def beside(self, offset: Tensor) -> Tensor:
         """u / tau of the distances j - i [t, S]."""
         most = self.spec.edge_distances
-        return self.distance[offset.clamp(-most, most) + most] / self.spec.edge_temperature
+        return weight_of(self, "distance")[offset.clamp(-most, most) + most] / self.spec.edge_temperature
 
     def scores(self, state: tuple[Tensor, Tensor], candidates: Tensor, beside: Tensor, shape: torch.Size) -> Tensor:
         """[B, G, t, S] in float32 at least; beside [t, S]: what belongs to distances."""

@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache
 
 from ..core.components import register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
+from ..core.reading_weights import weight_of
 from ..core.segment_memory import SegmentCacheLayer, take_slots
 from ..core.sequence_parallel import SequenceForm, Unserved
 from ..ops.common.products import wide_products
@@ -126,9 +127,10 @@ class TransformerXLAttention(Attention):
 
     def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
         if self.spec.share_biases and self.content_bias is not None and self.position_bias is not None:
-            context.streams.update(zip(BIASES, (self.content_bias, self.position_bias), strict=True))
+            biases = (weight_of(self, "content_bias"), weight_of(self, "position_bias"))
+            context.streams.update(zip(BIASES, biases, strict=True))
             if self.type_bias is not None:
-                context.streams[TYPE_BIAS] = self.type_bias
+                context.streams[TYPE_BIAS] = weight_of(self, "type_bias")
         if self.relative is not None and (types := self.relative.of_types()) is not None:
             given, order = context.inputs.get("token_type_ids"), context.shared.get(MEMORY_ORDER)
             context.streams[TYPE_TABLE] = types

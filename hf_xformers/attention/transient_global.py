@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache
 
 from ..core.components import aliased, register
 from ..core.context import LayerContext, SublayerOutput
+from ..core.reading_weights import weight_of
 from ..normalization.base import NormSpec
 from ..ops.block_sparse.attention import block_sparse_attention
 from ..ops.block_sparse.patterns import Pattern
@@ -83,7 +84,7 @@ class TransientGlobalAttention(BlockSparseAttention):
     def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
         super().prepare(context, past_key_values)
         if self.block_bias is not None:
-            context.streams[TABLE] = self.block_bias.weight
+            context.streams[TABLE] = weight_of(self.block_bias)
         # Views of layers may differ in the size of their blocks.
         known = context.shared.setdefault(BLOCKS, {})
         if self.spec.block_size not in known:
@@ -125,7 +126,7 @@ class TransientGlobalAttention(BlockSparseAttention):
 
     def _bias_of_blocks(self, blocks: Blocks, context: LayerContext) -> Tensor:
         """c[bucket(s - r)] for tokens of block r and the summary s, [H, S, S]."""
-        table = context.streams.get(TABLE) if self.block_bias is None else self.block_bias.weight
+        table = context.streams.get(TABLE) if self.block_bias is None else weight_of(self.block_bias)
         if table is None:
             raise ValueError(
                 "transient_global layers share the table of layer 0, which has another attention here; give layer 0"

@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache
 from ..core.components import register
 from ..core.context import LayerContext, SublayerOutput
 from ..core.initialization import start_projections
+from ..core.reading_weights import weight_of
 from ..normalization.base import norm_inputs
 from ..normalization.real_batch_norm import RealBatchNorm
 from ..normalization.residual import Residual
@@ -51,8 +52,8 @@ class ConformerConvolution(WindowSublayer):
         if not literal:
             return self.depthwise(states.transpose(1, 2)).transpose(1, 2)
         windows = states.unfold(1, self.kernel, 1)  # [B, T, D, k]
-        found = (windows * self.depthwise.weight[:, 0]).sum(-1)
-        return found if self.depthwise.bias is None else found + self.depthwise.bias
+        found = (windows * weight_of(self.depthwise)[:, 0]).sum(-1)
+        return found if self.depthwise.bias is None else found + weight_of(self.depthwise, "bias")
 
     def forward(
         self,

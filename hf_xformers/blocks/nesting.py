@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..core.context import LayerContext
 from ..ops.common.real_tokens import real_places
-from ..position.base import Position
+from ..position.base import PositionActs
 
 NESTING = "nesting"
 SENTENCE_POSITIONS = "sentence_positions"
@@ -126,7 +126,7 @@ class Levels:
     document: LayerContext
 
     @classmethod
-    def of(cls, context: LayerContext, nesting: Nesting, position: Position, like: Tensor) -> Levels:
+    def of(cls, context: LayerContext, nesting: Nesting, position: PositionActs, like: Tensor) -> Levels:
         words, filled = nesting.words.flatten(0, 1), nesting.filled
         informed = torch.cat([words, filled.flatten().unsqueeze(-1)], dim=-1)
         masks = (words, informed, filled)

@@ -10,6 +10,7 @@ from transformers.cache_utils import Cache
 
 from ..core.components import register
 from ..core.context import LayerContext, SublayerOutput
+from ..core.reading_weights import weight_of
 from .base import BlockSpec, SublayerPlan, XFormerLayer
 from .window_state import WindowCacheLayer, WindowSublayer, check_window_block
 
@@ -58,7 +59,7 @@ class LocalRNN(WindowSublayer):
         if not first:
             carried = self.state_proj(hidden)
         elif self.window > 1:
-            carried = self.state_proj.bias  # of the zero state
+            carried = weight_of(self.state_proj, "bias")  # of the zero state
         else:  # a window of one token carries no state, but every parameter has to have a gradient (zero here)
             carried = self.state_proj(torch.zeros_like(given[:1, :1, : self.state_proj.in_features]))
         if self.kind == "rnn":

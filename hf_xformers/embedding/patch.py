@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..core.components import register
+from ..core.reading_weights import weight_of
 from ..core.weight_decay import Undecayed
 from .base import EmbeddingSpec, InputPosition
 
@@ -56,7 +55,7 @@ class PatchEmbedding(Undecayed, nn.Module):
 
     def grid_positions(self, rows: int, columns: int) -> Tensor:
         """E_pos for a grid of patches, [leading + rows * columns, D], of an embedding that has it."""
-        own = cast(Tensor, self.positions)
+        own = weight_of(self, "positions")
         if (rows, columns) == self.grid:
             return own
         table = own[self.leading :].view(1, *self.grid, -1).permute(0, 3, 1, 2)
@@ -109,8 +108,8 @@ class PatchEmbedding(Undecayed, nn.Module):
     def with_positions(self, vectors: Tensor, grid: tuple[int, int]) -> Tensor:
         """The vectors of the patches of a grid [B, N, D] -> [B, leading + N, D] with what stands before, and
         positions."""
-        learned = (token for token in (self.class_token, self.distillation_token) if token is not None)
-        leading = [token.expand(vectors.shape[0], 1, -1) for token in learned]
+        learned = (name for name in ("class_token", "distillation_token") if getattr(self, name) is not None)
+        leading = [weight_of(self, name).expand(vectors.shape[0], 1, -1) for name in learned]
         vectors = torch.cat([*leading, vectors], dim=1)
         if self.positions is not None:
             vectors = vectors + self.grid_positions(*grid)

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from ..core.components import register
 from ..core.hand_overs import HandOver
+from ..core.reading_weights import weight_of
 from .base import InputPosition
 from .patch import PatchEmbedding, PatchEmbeddingSpec
 
@@ -42,7 +43,7 @@ class PixelPatchEmbedding(PatchEmbedding):
         tall, wide = self.patch
         cut = pixel_values.unfold(2, tall, tall).unfold(3, wide, wide)  # [B, C, rows, columns, P, P]
         cut = cut.permute(0, 2, 3, 1, 4, 5).reshape(-1, channels, tall, wide)
-        states = self.tokens(cut) + self.pixel_positions
+        states = self.tokens(cut) + weight_of(self, "pixel_positions")
         return states.flatten(2).transpose(1, 2).reshape(batch, -1, self.inner[0] * self.inner[1], states.shape[1])
 
     def vectors(self, pixel_values: Tensor) -> Tensor:

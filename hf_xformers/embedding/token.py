@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..core.components import register
 from ..core.dropout import dropped
+from ..core.reading_weights import weight_of
 from .base import EmbeddingSpec, InputPosition
 
 LANGUAGES = "langs"  # the input with the number of a language for each token
@@ -69,7 +70,7 @@ class TokenEmbedding(nn.Module):
         hidden_states = inputs_embeds * self.scale if self.spec.scale else inputs_embeds
         if self.types is not None:
             if token_type_ids is None:  # type 0 throughout; a row of the table, not a lookup of T equal ids
-                hidden_states = hidden_states + self.types.weight[0]
+                hidden_states = hidden_states + weight_of(self.types)[0]
             else:
                 hidden_states = hidden_states + self.types(token_type_ids)
         elif token_type_ids is not None:
@@ -84,7 +85,7 @@ class TokenEmbedding(nn.Module):
     def _with_ids(self, hidden_states: Tensor, name: str, table: nn.Embedding, ids: Tensor | None) -> Tensor:
         """hidden_states [B, T, D] with the vectors of one of `id_tables`."""
         if ids is None:
-            return hidden_states + table.weight[0] if self.spec.absent_ids == "first" else hidden_states
+            return hidden_states + weight_of(table)[0] if self.spec.absent_ids == "first" else hidden_states
         if ids.ndim != 2 or ids.shape[1] not in (1, hidden_states.shape[1]):
             raise ValueError(
                 f"`{name}` must be [batch, length] like the tokens of this call, of which a row has"

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.components import register
+from ..core.reading_weights import weight_of
 from .base import HeadSpec
 from .language_model import LanguageModelHead
 
@@ -18,7 +19,8 @@ class FixNormHead(LanguageModelHead):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[..., D] -> [..., V]."""
-        return F.linear(hidden_states, F.normalize(self.decoder.weight, dim=-1, eps=1e-5), self.decoder.bias)
+        bias = None if self.decoder.bias is None else weight_of(self.decoder, "bias")
+        return F.linear(hidden_states, F.normalize(weight_of(self.decoder), dim=-1, eps=1e-5), bias)
 
 
 @register("head", "fix_norm")

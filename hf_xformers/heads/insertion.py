@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ..attention.shared.query_blocks import over_query_blocks, rows_at_once
 from ..core.components import register
+from ..core.reading_weights import weight_of
 from ..ops.common.real_tokens import is_first_real
 from .base import HeadSpec
 from .language_model import LanguageModelHead
@@ -28,12 +29,14 @@ class InsertionHead(LanguageModelHead):
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[..., D] -> [..., V]."""
         width = self.parts.in_features
-        return self.decoder(F.linear(hidden_states, self.parts.weight[:width], self.parts.bias[:width]))
+        weight, bias = weight_of(self.parts), weight_of(self.parts, "bias")
+        return self.decoder(F.linear(hidden_states, weight[:width], bias[:width]))
 
     def pointers(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[B, T, D] -> pointers, left slots and right slots, [B, T, D] each."""
         width = self.parts.in_features
-        parts = F.linear(hidden_states, self.parts.weight[width:], self.parts.bias[width:])
+        weight, bias = weight_of(self.parts), weight_of(self.parts, "bias")
+        parts = F.linear(hidden_states, weight[width:], bias[width:])
         pointer, left, right = parts.chunk(3, dim=-1)
         return pointer, left, right
 

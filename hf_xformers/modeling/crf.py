@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from ..core.reading_weights import weight_of
 from ..ops.common.real_tokens import real_first
 from ..ops.common.segments import accumulation_dtype
 
@@ -76,7 +77,7 @@ class LinearChainCRF(nn.Module):
 
     def _scores(self, like: Tensor, constrained: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """Start [C], steps [C, C] and end [C] in the type of `like`."""
-        scores = tuple(x.to(like.dtype) for x in (self.start, self.steps, self.end))
+        scores = tuple(weight_of(self, name).to(like.dtype) for name in ("start", "steps", "end"))
         if constrained and self.allowed is not None:
             kept = (torch.tensor(one, device=like.device) for one in self.allowed)
             scores = tuple(torch.where(one, score, score + _FORBIDDEN) for score, one in zip(scores, kept))

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers.utils import can_return_tuple
 
 from ..core import outputs
+from ..core.reading_weights import weight_of
 from ..core.weight_decay import Undecayed
 from ..modeling_base import XFormerPreTrainedModel
 from .image import XFormerImageModel
@@ -72,7 +73,7 @@ class XFormerForMaskedImageModeling(XFormerPreTrainedModel):
         masked = None
         if bool_masked_pos is not None and pixel_values is not None:
             bool_masked_pos = self._checked(bool_masked_pos, pixel_values)
-            masked = (bool_masked_pos, self.decoder.mask_token)
+            masked = (bool_masked_pos, weight_of(self.decoder, "mask_token"))
         base = self.model(
             pixel_values, interpolate_pos_encoding=interpolate_pos_encoding, hidden_patches=masked, **kwargs
         )

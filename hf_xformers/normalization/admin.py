@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from ..core.components import register
 from ..core.context import LayerContext
+from ..core.reading_weights import weight_of
 from .residual import PostNorm, ResidualSpec
 
 
@@ -52,7 +53,7 @@ class Admin(PostNorm):
                     "`hf_xformers.normalization.admin.profile(model, **batch)` once before training."
                 )
             self.needs_profile = False
-        return self.norm(hidden_states * self.omega + branch, **inputs)
+        return self.norm(hidden_states * weight_of(self, "omega") + branch, **inputs)
 
 
 class _Trace:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ..core.components import register
 from ..core.context import LayerContext
 from ..core.hand_overs import HandOver
+from ..core.reading_weights import weight_of
 from ..core.tasks import STREAM
 from .residual import PostLNSpec, PostNorm, Residual
 
@@ -29,11 +30,14 @@ class TaskGain(nn.Module):
         init.zeros_(self.film.weight)
         init.zeros_(self.film.bias)
 
-    def forward(self, vectors: Tensor, norm: nn.LayerNorm, task: Tensor) -> Tensor:
-        """vectors [B, T, D], task [B or 1, D] -> [B, T, D]."""
+    def after(self, norm: nn.LayerNorm, vectors: Tensor, task: Tensor) -> Tensor:
+        """The layer norm of vectors [B, T, D], with its gain changed by task [B or 1, D]."""
+        return norm(vectors) + self(vectors, weight_of(norm), task, norm.eps)
+
+    def forward(self, vectors: Tensor, gain: Tensor, task: Tensor, eps: float) -> Tensor:
+        """vectors [B, T, D], gain [D] (w), task [B or 1, D] -> what the task adds to the layer norm, [B, T, D]."""
         factor, shift = self.film(task)[:, None].chunk(2, dim=-1)
-        change = factor * norm.weight + shift
-        return norm(vectors) + change * F.layer_norm(vectors, vectors.shape[-1:], eps=norm.eps)
+        return (factor * gain + shift) * F.layer_norm(vectors, vectors.shape[-1:], eps=eps)
 
 
 class ConditionalPostNorm(PostNorm):
@@ -47,7 +51,7 @@ class ConditionalPostNorm(PostNorm):
         return {"task": context.streams[STREAM]}
 
     def leave(self, hidden_states: Tensor, output: Tensor, gate: Tensor | None = None, **inputs: Any) -> Tensor:
-        return self.gain(hidden_states + self.branch(output, gate), self.norm, inputs["task"])
+        return self.gain.after(self.norm, hidden_states + self.branch(output, gate), inputs["task"])
 
 
 @register("residual", "conditional_post_ln", aliases=("conditional_layer_norm",))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.components import register
+from ..core.reading_weights import weight_of
 from .residual import Residual, ResidualSpec
 
 
@@ -27,7 +28,7 @@ class ReZero(Residual):
         object.__setattr__(self, "_owner", self if owner is None else owner)
 
     def leave(self, hidden_states: Tensor, output: Tensor, gate: Tensor | None = None, **inputs: Any) -> Tensor:
-        return hidden_states + self._owner.alpha * self.branch(output, gate)
+        return hidden_states + weight_of(self._owner, "alpha") * self.branch(output, gate)
 
     def initialize(self, config, init) -> None:
         if self.alpha is not None:

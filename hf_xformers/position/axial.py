@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.components import register
+from ..core.reading_weights import weight_of
 from ..ops.common.token_grid import TokenGrid
 from .base import Position, PositionSpec
 
@@ -38,7 +39,8 @@ class AxialPosition(Position):
     def embed(self, hidden_states: Tensor, positions: Tensor) -> Tensor:
         positions = positions if self.order is None else self.order.raster(positions)
         parts: list[Tensor] = []
-        for table in reversed(self.tables):
+        for index in reversed(range(len(self.tables))):
+            table = weight_of(self.tables, str(index))
             parts.insert(0, table[positions % table.shape[0]])
             positions = positions // table.shape[0]
         return hidden_states + (sum(parts) if self.adds else torch.cat(parts, dim=-1))

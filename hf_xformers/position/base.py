@@ -116,6 +116,16 @@ class Position(Undecayed, nn.Module):
         return None
 
 
+class PositionActs:
+    """A position component as embeddings and stacks are given it: no module, as what hooks the calls of modules, such
+    as Accelerate, moves modules among their arguments to another device."""
+
+    def __init__(self, position: Position) -> None:
+        self.embed, self.embed_layer = position.embed, position.embed_layer
+        self.share_rotations, self.score_bias = position.share_rotations, position.score_bias
+        self.parameters = position.parameters
+
+
 class PositionTerms(nn.Module):
     """What a position has on the attention of one layer, with parameters of that layer's own.
 

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from ..core.components import register
 from ..core.context import LayerContext
+from ..core.reading_weights import weight_of
 from ..ops.score_terms.attention import distance_products
 from ..ops.score_terms.terms import Pairs, QueryBlock
 from .base import Position, PositionSpec, PositionTerms
@@ -43,7 +44,8 @@ class DebertaTable(Position):
 
     def vectors(self) -> Tensor:
         """[2k, D]"""
-        return self.table.weight if self.norm is None else self.norm(self.table.weight)
+        table = weight_of(self.table)
+        return table if self.norm is None else self.norm(table)
 
 
 class DebertaTerms(PositionTerms):

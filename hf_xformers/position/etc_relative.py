@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..core.components import register
 from ..core.context import LayerContext
 from ..core.hand_overs import HandOver
+from ..core.reading_weights import weight_of
 from ..ops.score_terms.terms import Pairs, QueryBlock
 from .base import Position, PositionSpec, PositionTerms
 from .distances import pick
@@ -52,8 +53,8 @@ class EtcTerms(PositionTerms):
             init.zeros_(bias)
 
     def score_terms(self, attention: Any, scale: float, context: LayerContext) -> EtcScores:
-        vectors = torch.cat([self.long_table, self.global_table], dim=1)
-        numbers = torch.cat([self.long_bias, self.global_bias], dim=1) * scale
+        vectors = torch.cat([weight_of(self, "long_table"), weight_of(self, "global_table")], dim=1)
+        numbers = torch.cat([weight_of(self, "long_bias"), weight_of(self, "global_bias")], dim=1) * scale
         return EtcScores(scale, (vectors, numbers), context, self.spec)
 
 

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from ..core.components import register
 from ..core.context import LayerContext
 from ..core.precision import Float32Module
+from ..core.reading_weights import weight_of
 from ..ops.common.products import widened
 from .base import Position, PositionSpec, PositionTerms
 
@@ -69,8 +70,8 @@ class FloaterDynamics(Float32Module):
         """f as a function of (time, state [..., D]), in float32 at least: errors of single steps add up along the
         text. A step is a few small operations, of which there are many, so the weights are taken apart once and not in
         every step."""
-        first, second = widened(self.first.weight, self.second.weight)
-        first_bias, second_bias = widened(self.first.bias, self.second.bias)
+        first, second = widened(weight_of(self.first), weight_of(self.second))
+        first_bias, second_bias = widened(weight_of(self.first, "bias"), weight_of(self.second, "bias"))
         if not self.timed:
             return lambda time, state: F.linear(F.linear(state, first, first_bias).relu(), second, second_bias)
         (first, first_time), (second, second_time) = ((weight[:, :-1], weight[:, -1]) for weight in (first, second))
@@ -107,17 +108,19 @@ class FloaterPosition(Float32Module, Position):
         """[length, 3, layers, D]"""
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self._solve(length)
-        now = [parameter.detach() for parameter in self.parameters()]
+        owners = [(module, name) for module in self.modules() for name, _ in module.named_parameters(recurse=False)]
+        now = [weight_of(module, name).detach() for module, name in owners]
         if self._kept is None or self._kept[1].shape[0] < length or not _same(self._kept[0], now):
             self._kept = [parameter.clone() for parameter in now], self._solve(max(length, 2 * SEGMENT))
         return self._kept[1][:length]
 
     def _solve(self, length: int) -> Tensor:
-        with torch.autocast(self.start.device.type, enabled=False):
-            return self._solve_precisely(length)
+        start = weight_of(self, "start")
+        with torch.autocast(start.device.type, enabled=False):
+            return self._solve_precisely(start, length)
 
-    def _solve_precisely(self, length: int) -> Tensor:
-        spec, pieces, (state,) = self.spec, [], widened(self.start)
+    def _solve_precisely(self, start: Tensor, length: int) -> Tensor:
+        spec, pieces, (state,) = self.spec, [], widened(start)
 
         def piece(state: Tensor, first: int, count: int) -> Tensor:
             return trajectory(self.dynamics.slope(), state, count, spec.delta, spec.substeps, spec.solver, first)

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from ..core.components import register
 from ..core.context import LayerContext
 from ..core.precision import Float32Module
+from ..core.reading_weights import weight_of
 from ..core.weight_decay import Undecayed
 from .base import Position, PositionSpec, PositionTerms
 from .distances import distances_of_block
@@ -46,10 +47,12 @@ class GaussianTerms(Float32Module, Undecayed, PositionTerms):
 
     def by_distance(self, distance: Tensor) -> Tensor:
         """distance (key - query) [n] -> -|w distance^2 + b|, [H, n]"""
-        scale = F.softplus(self.raw_scale)[:, None]
+        scale = F.softplus(weight_of(self, "raw_scale"))[:, None]
         squares = distance.to(scale.dtype).square()
         # w d^2 + b changes its sign: what is below zero there is the ring's inside.
-        value = scale * squares if self.raw_offset is None else scale * squares - F.softplus(self.raw_offset)[:, None]
+        value = scale * squares
+        if self.raw_offset is not None:
+            value = value - F.softplus(weight_of(self, "raw_offset"))[:, None]
         return -value.abs().expand(self.heads_count, -1)
 
     def score_terms(self, attention: Any, scale: float, context: LayerContext) -> SelfAttentionTerms:

@@ -11,6 +11,7 @@ from ..core.components import register
 from ..core.context import LayerContext
 from ..core.extent import can_inspect
 from ..core.graph_inputs import GRAPH_TOKEN, UNREACHABLE
+from ..core.reading_weights import weight_of
 from ..ops.score_terms.terms import Pairs, QueryBlock
 from .base import Position, PositionSpec, PositionTerms
 from .distances import distances_of_block
@@ -48,7 +49,8 @@ class GraphormerPosition(Position):
         rows = torch.where(lengths < 0, count - 1 - lengths, lengths.clamp(max=count - 1))
         bias = self.distances(rows)
         if self.edges is not None and self.hops is not None and paths is not None:
-            tables = torch.matmul(self.edges.weight, self.hops)  # [K, edge types, H]: a hop is a table of its own
+            # [K, edge types, H]: a hop is a table of its own
+            tables = torch.matmul(weight_of(self.edges), weight_of(self, "hops"))
             paths = paths[..., : self.spec.max_hops]
             total = torch.zeros_like(bias)
             for hop in range(paths.shape[-1]):
@@ -63,7 +65,7 @@ class GraphormerPosition(Position):
         steps = distance.abs()
         bias = self.distances(steps.clamp(max=self.spec.num_distances - 1))
         if self.edges is not None and self.hops is not None:
-            hops = (self.edges.weight[0] @ self.hops).cumsum(0)  # [K, H]: sums over the first hops
+            hops = (weight_of(self.edges)[0] @ weight_of(self, "hops")).cumsum(0)  # [K, H]: sums over the first hops
             counts = steps.clamp(max=self.spec.max_hops)
             means = hops[(counts - 1).clamp(min=0)] / counts.clamp(min=1)[:, None]
             bias = bias + means * (counts > 0)[:, None]

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..core.components import register
 from ..core.context import LayerContext
+from ..core.reading_weights import weight_of
 from ..ops.score_terms.terms import Pairs, QueryBlock
 from .base import Position, PositionSpec, PositionTerms
 from .distances import slot_distances, spread_queries
@@ -58,7 +59,7 @@ class IndigoTerms(PositionTerms):
             )
 
     def score_terms(self, attention: Any, scale: float, context: LayerContext) -> IndigoScores:
-        return IndigoScores(scale, (self.table[None],), context)
+        return IndigoScores(scale, (weight_of(self, "table")[None],), context)
 
 
 class IndigoScores(SelfAttentionTerms):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ..core.components import register
 from ..core.context import LayerContext
 from ..core.precision import Float32Module
+from ..core.reading_weights import weight_of
 from .base import Position, PositionSpec, PositionTerms
 from .score_terms import SelfAttentionTerms
 
@@ -33,7 +34,7 @@ class LearnableSinusoid(Float32Module, Position):
         """positions [...] -> [..., width / 2], in float32 at least: in bfloat16 positions beyond 256 would
         collapse."""
         wide = torch.float64 if self.frequency.dtype == torch.float64 else torch.float32
-        return positions.to(wide).unsqueeze(-1) * self.frequency.to(wide)
+        return positions.to(wide).unsqueeze(-1) * weight_of(self, "frequency").to(wide)
 
 
 class LearnableSinusoidalPosition(LearnableSinusoid):

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..core.components import register
 from ..core.context import LayerContext
+from ..core.reading_weights import weight_of
 from ..ops.score_terms.terms import Pairs, QueryBlock
 from .base import Position, PositionSpec, PositionTerms
 from .distances import distances_of_block, pick_rows, products_by_distance, slot_distances
@@ -28,7 +29,7 @@ class MusicTerms(PositionTerms):
         init.normal_(self.table, mean=0.0, std=self.table.shape[-1] ** -0.5)
 
     def score_terms(self, attention: Any, scale: float, context: LayerContext) -> MusicScores:
-        return MusicScores(scale, (self.table,), context)
+        return MusicScores(scale, (weight_of(self, "table"),), context)
 
 
 class MusicScores(SelfAttentionTerms):

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..core.components import register
 from ..core.context import LayerContext
+from ..core.reading_weights import weight_of
 from ..ops.score_terms.terms import Pairs, QueryBlock
 from .base import Position, PositionSpec, PositionTerms
 from .distances import pick_rows, slot_distances, spread_queries, sum_by_distance
@@ -38,9 +39,10 @@ class ShawTerms(PositionTerms):
                 init.xavier_uniform_(table)
 
     def score_terms(self, attention: Any, scale: float, context: LayerContext) -> ShawScores:
-        tables = (self.key_table,) if self.value_table is None else (self.key_table, self.value_table)
+        keys = weight_of(self, "key_table")
+        tables = (keys,) if self.value_table is None else (keys, weight_of(self, "value_table"))
         if self.reads_keys:
-            tables = (*tables, self.key_table * scale)
+            tables = (*tables, keys * scale)
         return ShawScores(scale, tables, context, self.reach, self.value_table is not None, self.reads_keys)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..core.components import register
 from ..core.context import LayerContext
+from ..core.reading_weights import weight_of
 from .base import Position, PositionSpec, PositionTerms, key_positions
 from .distances import distances_of_block
 from .score_terms import SelfAttentionTerms
@@ -36,7 +37,7 @@ class TupePosition(Position):
 
     def projected(self) -> tuple[Tensor, Tensor]:
         """p U^Q and p U^K, [rows, H, d] each."""
-        vectors = self.norm(self.table.weight)
+        vectors = self.norm(weight_of(self.table))
         size = (self.heads_count, -1)
         return self.query_proj(vectors).unflatten(-1, size), self.key_proj(vectors).unflatten(-1, size)
 
@@ -65,7 +66,7 @@ class TupeTerms(PositionTerms):
         if self.resets:
             numbers = (queries[:2] * keys[:2]).sum(-1)
             if bias is not None:  # a bucket that no distance falls into, and one more
-                numbers = numbers + bias.weight[[self.spec.num_buckets // 2, self.spec.num_buckets]]
+                numbers = numbers + weight_of(bias)[[self.spec.num_buckets // 2, self.spec.num_buckets]]
             queries, keys = queries[1:], keys[1:]
             made.append(numbers.t())
         if bias is not None:

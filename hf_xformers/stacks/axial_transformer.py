@@ -15,7 +15,7 @@ from ..core.components import register
 from ..core.context import LayerContext, add_losses, self_attention_cache
 from ..core.extent import can_inspect
 from ..ops.common.padding import row_spans
-from ..position.base import Position, key_positions
+from ..position.base import PositionActs, key_positions
 from .base import StackOutput, StackSpec, memory_by_step
 from .plain import PlainStack
 
@@ -47,7 +47,7 @@ class AxialStack(PlainStack):
         hidden_states: Tensor,
         context: LayerContext,
         *,
-        position: Position,
+        position: PositionActs,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,
         **more,
@@ -84,7 +84,7 @@ class AxialStack(PlainStack):
         layer: XFormerLayer,
         states: Tensor,
         context: LayerContext,
-        position: Position,
+        position: PositionActs,
         memory: Tensor | None,
         step: int,
         losses: dict[str, Tensor],
@@ -110,7 +110,7 @@ class AxialStack(PlainStack):
         layers: Sequence[XFormerLayer],
         new: Tensor,
         context: LayerContext,
-        position: Position,
+        position: PositionActs,
         memories: Sequence[Tensor | None],
         past_key_values: Cache | None,
         losses: dict[str, Tensor],
@@ -152,7 +152,7 @@ class AxialStack(PlainStack):
         layers: Sequence[XFormerLayer],
         tokens: Tensor,
         context: LayerContext,
-        position: Position,
+        position: PositionActs,
         memories: Sequence[Tensor | None],
         losses: dict[str, Tensor],
     ) -> Tensor:

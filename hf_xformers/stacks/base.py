@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -15,11 +15,27 @@ from ..core.context import LayerContext
 from ..core.pooling import TextPooler
 from ..core.segment_memory import SegmentMemory
 from ..core.weight_decay import Undecayed
-from ..position.base import Position
+from ..position.base import PositionActs
 
 # The stream with the embedded texts before, [B, K, S, D], and under the same name in `shared` the call's context for
 # them (`StackSpec.context_texts`).
 CONTEXT = "context_texts"
+
+
+class LayersByDepth(Sequence[XFormerLayer]):
+    """The layers as a stack is given them, which is no list of modules for the same reason as [`PositionActs`]."""
+
+    def __init__(self, layers: Sequence[XFormerLayer]) -> None:
+        self._layers = layers
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def __iter__(self) -> Iterator[XFormerLayer]:
+        return iter(self._layers)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._layers[index]
 
 
 @dataclass
@@ -65,7 +81,7 @@ class Stack(Undecayed, nn.Module):
         hidden_states: Tensor,
         context: LayerContext,
         *,
-        position: Position,
+        position: PositionActs,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,
     ) -> StackOutput:

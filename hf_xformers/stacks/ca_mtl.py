@@ -60,7 +60,7 @@ class ConditionalBottleneck(nn.Module):
         """vectors [B, T, D], task [B or 1, D] -> [B, T, D]."""
         factor, shift = self.film(task)[:, None].chunk(2, dim=-1)
         inner = self.down(vectors * (1 + factor) + shift)
-        return self.gain(vectors + self.up(inner), self.norm, task)
+        return self.gain.after(self.norm, vectors + self.up(inner), task)
 
 
 class TaskConditionedStack(PlainStack):

@@ -12,7 +12,7 @@ from ..blocks.base import XFormerLayer
 from ..core.components import register
 from ..core.context import LayerContext
 from ..core.gates import ALL, NOISE, OPEN, Gates
-from ..position.base import Position
+from ..position.base import PositionActs
 from .base import StackOutput, StackSpec
 from .plain import PlainStack
 
@@ -41,7 +41,7 @@ class ConditionalStack(PlainStack):
         hidden_states: Tensor,
         context: LayerContext,
         *,
-        position: Position,
+        position: PositionActs,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,
         **more,

@@ -15,7 +15,7 @@ from ..core.components import register
 from ..core.context import LayerContext, add_losses
 from ..core.segment_memory import take_slots
 from ..ops.common.real_tokens import real_first
-from ..position.base import Position
+from ..position.base import PositionActs
 from .base import Stack, StackOutput, StackSpec
 
 
@@ -42,7 +42,7 @@ class DistillingStack(Stack):
         hidden_states: Tensor,
         context: LayerContext,
         *,
-        position: Position,
+        position: PositionActs,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,
     ) -> StackOutput:

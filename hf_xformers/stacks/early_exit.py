@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache
 from ..blocks.base import XFormerLayer, unpack_layer
 from ..core.context import LayerContext, add_losses
 from ..core.unpadding import Unpadding
-from ..position.base import Position
+from ..position.base import PositionActs
 from .base import StackOutput, StackSpec, memory_by_step
 from .plain import PlainStack
 
@@ -135,7 +135,7 @@ class EarlyExitStack(PlainStack):
         hidden_states: Tensor,
         context: LayerContext,
         *,
-        position: Position,
+        position: PositionActs,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,
         **more,
@@ -218,7 +218,7 @@ def take(tensor: Tensor, rows: Tensor) -> Tensor:
     return tensor if tensor.shape[0] == 1 else tensor[rows]
 
 
-def take_rows(context: LayerContext, rows: Tensor, position: Position, like: Tensor) -> LayerContext:
+def take_rows(context: LayerContext, rows: Tensor, position: PositionActs, like: Tensor) -> LayerContext:
     """The call's state bundle for some of its rows [R]; layers have to prepare anew."""
     kept = copy.copy(context)
     for name in ("padding_mask", "positions", "explicit_mask", "segment_ids", "inputs_embeds", "position_ids"):

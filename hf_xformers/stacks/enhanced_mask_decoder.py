@@ -13,6 +13,7 @@ from ..attention.shared.base import KEY_STATES
 from ..blocks.base import XFormerLayer, unpack_layer
 from ..core.components import register
 from ..core.context import LayerContext, add_losses
+from ..position.base import PositionActs
 from .base import StackOutput, StackSpec
 from .plain import PlainStack
 
@@ -37,7 +38,7 @@ class EnhancedMaskDecoder(PlainStack):
         hidden_states: Tensor,
         context: LayerContext,
         *,
-        position: Any,
+        position: PositionActs,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,
         collect: Callable[[Tensor], None] | None = None,

@@ -15,7 +15,7 @@ from ..core.extent import can_inspect
 from ..core.hand_overs import HandOver
 from ..core.segment_memory import take_slots
 from ..ops.common.real_tokens import real_first, real_places
-from ..position.base import Position
+from ..position.base import PositionActs
 from ..position.etc_relative import LAYOUT, TwoStreams
 from .base import StackOutput, StackSpec
 from .plain import PlainStack
@@ -59,7 +59,7 @@ class EtcStack(PlainStack):
         hidden_states: Tensor,
         context: LayerContext,
         *,
-        position: Position,
+        position: PositionActs,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,
         **more,

@@ -17,7 +17,7 @@ from ..core.components import register
 from ..core.context import LayerContext, add_losses
 from ..core.segment_memory import take_slots
 from ..ops.common.real_tokens import real_first
-from ..position.base import Position
+from ..position.base import PositionActs
 from .base import Stack, StackOutput, StackSpec
 
 States = tuple[Tensor, Tensor | None, Tensor | None]  # [B, T, D], which are real, the types of their tokens
@@ -48,7 +48,7 @@ class FunnelStack(Stack):
         hidden_states: Tensor,
         context: LayerContext,
         *,
-        position: Position,
+        position: PositionActs,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,
     ) -> StackOutput:

@@ -13,7 +13,7 @@ from ..core.components import aliased, register
 from ..core.context import LayerContext
 from ..core.segment_memory import take_slots
 from ..ops.common.real_tokens import real_first
-from ..position.base import Position
+from ..position.base import PositionActs
 from .base import StackOutput, StackSpec
 from .plain import PlainStack
 
@@ -42,7 +42,7 @@ class GlobalTokensStack(PlainStack):
         hidden_states: Tensor,
         context: LayerContext,
         *,
-        position: Position,
+        position: PositionActs,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,
         **more,

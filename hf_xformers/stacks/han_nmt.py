@@ -15,7 +15,7 @@ from ..blocks.base import XFormerLayer
 from ..core.cache import FollowsRows, KeepsMore
 from ..core.components import register
 from ..core.context import LayerContext, add_losses, self_attention_cache
-from ..position.base import Position
+from ..position.base import PositionActs
 from .base import CONTEXT, StackOutput, StackSpec
 from .plain import PlainStack
 
@@ -123,7 +123,7 @@ class HanStack(PlainStack):
         hidden_states: Tensor,
         context: LayerContext,
         *,
-        position: Position,
+        position: PositionActs,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,
     ) -> StackOutput:
@@ -157,7 +157,7 @@ class HanStack(PlainStack):
         before: Tensor | None,
         inner: LayerContext | None,
         memory: tuple[Tensor, Tensor] | None,
-        position: Position,
+        position: PositionActs,
         output: StackOutput,
         past_key_values: Cache | None,
     ) -> tuple[Tensor | None, Tensor | None]:

@@ -14,7 +14,8 @@ from ..core.components import register
 from ..core.context import LayerContext
 from ..core.hand_overs import HandOver
 from ..core.pooling import TextPooler
-from ..position.base import Position
+from ..core.reading_weights import weight_of
+from ..position.base import PositionActs
 from .base import StackOutput, StackSpec
 from .plain import PlainStack
 
@@ -56,7 +57,7 @@ class HiStack(PlainStack):
         hidden_states: Tensor,
         context: LayerContext,
         *,
-        position: Position,
+        position: PositionActs,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,
         **more,
@@ -79,7 +80,7 @@ class HiStack(PlainStack):
         else:
             place = nesting.slot % width  # of padding as well, where it does not matter
         hidden_states = hidden_states + self.word_table(place)
-        context.streams[SENTENCE_POSITIONS] = self.sentence_table.weight[None, :count]
+        context.streams[SENTENCE_POSITIONS] = weight_of(self.sentence_table)[None, :count]
         context.shared[NESTING] = Levels.of(context, nesting, position, hidden_states)
         return super().forward(
             layers,

@@ -14,7 +14,8 @@ from ..blocks.nesting import Levels, make_nesting
 from ..core.components import register
 from ..core.context import LayerContext, add_losses
 from ..core.pooling import TextPooler
-from ..position.base import Position
+from ..core.reading_weights import weight_of
+from ..position.base import PositionActs
 from .base import StackOutput, StackSpec
 from .nested import at_places, check_outer_position, last_words, nesting_of
 from .plain import PlainStack
@@ -66,7 +67,7 @@ class HibertStack(PlainStack):
         hidden_states: Tensor,
         context: LayerContext,
         *,
-        position: Position,
+        position: PositionActs,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,
     ) -> StackOutput:
@@ -82,7 +83,7 @@ class HibertStack(PlainStack):
         words, losses = output.hidden_states, dict(output.aux_losses)
         last = last_words(nesting)
         vectors = at_places(words, last).unflatten(0, nesting.words.shape[:2])
-        vectors = vectors + self.sentence_table.weight[: nesting.sentences]
+        vectors = vectors + weight_of(self.sentence_table)[: nesting.sentences]
         output = super().forward(layers[lower:], vectors, levels.document, position=position)
         add_losses(losses, output.aux_losses)
         documents = output.hidden_states.flatten(0, 1).unsqueeze(1)

@@ -14,7 +14,7 @@ from ..blocks.nesting import Levels, Nesting
 from ..core.components import register
 from ..core.context import LayerContext
 from ..core.hand_overs import HandOver
-from ..position.base import Position
+from ..position.base import PositionActs
 from ..position.sinusoidal_absolute import sinusoids
 from .base import StackOutput, StackSpec
 from .nested import check_outer_position, nesting_of
@@ -41,7 +41,7 @@ class HierSummStack(PlainStack):
         hidden_states: Tensor,
         context: LayerContext,
         *,
-        position: Position,
+        position: PositionActs,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,
     ) -> StackOutput:

@@ -15,7 +15,7 @@ from ..core.context import LayerContext
 from ..core.extent import can_inspect
 from ..core.mask_modes import BIDIRECTIONAL, LEFT_TO_RIGHT, MODES, RIGHT_TO_LEFT, SEQ2SEQ
 from ..ops.common.real_tokens import real_places
-from ..position.base import Position
+from ..position.base import PositionActs
 from .base import StackOutput
 from .plain import PlainStack, PlainStackSpec
 
@@ -49,7 +49,7 @@ class MaskModesStack(PlainStack):
         hidden_states: Tensor,
         context: LayerContext,
         *,
-        position: Position,
+        position: PositionActs,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,
         collect: Callable[[Tensor], None] | None = None,

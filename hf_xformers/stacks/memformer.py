@@ -17,7 +17,7 @@ from ..core.context import LayerContext, self_attention_cache
 from ..core.hand_overs import HandOver
 from ..core.segment_memory import SegmentMemory
 from ..ops.common.products import wide_products
-from ..position.base import Position
+from ..position.base import PositionActs
 from .base import Stack, StackOutput, StackSpec
 from .plain import PlainStack
 
@@ -133,7 +133,7 @@ class MemformerStack(PlainStack):
         hidden_states: Tensor,
         context: LayerContext,
         *,
-        position: Position,
+        position: PositionActs,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,
     ) -> StackOutput:

@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache
 from ..blocks.base import XFormerLayer, unpack_layer
 from ..core.components import register
 from ..core.context import LayerContext, add_losses
-from ..position.base import Position
+from ..position.base import PositionActs
 from .base import Stack, StackOutput, StackSpec, memory_by_step
 
 
@@ -23,7 +23,7 @@ class PlainStack(Stack):
         hidden_states: Tensor,
         context: LayerContext,
         *,
-        position: Position,
+        position: PositionActs,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,
         collect: Callable[[Tensor], None] | None = None,

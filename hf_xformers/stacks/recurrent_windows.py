@@ -19,7 +19,7 @@ from ..core.components import register
 from ..core.context import LayerContext, add_losses, self_attention_cache
 from ..core.segment_memory import SegmentMemory
 from ..ops.common.real_tokens import real_last
-from ..position.base import Position
+from ..position.base import PositionActs
 from .base import Stack, StackOutput, StackSpec
 from .text_segments import TextSegments
 from .text_windows import ContinuedText, WindowCacheLayer, Windows
@@ -90,7 +90,7 @@ class RecurrentWindowsStack(Stack):
         hidden_states: Tensor,
         context: LayerContext,
         *,
-        position: Position,
+        position: PositionActs,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,
     ) -> StackOutput:
@@ -146,7 +146,7 @@ class RecurrentWindowsStack(Stack):
         carried: Tensor | None,
         held: Tensor,
         context: LayerContext,
-        position: Position,
+        position: PositionActs,
         cache: Cache | None,
         slots: Sequence[WindowCacheLayer],
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

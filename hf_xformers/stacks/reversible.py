@@ -17,7 +17,7 @@ from ..core.components import register
 from ..core.context import LayerContext, add_losses
 from ..ops.common.derivatives import first_derivative_only
 from ..ops.common.products import autocast_state
-from ..position.base import Position
+from ..position.base import PositionActs
 from .base import Stack, StackOutput, StackSpec, memory_by_step
 
 logger = logging.get_logger(__name__)
@@ -51,7 +51,7 @@ class ReversibleStack(Stack):
         hidden_states: Tensor,
         context: LayerContext,
         *,
-        position: Position,
+        position: PositionActs,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,
     ) -> StackOutput:
@@ -88,7 +88,7 @@ class _Run:
     layers: Sequence[XFormerLayer]
     context: LayerContext
     past_key_values: Cache | None
-    position: Position
+    position: PositionActs
     stream_names: tuple[str, ...] = ()
     reads_memory: bool = False
     loss_names: tuple[str, ...] = ()

@@ -18,7 +18,7 @@ from ..core.extent import can_inspect
 from ..core.segment_memory import MemoryCacheLayer, SegmentCacheLayer, SegmentMemory, join_masks
 from ..core.text_parts import TextParts
 from ..ops.common.real_tokens import from_first_real
-from ..position.base import Position
+from ..position.base import PositionActs
 from .base import Stack, StackOutput, StackSpec
 from .text_segments import TextSegments
 
@@ -60,7 +60,7 @@ class SegmentRecurrentStack(Stack):
         hidden_states: Tensor,
         context: LayerContext,
         *,
-        position: Position,
+        position: PositionActs,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,
     ) -> StackOutput:
@@ -82,7 +82,7 @@ class SegmentRecurrentStack(Stack):
         return output
 
     def read_text(
-        self, layers: Sequence[XFormerLayer], text: TextSegments, position: Position, memory: SegmentMemory
+        self, layers: Sequence[XFormerLayer], text: TextSegments, position: PositionActs, memory: SegmentMemory
     ) -> tuple[StackOutput, SegmentMemory]:
         """All segments of a text, from a memory on; and the memory at its end."""
         aux_losses: dict[str, Tensor] = {}
@@ -101,7 +101,7 @@ class SegmentRecurrentStack(Stack):
         hidden_states: Tensor,
         context: LayerContext,
         *,
-        position: Position,
+        position: PositionActs,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,
     ) -> StackOutput:

@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache
 from ..blocks.base import XFormerLayer
 from ..core.components import register
 from ..core.context import LayerContext
-from ..position.base import Position
+from ..position.base import PositionActs
 from .base import StackOutput, StackSpec
 from .plain import PlainStack
 
@@ -51,7 +51,7 @@ class TransparentEncoderStack(PlainStack):
         hidden_states: Tensor,
         context: LayerContext,
         *,
-        position: Position,
+        position: PositionActs,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,
         collect: Callable[[Tensor], None] | None = None,

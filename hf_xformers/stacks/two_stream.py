@@ -18,7 +18,7 @@ from ..blocks.base import XFormerLayer, unpack_layer
 from ..core.components import register
 from ..core.context import LayerContext, add_losses
 from ..core.extent import can_inspect
-from ..position.base import Position
+from ..position.base import PositionActs
 from .base import Stack, StackOutput, StackSpec
 
 ORDER, TARGETS = "perm_mask", "target_mapping"
@@ -54,7 +54,7 @@ class TwoStreamStack(Stack):
         hidden_states: Tensor,
         context: LayerContext,
         *,
-        position: Position,
+        position: PositionActs,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,
     ) -> StackOutput:

@@ -12,7 +12,8 @@ from transformers.cache_utils import Cache
 from ..blocks.base import XFormerLayer, unpack_layer
 from ..core.components import register
 from ..core.context import LayerContext, add_losses
-from ..position.base import Position
+from ..core.reading_weights import weight_of
+from ..position.base import PositionActs
 from ..position.sinusoidal_absolute import sinusoids
 from .base import Stack, StackOutput, StackSpec, memory_by_step
 
@@ -80,7 +81,7 @@ class UniversalStack(Stack):
     def step_signal(self, step: int, like: Tensor) -> Tensor | None:
         """The signal of step 1, 2, ... -> [D]."""
         if self.step_table is not None:
-            return self.step_table.weight[step - 1]
+            return weight_of(self.step_table)[step - 1]
         if self.spec.step_signal == "none":
             return None
         index = torch.tensor(step, device=like.device)
@@ -92,7 +93,7 @@ class UniversalStack(Stack):
         hidden_states: Tensor,
         context: LayerContext,
         *,
-        position: Position,
+        position: PositionActs,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,
     ) -> StackOutput:

@@ -11,6 +11,7 @@ from torch import nn
 from ..auto_classes import register_model
 from ..configuration_xformer import XFormerConfig
 from ..core.components import SpecLike
+from ..core.reading_weights import weight_of
 from ..families import ENCODER_HEADS, VariantInfo, make_family
 from ..stacks.enhanced_mask_decoder import ABSOLUTE_POSITIONS
 
@@ -114,7 +115,7 @@ class XFDebertaForMaskedLM(_MaskedLM):
         return super().forward(*args, **kwargs, **self.own_inputs())
 
     def own_inputs(self):
-        return {} if self.absolute_positions is None else {ABSOLUTE_POSITIONS: self.absolute_positions.weight}
+        return {} if self.absolute_positions is None else {ABSOLUTE_POSITIONS: weight_of(self.absolute_positions)}
 
 
 register_model("AutoModelForMaskedLM", XFDebertaConfig, XFDebertaForMaskedLM)

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 import transformers
+from accelerate import cpu_offload
 from transformers import AutoConfig
 
 from hf_xformers.variants import config_class, family
@@ -137,3 +138,17 @@ def test_padding(name, head):
                 if key in PER_TOKEN or head in TOKEN_HEADS or (head, key) == ("ForSegmentReordering", "logits"):
                     value = value[mask.bool()].view_as(expected[key])
                 close(value, expected[key])
+
+
+FIRST = list({head: (name, head) for name, head in reversed(TESTED_HEADS)}.values())
+
+
+@pytest.mark.parametrize(("name", "head"), [*FIRST, ("xf_tener", "ForTokenClassification")])
+def test_weights_come_for_each_call(name, head):
+    """Accelerate brings a module's weights for its calls alone."""
+    model, ids = build(name, head, torch.float32), tokens(2, 7)
+    with torch.no_grad():
+        expected = results(head, model(**inputs(head, ids), **labels(head, ids)))
+        output = cpu_offload(model, execution_device="cpu")(**inputs(head, ids), **labels(head, ids))
+    for key, value in expected.items():
+        close(getattr(output, key), value, 1e-5)

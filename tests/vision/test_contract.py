@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from accelerate import cpu_offload
 from peft import LoraConfig, PeftModel, get_peft_model
 from PIL import Image
 from transformers import AutoConfig, ViTImageProcessorPil, pipeline
@@ -41,6 +42,18 @@ def hidden(model):
 def result(output):
     name = next(name for name in ("logits", "reconstruction", "last_hidden_state") if name in output)
     return output[name]
+
+
+@each_head
+def test_weights_come_for_each_call(name, head):
+    """Accelerate brings a module's weights for its calls alone."""
+    model = build(name, head, torch.float32)
+    given = {"pixel_values": images(model)}
+    if head == "ForMaskedImageModeling":
+        given["bool_masked_pos"] = hidden(model)
+    with torch.no_grad():
+        expected = result(model(**given))
+        close(result(cpu_offload(model, execution_device="cpu")(**given)), expected, 1e-5)
 
 
 @each_head

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ...core.initialization import seeded_normal
+from ...core.reading_weights import weight_of
 from ...core.weight_decay import Undecayed
 from .linear import LinearAttention, LinearSpec
 
@@ -33,7 +34,7 @@ class HeadMap(Undecayed, nn.Module):
         init.zeros_(self.bias)
 
     def tensors(self) -> tuple[Tensor, Tensor]:
-        return self.weight, self.bias
+        return weight_of(self), weight_of(self, "bias")
 
 
 def mapped(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

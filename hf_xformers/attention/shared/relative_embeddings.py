@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ...core.context import LayerContext
+from ...core.reading_weights import weight_of
 from ...ops.common.real_tokens import first_real
 
 
@@ -39,7 +40,7 @@ class RelativeEmbeddings(nn.Module):
         """[n, D]; None without such a table."""
         if self.types is None or self.type_norm is None:
             return None
-        return self.dropout(self.type_norm(self.types.weight))
+        return self.dropout(self.type_norm(weight_of(self.types)))
 
 
 def key_types(given: Tensor | None, context: LayerContext, slots: int, order: Tensor | None) -> Tensor:

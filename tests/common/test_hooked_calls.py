@@ -1,0 +1,73 @@
+"""Contract: whoever hooks the calls of modules, as Accelerate does to bring weights from elsewhere, meets all of them.
+
+Accelerate moves each argument of a hooked module that has a `to`, and a module's weights are there in its calls alone.
+"""
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+from accelerate import cpu_offload
+from torch import nn
+
+from tests.common.cases import CASES, components, covering, each_case
+from tests.helpers import close, pad, tokens
+
+
+def modules_in(argument):
+    if isinstance(argument, nn.Module):
+        return [argument]
+    inner = list(argument.values()) if isinstance(argument, Mapping) else argument
+    return [module for part in inner for module in modules_in(part)] if isinstance(inner, (list, tuple)) else []
+
+
+@each_case
+def test_no_module_is_an_argument(case):
+    model, found = case.shared(torch.float32), []
+
+    def look(module, args, kwargs):
+        given = {**dict(enumerate(args)), **kwargs}
+        found.extend((type(module).__name__, name) for name in given if modules_in(given[name]))
+
+    handles = [module.register_forward_pre_hook(look, with_kwargs=True) for module in model.modules()]
+    try:
+        with torch.no_grad():
+            case.run(model, tokens(9)[None])
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert not found
+
+
+COVER = covering(CASES, lambda case: {(slot, name, is_decoder) for slot, name, _, is_decoder in components(case)})
+
+
+@pytest.mark.parametrize("case", COVER, ids=str)
+def test_weights_come_for_each_call(case):
+    ids, mask = pad([tokens(9), tokens(5, seed=1)], 9, "left")
+    with torch.no_grad():
+        expected = [case.run(case.shared(torch.float32), ids, given) for given in (None, mask)]
+    model = cpu_offload(case.build(dtype=torch.float32), execution_device="cpu", offload_buffers=True)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    with torch.no_grad():
+        for given, wanted in zip((None, mask), expected, strict=True):
+            close(case.run(model, ids, given), wanted, 1e-5)
+
+
+SOME = [case for case in CASES if str(case) in ("xf_bert-encoder", "xf_t5-seq2seq", "modern-decoder")]
+
+
+@pytest.mark.parametrize("case", SOME, ids=str)
+def test_a_part_on_the_disk(case, tmp_path):
+    model, ids = case.shared(torch.float32), tokens(9)[None]
+    model.save_pretrained(tmp_path)
+    size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    loaded = case.family[case.head].from_pretrained(
+        tmp_path, device_map="auto", max_memory={"cpu": int(0.55 * size)}, offload_folder=tmp_path / "elsewhere"
+    )
+    assert any(parameter.is_meta for parameter in loaded.parameters())
+    with torch.no_grad():
+        close(case.run(loaded, ids), case.run(model, ids), 1e-5)
+        if case.shape == "decoder":
+            given = {"input_ids": ids, "max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+            assert torch.equal(loaded.generate(**given), model.generate(**given))
