@@ -84,7 +84,8 @@ class XFormerTower(XFormerPreTrainedModel):
     def layers_by_depth(self) -> Sequence[XFormerLayer]:
         """The layers as the stack is given them: one may run at several depths (`core/sharing.py`)."""
         if not self.repeats_layers:
-            return cast("Sequence[XFormerLayer]", self.layers)
+            # Where an engine divides a model by layers, those of other processes are placeholders.
+            return [layer for layer in cast("Sequence[XFormerLayer]", self.layers) if hasattr(layer, "prepare")]
         return [cast(XFormerLayer, self.layers[index]) for index in map_of(self.config)]
 
     def own_layers(self) -> Iterable[nn.Module]:
@@ -104,10 +105,11 @@ class XFormerTower(XFormerPreTrainedModel):
 
     def init_parallel_plans(self) -> None:
         super().init_parallel_plans()
-        self._tp_plan, self._ep_plan, self._fsdp_plan = {}, {}, {}  # the model around it names a tower's parts
+        # The model around it names a tower's parts.
+        self._tp_plan, self._ep_plan, self._pp_plan, self._fsdp_plan = {}, {}, {}, {}
 
     def get_input_embeddings(self) -> nn.Module:
-        return self.embedding.tokens
+        return getattr(self.embedding, "tokens", self.embedding)  # an engine may have put a placeholder there
 
     def set_input_embeddings(self, value: nn.Module) -> None:
         self.embedding.tokens = value
@@ -150,6 +152,7 @@ class XFormerTower(XFormerPreTrainedModel):
             encoder_attention_mask,
             output_attentions=bool(kwargs.get("output_attentions", self.config.output_attentions)),
             output_hidden_states=states is not None and states is not False,  # it may be a state's index, 0
+            back_end=kwargs.get("back_end"),
         )
         if context.segment_ids is not None and past_key_values is not None and can_inspect():
             if given_cache:
@@ -258,6 +261,7 @@ class XFormerTower(XFormerPreTrainedModel):
         encoder_attention_mask: Tensor | None = None,
         output_attentions: bool = False,
         output_hidden_states: bool = False,
+        back_end: dict[str, Any] | None = None,
     ) -> LayerContext:
         """The state bundle of a call on inputs_embeds [B, T, D].
 
@@ -303,7 +307,7 @@ class XFormerTower(XFormerPreTrainedModel):
             static=extent.static,
             explicit_mask=explicit,
             segment_ids=None
-            if chosen is None
+            if chosen is None or back_end
             else self._documents(positions.expand(extent.batch, -1), extent.fresh, parts),
             memory_padding_mask=None if encoder_attention_mask is None else encoder_attention_mask.bool(),
             implementation=self.config._attn_implementation,
@@ -312,6 +316,7 @@ class XFormerTower(XFormerPreTrainedModel):
             parts=parts,
             inputs_embeds=inputs_embeds,
             position_ids=chosen,
+            back_end=back_end or {},
         )
 
     def _paged_context(
