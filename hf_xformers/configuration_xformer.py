@@ -24,6 +24,7 @@ from .core.pretraining_specs import (
     settled_pretraining,
     take_earlier_fields,
 )
+from .core.serving import pipeline_plan
 from .core.sharing import Order, Part, check_layer_drop, check_sharing
 from .core.specs import default_of
 
@@ -527,6 +528,11 @@ class XFormerConfig(PreTrainedConfig):
     def base_model_fsdp_plan(self) -> dict[Any, str]:  # type: ignore[override]
         """How transformers' FSDP2 groups a base model of this config; see [`fully_sharded_plan`]."""
         return fully_sharded_plan(self)
+
+    @property
+    def base_model_pp_plan(self) -> dict[str, tuple[list[str], list[str]]] | None:  # type: ignore[override]
+        """How serving engines divide a base model of this config among processes by layers; see [`pipeline_plan`]."""
+        return pipeline_plan(self)
 
     # ------------------------------------------------------------------------------------------------ serialisation
 

@@ -22,6 +22,7 @@ from .core.losses import StepShare, with_aux_losses
 from .core.parallel_plans import check_expert_parallel, check_tensor_parallel, layers_apart, tensor_parallel_plan
 from .core.precision import computing_dtype, float32_names
 from .core.sequence_sharding import why_not_context_parallel
+from .core.serving import ServedByEngines
 from .core.weight_decay import declared_undecayed
 from .feedforward.experts import divide_once
 from .ops.common.real_tokens import up_to_last_real
@@ -38,7 +39,7 @@ class XFormerPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _supports_flex_attn = True
     _supports_flash_attn = True
-    _supports_attention_backend = True
+    _supports_attention_backend = ServedByEngines()  # type: ignore[assignment]
     _can_compile_fullgraph = True
     under_a_head = False
     reads_every_token: ClassVar[bool] = False  # whether a head predicts something for each token of its last tower

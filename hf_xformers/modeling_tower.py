@@ -84,7 +84,8 @@ class XFormerTower(XFormerPreTrainedModel):
     def layers_by_depth(self) -> Sequence[XFormerLayer]:
         """The layers as the stack is given them: one may run at several depths (`core/sharing.py`)."""
         if not self.repeats_layers:
-            return cast("Sequence[XFormerLayer]", self.layers)
+            # Where an engine divides a model by layers, those of other processes are placeholders.
+            return [layer for layer in cast("Sequence[XFormerLayer]", self.layers) if hasattr(layer, "prepare")]
         return [cast(XFormerLayer, self.layers[index]) for index in map_of(self.config)]
 
     def own_layers(self) -> Iterable[nn.Module]:
@@ -104,7 +105,8 @@ class XFormerTower(XFormerPreTrainedModel):
 
     def init_parallel_plans(self) -> None:
         super().init_parallel_plans()
-        self._tp_plan, self._ep_plan, self._fsdp_plan = {}, {}, {}  # the model around it names a tower's parts
+        # The model around it names a tower's parts.
+        self._tp_plan, self._ep_plan, self._pp_plan, self._fsdp_plan = {}, {}, {}, {}
 
     @property
     def recomputes(self) -> bool:
@@ -112,7 +114,7 @@ class XFormerTower(XFormerPreTrainedModel):
         return self.gradient_checkpointing and self.training and torch.is_grad_enabled()
 
     def get_input_embeddings(self) -> nn.Module:
-        return self.embedding.tokens
+        return getattr(self.embedding, "tokens", self.embedding)  # an engine may have put a placeholder there
 
     def set_input_embeddings(self, value: nn.Module) -> None:
         self.embedding.tokens = value
@@ -221,6 +223,7 @@ class XFormerTower(XFormerPreTrainedModel):
             encoder_attention_mask,
             output_attentions=bool(kwargs.get("output_attentions", self.config.output_attentions)),
             output_hidden_states=states is not None and states is not False,  # it may be a state's index, 0
+            back_end=kwargs.get("back_end"),
         )
         if context.segment_ids is not None and past_key_values is not None and can_inspect():
             if given_cache:
@@ -329,6 +332,7 @@ class XFormerTower(XFormerPreTrainedModel):
         encoder_attention_mask: Tensor | None = None,
         output_attentions: bool = False,
         output_hidden_states: bool = False,
+        back_end: dict[str, Any] | None = None,
     ) -> LayerContext:
         """The state bundle of a call on inputs_embeds [B, T, D].
 
@@ -355,7 +359,11 @@ class XFormerTower(XFormerPreTrainedModel):
             )
             padding, explicit = None if parts.mask is None else parts.own(parts.mask), None
         chosen = position_ids if attention_mask is None else None  # positions that may say where documents begin
-        segments = None if chosen is None else self._documents(positions.expand(extent.batch, -1), extent.fresh, parts)
+        segments = (
+            None
+            if chosen is None or back_end
+            else self._documents(positions.expand(extent.batch, -1), extent.fresh, parts)
+        )
         if self.restarts_after is not None:  # windows begin anew, documents do not
             positions = positions % self.restarts_after
         longer = extent.exceeds(self.max_length) if parts is None else parts.total_length > (self.max_length or 0)
@@ -384,6 +392,7 @@ class XFormerTower(XFormerPreTrainedModel):
             parts=parts,
             inputs_embeds=inputs_embeds,
             position_ids=chosen,
+            back_end=back_end or {},
         )
 
     def _paged_context(

@@ -20,6 +20,7 @@ from .core.extent import can_inspect
 from .core.inputs import refuse_unread
 from .core.outputs import TowerOutput, XFormerModelOutput, XFormerSeq2SeqModelOutput
 from .core.pooling import Pooler, TextPooler
+from .core.serving import taken_by_back_end
 from .modeling_base import XFormerPreTrainedModel
 from .modeling_tower import XFormerTower
 from .ops.common.real_tokens import from_first_real, is_first_real, up_to_last_real
@@ -124,7 +125,9 @@ class XFormerModel(XFormerPreTrainedModel):
             TypeError: a keyword argument that no component of this model reads.
             ValueError: inputs of a decoder that this model does not have, or inputs that do not fit each other.
         """
+        back_end: dict[str, Any] = {}
         if kwargs:
+            back_end = taken_by_back_end(self.config, kwargs, self.further_inputs())
             refuse_unread(self.config.model_type, kwargs, self.further_inputs(), _NAMED_INPUTS)
         text = {
             "input_ids": input_ids,
@@ -142,6 +145,8 @@ class XFormerModel(XFormerPreTrainedModel):
             ):
                 if value is not None:
                     raise ValueError(f"`{name}` was given to a model without a second tower; leave it out.")
+            if back_end:
+                kwargs["back_end"] = back_end
             return self._one_tower(text, **generation, **kwargs)
         encoded = self._encoded(encoder_outputs, text, kwargs)
         if decoder_input_ids is None and decoder_inputs_embeds is None:

@@ -49,7 +49,9 @@ class DenseAttention(Attention):
         if self.cross or self.changes_scores:  # what follows is not read
             return
         if "dense_mask" not in context.shared:
-            if context.implementation in ("eager", "sdpa") or context.output_attentions:
+            if context.back_end:  # it knows by itself who sees whom
+                context.shared["dense_mask"] = None
+            elif context.implementation in ("eager", "sdpa") or context.output_attentions:
                 context.shared["dense_mask"] = boolean_mask(context)
             else:
                 context.shared["dense_mask"] = self._backend_mask(context, past_key_values)
@@ -125,7 +127,10 @@ class DenseAttention(Attention):
             scaling=self.scaling,
             is_causal=causal,
             position_bias=bias,
+            **context.back_end,
         )
+        if context.back_end:  # engines give tokens side by side, without batch and heads
+            output = output.reshape(query.shape[0], query.shape[2], self.num_heads, -1)
         if bias is not None and context.implementation == "sdpa" and mask is not None:
             # With a bias the mask becomes large negative numbers, under which a row that sees nothing sees everything.
             sees = mask.any(dim=-1).transpose(1, 2).unsqueeze(-1)
@@ -205,8 +210,12 @@ class DenseSpec(AttentionSpec):
     weighs_blocks = True
 
     @property
-    def context_parallel(self) -> bool:  # type: ignore[override]  # only SDPA itself is divided
+    def asks_interface(self) -> bool:  # type: ignore[override]
         return self.score_cap is None and not self.learned_sinks
+
+    @property
+    def context_parallel(self) -> bool:  # type: ignore[override]  # only SDPA itself is divided
+        return self.asks_interface
 
     def sequence_form(self, config) -> SequenceForm | Unserved:
         return Unserved(

@@ -44,6 +44,8 @@ class LayerContext:
         parts: where the current tokens stand in their texts, if every process holds a part of each; masks and indices
             above are then those of the part, positions those of the text.
         inputs_embeds, position_ids: what the caller gave, for back-ends that build masks of their own.
+        back_end: what a serving engine gives its attention function, by name; it keeps keys and values itself, and
+            tokens of several texts stand side by side (`core/serving.py`).
         inputs: further model inputs that a component asked for by name (`Spec.inputs`) and the caller gave.
         shared: results computed once per call and read by every layer (masks, rotary tables), and modules whose
             parameters they read. No tensor with a gradient: a stack that runs layers again would lose it.
@@ -69,6 +71,7 @@ class LayerContext:
     parts: TextParts | None = None
     inputs_embeds: Tensor | None = None
     position_ids: Tensor | None = None
+    back_end: dict[str, Any] = field(default_factory=dict)
     inputs: dict[str, Any] = field(default_factory=dict)
     shared: dict[str, Any] = field(default_factory=dict)
     streams: dict[str, Tensor] = field(default_factory=dict)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -44,6 +44,13 @@ def check_token_labels(labels: Tensor | None, logits: Tensor, name: str = "label
         )
 
 
+def unread(given: Mapping[str, Any], read: Iterable[str]) -> Iterator[str]:
+    """Names of the keyword arguments `given` to a model that nothing reads. read: names that its components read. None
+    counts as not given."""
+    read = set(read)
+    return (name for name, value in given.items() if value is not None and name not in read and name not in _COMMON)
+
+
 def refuse_unread(model_type: str, given: Mapping[str, Any], read: Iterable[str], named: Iterable[str]) -> None:
     """Checks the keyword arguments `given` to a model beside those that its `forward` names.
 
@@ -55,9 +62,7 @@ def refuse_unread(model_type: str, given: Mapping[str, Any], read: Iterable[str]
     if not given:
         return
     read = set(read)
-    for name, value in given.items():
-        if value is None or name in read or name in _COMMON:
-            continue
+    for name in unread(given, read):
         valid = sorted({*read, *named} - {"kwargs", "self"})
         close = difflib.get_close_matches(name, [*valid, "output_attentions", "output_hidden_states"], n=1, cutoff=0.4)
         hint = f"did you mean `{close[0]}`?" if close else f"it takes {', '.join(valid)}."

@@ -70,6 +70,12 @@ def why_not_paged(config: Any) -> str:
     if config.is_encoder_decoder or not config.is_decoder:
         kind = "an encoder-decoder keeps a memory for each text" if config.is_encoder_decoder else "it is no decoder"
         return f"a model of type {config.model_type!r} cannot do: {kind}"
+    return why_not_side_by_side(config)
+
+
+def why_not_side_by_side(config: Any) -> str:
+    """The same for the texts of an encoder or a decoder whose tokens stand in one row, and see those of their own text
+    in attention alone."""
     sizes = {(layer.key_value_heads, layer.head_width) for layer in config.layer_configs()}
     for layer in config.layer_configs():
         for slot in ("stack", "block"):
@@ -126,4 +132,4 @@ def _named(spec: Spec) -> str:
     return f"{spec.slot} {spec.type!r}"
 
 
-__all__ = ["PagedTexts", "check_paged", "literal_name", "why_not_paged"]
+__all__ = ["PagedTexts", "check_paged", "literal_name", "why_not_paged", "why_not_side_by_side"]

@@ -41,6 +41,10 @@ class HeadSpec(Spec):
         """What hidden states are multiplied by before the projection."""
         return 1.0
 
+    def is_projection(self) -> bool:
+        """Whether logits are last states, times the scale, times `decoder.weight`, and nothing more."""
+        return False
+
     def logit_cap(self) -> float | None:
         """c, where logits x become c tanh(x / c)."""
         return None

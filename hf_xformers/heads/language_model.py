@@ -100,6 +100,9 @@ class LinearHeadSpec(HeadSpec):
     def logit_scale(self, config) -> float:
         return config.hidden_size**-0.5 if self.scale else 1.0
 
+    def is_projection(self) -> bool:
+        return not self.bias and not self.unpredicted and self.cap is None
+
     def logit_cap(self) -> float | None:
         return self.cap
 

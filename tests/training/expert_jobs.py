@@ -221,7 +221,9 @@ def commands(rank: int, world: int, folder: str) -> dict[str, Any]:
     saving = {"save_strategy": "steps", "save_steps": 1, "average_checkpoints": 2}
     text, table = place / f"text-{rank}.txt", place / f"rows-{rank}.csv"
     write_text(text)
-    table.write_text("text,label\n" + "".join(f"{('lo', 'ka')[row % 2]}ran selmi {row},{row % 2}\n" for row in range(20)))
+    table.write_text(
+        "text,label\n" + "".join(f"{('lo', 'ka')[row % 2]}ran selmi {row},{row % 2}\n" for row in range(20))
+    )
     first, second = place / "pretrained", place / "finetuned"
     assert main(["pretrain", *flags(data=text, output_dir=first, **model, **common, **saving, **split)]) == 0
     task = {"task": "classification", "data": table, "model": first, "output_dir": second}

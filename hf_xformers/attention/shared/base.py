@@ -380,10 +380,12 @@ class AttentionSpec(Spec):
     made of earlier keys, which cannot be turned anew. knows_order: it knows the order of tokens by parameters of its
     own, without a position. rotates_values: a rotation may turn values and its output. reads_pages: its state is keys
     and values, any of which a mask of pairs may hide, so that those of many texts may lie side by side (continuous
-    batching). exports_usual_path: its usual path is made of ONNX operators alone; of others the literal equation is
-    exported. hands_out_heads: what each head has read and its values can be had head by head ([`Attention.written`],
-    [`Attention.losses`]), so that heads may be joined in another way and have losses. weighs_blocks: the weights of
-    some queries can be had without those of all ([`Attention.weights_of_block`]), as losses on them need.
+    batching). asks_interface: its usual path is transformers' attention interface, with queries, keys and values and
+    nothing more, so that a function registered there may do all of it. exports_usual_path: its usual path is made of
+    ONNX operators alone; of others the literal equation is exported. hands_out_heads: what each head has read and its
+    values can be had head by head ([`Attention.written`], [`Attention.losses`]), so that heads may be joined in
+    another way and have losses. weighs_blocks: the weights of some queries can be had without those of all
+    ([`Attention.weights_of_block`]), as losses on them need.
 
     Of the fields below mechanisms may refuse some: normalizes_heads: queries and keys may be normalised
     (`query_key_norm`). caps_scores: scores may be capped (`score_cap`). learns_sinks: softmax may have a learned sink
@@ -432,6 +434,7 @@ class AttentionSpec(Spec):
     knows_order: ClassVar[bool] = False
     rotates_values: ClassVar[bool] = False
     reads_pages: ClassVar[bool] = False
+    asks_interface: ClassVar[bool] = False
     exports_usual_path: ClassVar[bool] = False
     hands_out_heads: ClassVar[bool] = False
     weighs_blocks: ClassVar[bool] = False
