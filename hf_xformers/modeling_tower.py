@@ -14,12 +14,12 @@ from .attention.shared.base import Attention
 from .blocks.base import XFormerLayer
 from .compat import CACHE, capture_outputs, merge_with_config_defaults, one_cache
 from .configuration_xformer import XFormerConfig
-from .core.cache import make_cache
+from .core.cache import make_cache, self_attention_layers
 from .core.choices import LOG_PROBS
 from .core.components import refuse_packing, refuse_unpadding
 from .core.context import LayerContext, document_numbers, segments_from_positions, self_attention_cache
 from .core.extent import can_inspect, extent_of, read_masks, token_positions
-from .core.holes import Moves, moves, refuse_holes, tidy
+from .core.holes import Moves, make_ready, movable, moves_of_call, settle
 from .core.inputs import check_axes
 from .core.outputs import TowerOutput
 from .core.paging import PagedTexts, literal_name
@@ -74,6 +74,7 @@ class XFormerTower(XFormerPreTrainedModel):
         self.extra_inputs = self.names_of_inputs(config)
         self.embedding_inputs = tuple(config.embedding.inputs)
         self.context_texts = config.stack.context_texts(config)
+        self.drops_slots = config.is_decoder and not all(map(movable, self_attention_layers(config)))
         self.repeats_layers = is_shared(config) and not shares_parts(config)
         self.text_streams = layers[-1].attention.text_streams if config.add_pooler else ()
         self.takes_pairs = all(layer.attention.explicit_mask for layer in layers)
@@ -155,10 +156,14 @@ class XFormerTower(XFormerPreTrainedModel):
         moved = self._moves(kwargs, attention_mask, past_key_values, use_cache)
         if moved is None:
             return self._read(attention_mask=attention_mask, **kwargs, **others)
+        cache = self_attention_cache(past_key_values)
+        if cache is not None:
+            make_ready(cache, moved)
         output = self._read(attention_mask=moved.mask, **moved.given(kwargs), **others)
         moved.restore(output)
-        if moved.after is not None:
-            tidy(self_attention_cache(past_key_values), moved.after)
+        cache = self_attention_cache(output.past_key_values) if cache is None else cache
+        if cache is not None:
+            settle(cache, moved)
         return output
 
     def _moves(
@@ -170,22 +175,13 @@ class XFormerTower(XFormerPreTrainedModel):
             return None
         tokens = given["inputs_embeds"] if given["input_ids"] is None else given["input_ids"]
         cache = self_attention_cache(past_key_values)
-        if tokens is None or isinstance(cache, PagedTexts):
-            return None
-        length, cached = tokens.shape[1], 0 if cache is None else cache.get_seq_length()
-        if cache is not None and cache.is_compileable:
-            refuse_holes(mask, length)
-            return None
         keeps = self.config.use_cache if use_cache is None else use_cache
         fills = cache is not None or (self.config.is_decoder and keeps and not self.training)
-        places = [given[name] for name in self.extra_inputs if isinstance(given.get(name), Tensor)]
-        watched = not fills and given.get("exit_watch") is not None
-        if mask.ndim != 2 or watched or any(one.ndim > 2 and one.shape[1] == length for one in places):
+        inputs = [given[name] for name in self.extra_inputs if isinstance(given.get(name), Tensor)]
+        of_pairs = tokens is not None and any(one.ndim > 2 and one.shape[1] == tokens.shape[1] for one in inputs)
+        if tokens is None or of_pairs or (not fills and given.get("exit_watch") is not None):
             return None
-        mask = mask.to(tokens.device) != 0
-        if mask.shape[1] == length and cached:
-            mask = torch.cat([mask.new_ones(len(mask), cached), mask], dim=1)
-        return moves(mask, cached, fills) if mask.shape == (len(tokens), cached + length) else None
+        return moves_of_call(mask, tokens, cache, drops_slots=fills and self.drops_slots)
 
     @merge_with_config_defaults
     @capture_outputs

@@ -1,8 +1,10 @@
 """Texts with padding between their tokens, as peft makes them of its virtual tokens and a text padded on the left.
 
 Mechanisms count distances, windows and neighbours in slots, which are tokens where those of a row stand side by side.
-So a tower moves the tokens of such rows together before its layers see them, and its results back. In a cache tokens
-stand last, in the order of the text, wherever the caller's mask has its padding.
+So a tower moves the tokens of such rows together before its layers see them, and its results back. In a cache that is
+continued tokens stand last, in the order of the text, wherever the caller's mask has its padding. Behind a text padded
+on the right a cache of keys and values is brought to that when a later call needs it; one that drops tokens is
+filled so at once.
 """
 
 from __future__ import annotations
@@ -12,10 +14,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from ..ops.common.real_tokens import real_first, real_last
 from .cache import RecurrentStateLayer
+from .paging import PagedTexts
+
+_MOVED = "tokens_stand_last"  # of a cache, once a call has moved tokens; else its slots stand as the mask has them
 
 
 class Moves(NamedTuple):
@@ -82,7 +87,7 @@ def _of_keys(tensor: Tensor, keys: Tensor) -> Tensor:
     return take(tensor, keys.to(tensor.device), tensor.ndim - 1) if fits else tensor
 
 
-def has_holes(mask: Tensor) -> Tensor:
+def _has_holes(mask: Tensor) -> Tensor:
     """A single boolean: whether in any row of the mask [B, S] padding stands between real tokens."""
     begins = torch.cat((mask[:, :1], mask[:, 1:] & ~mask[:, :-1]), dim=1)
     return (begins.sum(-1) > 1).any()
@@ -93,25 +98,25 @@ def _falls(mask: Tensor) -> Tensor:
     return (mask[:, :-1] & ~mask[:, 1:]).any()
 
 
-def refuse_holes(mask: Tensor, length: int) -> None:
+def _refuse_holes(mask: Tensor, length: int) -> None:
     """For static caches: their later steps are recorded as graphs, which cannot look for holes. Looks at the mask,
     [B, S] or prepared, of a text of more than one token."""
     if length == 1 or mask.ndim not in (2, 4):
         return
     last = mask if mask.ndim == 2 else mask[:, 0, -1]
-    if bool(has_holes(last != 0 if mask.ndim == 2 or last.dtype == torch.bool else last == 0)):
+    if bool(_has_holes(last != 0 if mask.ndim == 2 or last.dtype == torch.bool else last == 0)):
         raise ValueError(
             "Padding stands between the tokens of a row, as behind virtual tokens of peft, where a static cache has no"
             " place for it; leave `cache_implementation` out, or give each row in a call of its own."
         )
 
 
-def moves(mask: Tensor, cached: int, fills: bool) -> Moves | None:
-    """What a call has to move, by its mask [B, S] of `cached` slots and of current ones; None: nothing. fills: whether
-    it writes into a cache."""
+def moves(mask: Tensor, cached: int, drops: bool) -> Moves | None:
+    """What a call has to move, by its mask [B, S] of `cached` slots and of current ones; None: nothing. drops: whether
+    it fills a cache that keeps a part of the slots alone."""
     before, now = mask[:, :cached], mask[:, cached:]
     if not cached:
-        if not bool(has_holes(mask) | _falls(mask) if fills else has_holes(mask)):
+        if not bool(_has_holes(mask) | _falls(mask) if drops else _has_holes(mask)):
             return None
         order = real_last(now)
         return Moves(now.gather(1, order), order, order, None)
@@ -127,22 +132,64 @@ def moves(mask: Tensor, cached: int, fills: bool) -> Moves | None:
     return Moves(seen, order, keys, real_last(seen) if behind else None)
 
 
-def tidy(cache: Cache, order: Tensor) -> None:
+def movable(layer: CacheLayerMixin) -> bool:
+    """Whether the slots of a cache layer can be put into another order, or padding leaves no trace in it."""
+    return type(layer) is DynamicLayer or (isinstance(layer, RecurrentStateLayer) and not layer.by_slot)
+
+
+def moves_of_call(mask: Tensor, tokens: Tensor, cache: Cache | None, drops_slots: bool) -> Moves | None:
+    """What a call has to move; None: nothing, or a mask that says it of no tokens. mask: [B, T] or [B, cached + T];
+    tokens: [B, T, ...]. drops_slots: whether the cache that the call fills, where none is given, keeps a part alone.
+
+    Raises:
+        ValueError: a static cache, where something would have to move.
+    """
+    if isinstance(cache, PagedTexts):
+        return None
+    (rows, length), cached = tokens.shape[:2], 0
+    if cache is not None:
+        if cache.is_compileable:
+            _refuse_holes(mask, length)
+            return None
+        cached, drops_slots = cache.get_seq_length(), not all(map(movable, cache.layers))
+        if not cached:
+            vars(cache).pop(_MOVED, None)  # it may have held other texts
+    if mask.ndim != 2:
+        return None
+    mask = mask.to(tokens.device) != 0
+    if mask.shape[1] == length and cached:
+        mask = torch.cat([mask.new_ones(rows, cached), mask], dim=1)
+    return moves(mask, cached, drops_slots) if mask.shape == (rows, cached + length) else None
+
+
+def make_ready(cache: Cache, moved: Moves) -> None:
+    """Before a call that moves tokens: cached ones stand last."""
+    cached = cache.get_seq_length()
+    if cached and not getattr(cache, _MOVED, False):
+        _reorder(cache, moved.keys[:, :cached])
+
+
+def settle(cache: Cache, moved: Moves) -> None:
+    """After such a call: so do its own."""
+    setattr(cache, _MOVED, True)
+    if moved.after is not None:
+        _reorder(cache, moved.after)
+
+
+def _reorder(cache: Cache, order: Tensor) -> None:
     """Brings the slots of a cache into the order [B, S].
 
     Raises:
         ValueError: a layer that has dropped some of them, or keeps them in another form.
     """
     for layer in cache.layers:
-        if isinstance(layer, RecurrentStateLayer) and not layer.by_slot:
-            continue  # padding leaves no trace in it
-        if type(layer) is not DynamicLayer:
+        if not movable(layer):
             raise ValueError(
                 f"Padding stands between cached and new tokens, which a {type(layer).__name__} cannot move apart"
                 " again; give each row in a call of its own, or all tokens in one call without `past_key_values`."
             )
-        if layer.keys is not None and layer.keys.numel():
+        if type(layer) is DynamicLayer and layer.keys is not None and layer.keys.numel():
             layer.keys, layer.values = take(layer.keys, order, 2), take(layer.values, order, 2)
 
 
-__all__ = ["Moves", "has_holes", "moves", "refuse_holes", "take", "tidy"]
+__all__ = ["Moves", "make_ready", "movable", "moves", "moves_of_call", "settle", "take"]

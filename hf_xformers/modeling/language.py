@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
-from transformers.generation import ContinuousBatchingConfig, GenerationMixin
+from transformers.generation import ContinuousBatchingConfig, GenerationMixin, GenerationMode
 from transformers.utils import can_return_tuple, logging
 
 from ..compat import CACHE, one_cache, slice_logits_to_keep
@@ -105,6 +105,15 @@ class _Generative(LanguageModel, GenerationMixin):
         super().__init__(config)
         # A state that cannot forget its last tokens: transformers then refuses to decode with an assistant.
         self._is_stateful = not make_cache(config).is_croppable
+
+    def _validate_generation_mode(self, generation_mode: Any, *args: Any, **kwargs: Any) -> None:
+        if generation_mode == GenerationMode.ASSISTED_GENERATION and self._is_stateful:
+            raise ValueError(
+                f"{type(self).__name__} ({self.config.model_type!r}) cannot check drafted tokens, as its state cannot"
+                " forget those that are not taken; leave `assistant_model` and `prompt_lookup_num_tokens` out, or take"
+                " a model that keeps keys and values, such as an 'xf_gpt2'."
+            )
+        super()._validate_generation_mode(generation_mode, *args, **kwargs)  # type: ignore[misc]  # as further below
 
     def _prepare_cache_for_generation(
         self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length

@@ -87,7 +87,7 @@ def test_compile(case):
     ids, mask = pad([tokens(9), tokens(5, seed=1)], 9, "right")
     compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=False)
     with torch.no_grad():
-        close(case.run(compiled, ids, mask, use_cache=False), case.run(model, ids, mask))
+        close(*(case.run(run, ids, mask, use_cache=False) for run in (compiled, model)))
 
 
 SOME = [case for case in CASES if str(case) in ("xf_bert-encoder", "modern-decoder", "xf_t5-seq2seq")]

@@ -270,6 +270,19 @@ def test_layers_that_differ_round_trip():
     assert read.num_hidden_layers == 2
 
 
+def test_configs_are_equal_where_what_they_describe_is(tmp_path):
+    """Those whose layers differ as well, which transformers cannot compare."""
+
+    def made(window):
+        layers = {1: {"attention": {"type": "sliding_window", "window_size": window}}}
+        return XFormerConfig(num_hidden_layers=2, is_decoder=True, per_layer_config=layers)
+
+    made(4).save_pretrained(tmp_path)
+    assert made(4) == made(4) == XFormerConfig.from_pretrained(tmp_path)
+    assert made(4) != made(5) and made(4) != XFormerConfig(num_hidden_layers=2, is_decoder=True)
+    assert config_class("bert")() == config_class("bert")() != XFormerConfig()
+
+
 def test_model_of_differing_layers():
     config = XFormerConfig(
         **SMALL, per_layer_config={1: {"feedforward": "swiglu", "intermediate_size": 8, "num_attention_heads": 2}}

@@ -292,7 +292,7 @@ def test_other_caches():
     net, ids = model(XFormerForCausalLM), tokens(1, 4)
     with pytest.raises(ValueError, match="which a DynamicCache has no place for"):
         net(ids, past_key_values=DynamicCache(), use_cache=True)
-    with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):
+    with pytest.raises(ValueError, match="cannot check drafted tokens"):
         net.generate(ids, prompt_lookup_num_tokens=2, max_new_tokens=3)
     settings = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
     expected = net.generate(ids, **settings)
