@@ -213,3 +213,9 @@ def one_cache(past_key_values: Any, cache: Any) -> Any:
             "`cache` and `past_key_values` are two names of one input, but differ here; give one of them."
         )
     return past_key_values if cache is None else cache
+
+
+def reformer_adds_bias() -> bool:
+    """Whether transformers' Reformer adds a bias to the scores of tokens, as from 5.24 on."""
+    major, minor = version("transformers").split(".")[:2]
+    return (int(major), int(minor)) >= (5, 24)

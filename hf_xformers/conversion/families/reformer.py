@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from ...compat import reformer_adds_bias
 from ...configuration_xformer import XFormerConfig
 from ..base import Converter, Head, activation, feedforward, register
 from ..rules import Operation, Rule, copied, only_ours, only_theirs
@@ -145,7 +146,7 @@ def to_ours(config: PreTrainedConfig) -> dict[str, Any]:
         "residual": "pre_ln",
         "feedforward": feedforward(config.hidden_act),
         "stack": {"type": "reversible", "output": "concatenation"},
-        "head": {"type": "linear"},
+        "head": {"type": "linear", "bias": reformer_adds_bias()},
     }
 
 
@@ -307,6 +308,17 @@ def _backbone(config: XFormerConfig) -> tuple[Rule, ...]:
     )
 
 
+def _tokens(config: XFormerConfig) -> tuple[Rule, ...]:
+    # `lm_head.bias` is one that nothing adds; that of `decoder` starts at zero, where ours has none.
+    name = "lm_head.decoder.bias"
+    bias = copied(name, name) if config.head.bias else only_theirs(name)
+    return (
+        copied("lm_head.decoder.weight", "lm_head.decoder.weight"),
+        only_theirs("lm_head.bias"),
+        *((bias,) if reformer_adds_bias() else ()),
+    )
+
+
 CONVERTER = register(
     Converter(
         model_type="reformer",
@@ -316,8 +328,7 @@ CONVERTER = register(
         to_theirs=to_theirs,
         groups={
             "backbone": _backbone,
-            # a bias that nothing adds
-            "lm": (copied("lm_head.decoder.weight", "lm_head.decoder.weight"), only_theirs("lm_head.bias")),
+            "lm": _tokens,
             "sequence": (
                 copied("classifier.dense.*", "@pooler.dense.*"),
                 copied("classifier.out_proj.*", "classifier.*"),
