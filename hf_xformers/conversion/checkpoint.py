@@ -18,7 +18,7 @@ from ..core.components import SLOTS
 from ..core.finite import refuse_non_finite
 from ..core.saved_files import read_object, refuse_damaged_weights, replacing, tensors_of, weight_files
 from ..variants import config_class, family, model_types
-from .base import Converter, converter_back, converter_for, converters
+from .base import Converter, converter_back, converter_for, converters, one_line
 from .image_processors import open_image_processor, reads_images, save_image_processor
 from .provenance import read_provenance, write_provenance
 from .refusals import refuse_adapter, refuse_config, refuse_place, refuse_weights
@@ -41,10 +41,6 @@ _TOKENIZER_FILES = (
 def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()).rstrip(".") or type(error).__name__
 
 
 def model_type_of(source: str | Path) -> str | None:
@@ -88,8 +84,7 @@ def open_config(source: str | Path) -> PreTrainedConfig:
         return AutoConfig.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, TypeError, AttributeError, KeyError, StrictDataclassError) as error:
         raise ValueError(
-            f"The config.json of {name!r} cannot be used: {_one_line(error)}; correct it, or copy or download it"
-            " again."
+            f"The config.json of {name!r} cannot be used: {one_line(error)}; correct it, or copy or download it again."
         ) from error
 
 
