@@ -27,6 +27,7 @@ from ..configuration_xformer import XFormerConfig
 from ..modeling_base import XFormerPreTrainedModel
 from .base import converter_back, converter_for, converters
 from .checkpoint import convert_checkpoint, load, read_model_type
+from .free_mix import model_as_variant
 from .report import Report
 from .swap import swap_checkpoint, swap_components
 from .swap_report import SwapReport
@@ -81,6 +82,9 @@ def to_transformers(
         if not isinstance(model_or_path, XFormerPreTrainedModel):
             raise TypeError(f"{type(model_or_path).__name__} is no model of this package.")
         made_of = getattr(model_or_path, MADE_OF, None)
+        wanted = converters().get(str(model_type))
+        if wanted is not None and wanted.variant != model_or_path.config.model_type == XFormerConfig.model_type:
+            model_or_path = model_as_variant(model_or_path, wanted.variant)
         converter = converter_back(cast(XFormerConfig, model_or_path.config), model_type, made_of)
         return _told(to_theirs(Source(model_or_path, borrowed=True), converter, head))
     converter, ours = _read(model_or_path, model_type)
