@@ -32,6 +32,7 @@ _OPTIONS = {
     "layers": "--SLOT.layers",
     "head": "--head",
     "max_length": "--max-length",
+    "gguf_file": "--gguf-file",
     "num_key_value_heads": "--num-key-value-heads",
     "per_layer_config": "--per-layer-config",
     "decoder": "--decoder.FIELD",
@@ -94,6 +95,7 @@ def _convert(arguments: argparse.Namespace) -> Any:
         direction=arguments.direction,
         head=arguments.head,
         model_type=arguments.model_type,
+        gguf_file=arguments.gguf_file,
         overwrite=arguments.overwrite,
     )
 
@@ -110,7 +112,7 @@ def _swap(arguments: argparse.Namespace, dotted: Mapping[str, Mapping[str, str]]
         raise ValueError(
             "--direction to_theirs cannot swap components, which transformers' own families do not have; leave it out"
         )
-    config = source_config(arguments.source)
+    config = source_config(arguments.source, arguments.gguf_file)
     chosen = {slot: fields["layers"] for slot, fields in dotted.items() if "layers" in fields}
     dotted = {slot: {key: fields[key] for key in fields if key != "layers"} for slot, fields in dotted.items()}
     changes: dict[str, Any] = dict(parse_changes(config, dotted))
@@ -134,6 +136,7 @@ def _swap(arguments: argparse.Namespace, dotted: Mapping[str, Mapping[str, str]]
         arguments.target,
         overwrite=arguments.overwrite,
         head=arguments.head,
+        gguf_file=arguments.gguf_file,
         max_length=arguments.max_length,
         texts=sample,
         seed=arguments.seed or 0,
@@ -159,6 +162,12 @@ def make_parser() -> argparse.ArgumentParser:
         "--model_type",
         metavar="NAME",
         help="transformers' family to make of a model of this package; default: the one that it came from",
+    )
+    parser.add_argument(
+        "--gguf-file",
+        "--gguf_file",
+        metavar="NAME",
+        help="GGUF file in --from to read through transformers, which gives back its weights in full precision",
     )
     parser.add_argument(
         "--direction",

@@ -27,10 +27,11 @@ from ..configuration_xformer import XFormerConfig
 from ..modeling_base import XFormerPreTrainedModel
 from .base import converter_back, converter_for, converters
 from .checkpoint import convert_checkpoint, load, read_model_type
+from .free_mix import model_as_variant
 from .report import Report
 from .swap import swap_checkpoint, swap_components
 from .swap_report import SwapReport
-from .transfer import Source, to_ours, to_theirs
+from .transfer import MADE_OF, Source, to_ours, to_theirs
 
 logger = logging.get_logger(__name__)
 
@@ -70,8 +71,8 @@ def to_transformers(
     """The counterpart of [`from_transformers`]: transformers' own model with the weights of one of ours.
 
     model_type: transformers' family to make, where several have what the model is (`"mistral"`); by default the one
-    that a folder says it came from, or the one that the variant is named after. Where transformers has no class for
-    the head, the bare model is made.
+    that it came from, where the folder or the converted model says so, or the one that the variant is named
+    after. Where transformers has no class for the head, the bare model is made.
 
     Raises:
         TypeError: neither one of this package's models nor a path.
@@ -80,7 +81,11 @@ def to_transformers(
     if isinstance(model_or_path, PreTrainedModel):
         if not isinstance(model_or_path, XFormerPreTrainedModel):
             raise TypeError(f"{type(model_or_path).__name__} is no model of this package.")
-        converter = converter_back(cast(XFormerConfig, model_or_path.config), model_type)
+        made_of = getattr(model_or_path, MADE_OF, None)
+        wanted = converters().get(str(model_type))
+        if wanted is not None and wanted.variant != model_or_path.config.model_type == XFormerConfig.model_type:
+            model_or_path = model_as_variant(model_or_path, wanted.variant)
+        converter = converter_back(cast(XFormerConfig, model_or_path.config), model_type, made_of)
         return _told(to_theirs(Source(model_or_path, borrowed=True), converter, head))
     converter, ours = _read(model_or_path, model_type)
     if not ours:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -311,7 +312,11 @@ class Converter:
             for name in (names,) if isinstance(names, str) else names:
                 values[name] = getattr(config, mine)
         values["name_or_path"] = config.name_or_path
-        return self.their_config(**{**values, **self.to_theirs(config)})
+        values |= self.to_theirs(config)
+        try:
+            return self.their_config(**values)
+        except StrictDataclassError as error:
+            raise ValueError(f"No {self.model_type!r} config says what this model is: {one_line(error)}.") from error
 
     # ------------------------------------------------------------------------------------------------ heads and rules
 
@@ -346,6 +351,11 @@ class Converter:
             rules = self.groups[group]
             entries += expand(rules(config) if callable(rules) else rules, group, prefixes, layers)
         return entries
+
+
+def one_line(error: BaseException) -> str:
+    """An error's text without line breaks and full stop."""
+    return " ".join(str(error).split()).rstrip(".") or type(error).__name__
 
 
 def _dropout(config: XFormerConfig, name: str) -> float:

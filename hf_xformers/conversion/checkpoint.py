@@ -19,7 +19,9 @@ from ..core.components import SLOTS
 from ..core.finite import refuse_non_finite
 from ..core.saved_files import read_object, refuse_damaged_weights, replacing, tensors_of, weight_files
 from ..variants import config_class, family, model_types
-from .base import Converter, converter_back, converter_for, converters
+from .base import Converter, converter_back, converter_for, converters, one_line
+from .free_mix import as_variant
+from .gguf import unpacked
 from .image_processors import open_image_processor, reads_images, save_image_processor
 from .provenance import read_provenance, write_provenance
 from .refusals import refuse_adapter, refuse_config, refuse_place, refuse_weights
@@ -42,10 +44,6 @@ _TOKENIZER_FILES = (
 def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()).rstrip(".") or type(error).__name__
 
 
 def model_type_of(source: str | Path) -> str | None:
@@ -89,8 +87,7 @@ def open_config(source: str | Path) -> PreTrainedConfig:
         return AutoConfig.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, TypeError, AttributeError, KeyError, StrictDataclassError) as error:
         raise ValueError(
-            f"The config.json of {name!r} cannot be used: {_one_line(error)}; correct it, or copy or download it"
-            " again."
+            f"The config.json of {name!r} cannot be used: {one_line(error)}; correct it, or copy or download it again."
         ) from error
 
 
@@ -113,19 +110,22 @@ def read_model_type(source: str | Path, wanted: str | None = None) -> tuple[Conv
     origin = read_provenance(source)
     made_of = None if origin is None else origin.steps()[0].classes[0]
     if model_type == XFormerConfig.model_type:  # of a swap; it may have the components of its source again
-        model_type = _variant_again(source)
+        model_type = _variant_again(source, wanted)
     if model_type == XFormerConfig.model_type:
         return converter_back(cast(XFormerConfig, open_config(source)), wanted, made_of), True
     return converter_back(config_class(str(model_type))(), wanted, made_of), True
 
 
-def _variant_again(source: str | Path) -> str:
-    """The variant that a swapped model was made of, whose components it has; the free mix if nothing says which.
+def _variant_again(source: str | Path, wanted: str | None) -> str:
+    """The variant whose components a swapped model has: that of the family that is `wanted`, the one that the model
+    was made of, or another that says what it is; the free mix if nothing says which.
 
     Raises:
         ValueError: it has another component, which the family that it came from does not.
     """
     origin = read_provenance(source)
+    if wanted in converters():
+        return converters()[wanted].variant
     if origin is None:
         return XFormerConfig.model_type
     variant = origin.steps()[0].variants[0]
@@ -135,14 +135,31 @@ def _variant_again(source: str | Path) -> str:
     said = [entry.components for entry in converters().values() if entry.variant == variant]
     for layer in config.layer_configs():
         for slot in SLOTS:
-            there, wanted = getattr(layer, slot).type, getattr(preset, slot).type
-            if there != wanted and not any(there in components.get(slot, ()) for components in said):
+            there, own = getattr(layer, slot).type, getattr(preset, slot).type
+            if there != own and not any(there in components.get(slot, ()) for components in said):
+                if (other := _other_variant(config)) is not None:
+                    return other
                 raise ValueError(
                     f"{os.fspath(source)!r} came from {variant!r} and has {slot} {there!r}, which that family does"
-                    f" not have; swap it back first (`hf-xformers convert --{slot} {wanted}`), or keep the model as it"
+                    f" not have; swap it back first (`hf-xformers convert --{slot} {own}`), or keep the model as it"
                     " is."
                 )
     return variant
+
+
+def _other_variant(config: PreTrainedConfig) -> str | None:
+    """The one variant with a family of its own in transformers whose config can say what the free mix `config` is."""
+    found = {entry.variant for entry in converters().values() if entry.native and not entry.layouts}
+    fitting = [variant for variant in sorted(found) if _fits(variant, cast(XFormerConfig, config))]
+    return fitting[0] if len(fitting) == 1 else None
+
+
+def _fits(variant: str, config: XFormerConfig) -> bool:
+    try:
+        converter_for(variant).config_to_theirs(as_variant(config, variant))
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def load(source: str | Path, converter: Converter, ours: bool, head: str | None) -> Source:
@@ -154,11 +171,7 @@ def load(source: str | Path, converter: Converter, ours: bool, head: str | None)
     name = os.fspath(source)
     config = open_config(name)
     if ours and config.model_type != converter.variant:  # the free mix with this variant's components
-        fields = {key: value for key, value in config.to_dict().items() if key not in ("model_type", "architectures")}
-        named = [family(config.model_type), family(converter.variant)]
-        heads = [key for key, made in named[0].items() if made.__name__ in (config.architectures or [])]
-        config = config_class(converter.variant)(**fields)
-        config.architectures = [named[1][key].__name__ for key in heads]
+        config = as_variant(config, converter.variant)
     if head is not None:
         check_head(converter, head)
     found = _loaded(_class_of(config, converter, ours, head), name, config)
@@ -308,6 +321,7 @@ def convert_checkpoint(
     direction: Direction = "auto",
     head: str | None = None,
     model_type: str | None = None,
+    gguf_file: str | None = None,
     overwrite: bool = False,
 ) -> Report:
     """Converts a saved model, with its tokenizer or image processor, its generation settings and what
@@ -316,8 +330,8 @@ def convert_checkpoint(
     source: a folder that `save_pretrained` wrote, or a Hub id. target: a folder that does not exist or is empty; with
     `overwrite`, one that is replaced when, and only when, everything is written. direction: `to_ours`, `to_theirs`, or
     `auto` by the source's model type. head: our name of the head to make (`Model`, `ForMaskedLM`, ...); by default the
-    one that the source has. model_type: of transformers' family to make, where several have what the source is; by
-    default the one that it came from.
+    one that the source has. gguf_file: the name of a GGUF file in the source that is to be read. model_type: of
+    transformers' family to make, where several have what the source is; by default the one that it came from.
 
     Raises:
         ValueError: nothing to read, nothing that converts it, a tensor or setting without a counterpart, a damaged
@@ -325,8 +339,20 @@ def convert_checkpoint(
     """
     if direction not in ("auto", "to_ours", "to_theirs"):
         raise ValueError(f"`direction` is 'auto', 'to_ours' or 'to_theirs', got {direction!r}.")
-    folder = Path(target).expanduser()
-    check_target(folder, source, overwrite)
+    check_target(Path(target).expanduser(), source, overwrite)
+    with unpacked(source, gguf_file) as place:
+        return _converted(place, source, Path(target).expanduser(), direction, head, model_type)
+
+
+def _converted(
+    source: str | Path,
+    named: str | Path,
+    folder: Path,
+    direction: Direction,
+    head: str | None,
+    model_type: str | None,
+) -> Report:
+    """named: what the account of the conversion calls the source."""
     sentence = open_sentence_files(source)
     source = model_place(source, sentence)
     converter, ours = read_model_type(source, model_type)
@@ -354,7 +380,7 @@ def convert_checkpoint(
         if sentence is not None:
             sentence.save(scratch, None, report.notes)
         if not ours:
-            write_provenance(scratch, source, report, (converter.variant, converter.variant))
+            write_provenance(scratch, named, report, (converter.variant, converter.variant))
     return report
 
 

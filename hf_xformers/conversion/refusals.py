@@ -29,7 +29,8 @@ def refuse_place(name: str, local: Path) -> None:
     if gguf is not None and gguf.exists() and not (local.is_dir() and _has_weights(local)):
         raise ValueError(
             f"{str(gguf)!r} is a GGUF file, whose weights are packed for inference; {_FULL}, as safetensors with its"
-            " config.json."
+            f" config.json, or give the folder {str(gguf.parent)!r} and `gguf_file` {gguf.name!r} for what"
+            " transformers unpacks of it."
         )
     if local.is_file():
         raise ValueError(f"{name!r} is a file; give the folder that holds it, with its config.json.")

@@ -32,6 +32,7 @@ from ..variants import family, model_types
 from .base import converter_for
 from .checkpoint import check_target, load, load_ours, model_type_of, open_config, open_tokenizer, save
 from .derivations import Derived, Part, derive
+from .gguf import gguf_config, unpacked
 from .image_processors import open_image_processor, reads_images, save_image_processor
 from .movement import Movement, movement
 from .provenance import write_provenance
@@ -91,18 +92,31 @@ def swap_components(
     return target, report
 
 
-def swap_checkpoint(source: str | Path, target: str | Path, *, overwrite: bool = False, **options: Any) -> SwapReport:
+def swap_checkpoint(
+    source: str | Path,
+    target: str | Path,
+    *,
+    overwrite: bool = False,
+    gguf_file: str | None = None,
+    **options: Any,
+) -> SwapReport:
     """[`swap_components`] from a folder or Hub id into a new folder, with tokenizer, generation settings and what
     sentence-transformers keeps beside the model.
 
     target: a folder that does not exist or is empty; with `overwrite`, one that is replaced when, and only when,
-    everything is written. options: as for [`swap_components`].
+    everything is written. gguf_file: the name of a GGUF file in the source that is to be read. options: as for
+    [`swap_components`].
 
     Raises:
         ValueError: as [`swap_components`], or for a target that is in use; the target is then what it was before.
     """
-    folder = Path(target).expanduser()
-    check_target(folder, source, overwrite)
+    check_target(Path(target).expanduser(), source, overwrite)
+    with unpacked(source, gguf_file) as place:
+        return _swapped_checkpoint(place, source, Path(target).expanduser(), options)
+
+
+def _swapped_checkpoint(source: str | Path, named: str | Path, folder: Path, options: dict[str, Any]) -> SwapReport:
+    """named: what the account of the swap calls the source."""
     sentence = open_sentence_files(source)
     source = model_place(source, sentence)
     model_type = model_type_of(source)  # a source without a readable config has no tokenizer to look for
@@ -128,16 +142,19 @@ def swap_checkpoint(source: str | Path, target: str | Path, *, overwrite: bool =
         if of_images:
             save_image_processor(processor, scratch, model.config, report.notes)
         before = str(model_type) if model_type in model_types() else converter_for(model_type).variant
-        write_provenance(scratch, source, report, (before, model.config.model_type))
+        write_provenance(scratch, named, report, (before, model.config.model_type))
     return report
 
 
-def source_config(source: str | Path) -> XFormerConfig:
-    """Our configuration of what a folder or Hub id holds, without reading weights.
+def source_config(source: str | Path, gguf_file: str | None = None) -> XFormerConfig:
+    """Our configuration of what a folder or Hub id holds, or a GGUF file there, without reading weights.
 
     Raises:
         ValueError: it cannot be read, or does not convert.
     """
+    if gguf_file is not None:
+        found = gguf_config(source, gguf_file)
+        return converter_for(found.model_type).config_to_ours(found)
     source = model_place(source, open_sentence_files(source))
     model_type = model_type_of(source)
     converter = None if model_type in model_types() else converter_for(model_type)

@@ -32,6 +32,7 @@ CLASSIFIERS = (
     "ForMultipleChoice",
     "ForImageClassification",
 )
+MADE_OF = "_made_of"  # attribute of a converted model: the class that it was
 _CHAIN = "crf."  # scores of sequences of tags
 _FEW = 0.2  # of a model's bytes
 # Buffers of older releases that hold no weights.
@@ -323,6 +324,7 @@ def _transfer(
     if empty:
         raise ValueError(f"No tensor of {report.source} fills {_listed(empty)} of {report.target}.")
     carry_generation(model, target)
+    setattr(target, MADE_OF, report.source)
     return target.to(model.device), report
 
 

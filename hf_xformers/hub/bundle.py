@@ -82,6 +82,24 @@ def _others() -> None:
 '''
 
 
+# The loader copies the code once for each file that `auto_map` names, and classes of two copies are not the same.
+_MODELS = '''
+
+_MODELS = {table}
+
+
+def __getattr__(name: str) -> Any:
+    """A model's class, which `auto_map` names in this file, so that there is one copy of the code."""
+    if name not in _MODELS:
+        raise AttributeError(f"module {{__name__!r}} has no attribute {{name!r}}")
+    from importlib import import_module
+
+    found = getattr(import_module(f".{{_MODELS[name]}}", __package__), name)
+    found.__module__ = __name__  # what is saved again names it here, too
+    return found
+'''
+
+
 def bundle(checkpoint: Any, directory: str | Path, *, all_heads: bool = False) -> Path:
     """Writes a checkpoint with the code that it needs, so that
     `AutoModel....from_pretrained(directory, trust_remote_code=True)` works with transformers and torch alone.
@@ -202,9 +220,9 @@ def with_auto_map(config_json: str, config: Any, heads: tuple[str, ...]) -> str:
 
 
 def auto_map(config_class: Any, heads: Sequence[str]) -> dict[str, str]:
-    """Auto class -> `file.Class`, for the config and these heads of its family."""
+    """Auto class -> `file.Class`, for the config and these heads of its family; the file is the config's."""
     classes = {"AutoConfig": config_class, **model_classes(config_class, heads)}
-    return {auto: f"{flat_name(cls.__module__)}.{cls.__name__}" for auto, cls in classes.items()}
+    return {auto: f"{flat_name(config_class.__module__)}.{cls.__name__}" for auto, cls in classes.items()}
 
 
 def model_classes(config_class: Any, heads: Iterable[str]) -> dict[str, Any]:
@@ -231,10 +249,13 @@ def code_files(config: Any, heads: tuple[str, ...]) -> dict[str, str]:
     rooms, auto, table = (f"{PACKAGE}.{name}" for name in ("core.rooms", "auto_classes", "modeling.head_classes"))
     names = {name: f"{PACKAGE}.{module}" for name, module in _NAMES.items()}
     flattener = Flattener({rooms: "", auto: _AUTO_CLASSES, table: _head_classes(config_class, heads)}, names)
-    entries = {cls.__module__ for cls in (config_class, *model_classes(config_class, heads).values())}
-    flattener.add([*entries, rooms, *parts])
-    flattener.join(_JOINED, entries)  # `auto_map` names the files of the entries
+    models = {cls.__name__: cls.__module__ for cls in model_classes(config_class, heads).values()}
+    flattener.add([config_class.__module__, *models.values(), rooms, *parts])
+    flattener.join(_JOINED, {config_class.__module__})  # which `auto_map` names
     files = flattener.files()
+    elsewhere = {name: flattener.home(home) for name, home in models.items() if home != config_class.__module__}
+    if elsewhere:
+        files[f"{flat_name(config_class.__module__)}.py"] += _MODELS.format(table=json.dumps(elsewhere, indent=4))
     imported = [f"from .{home} import __name__" for home in sorted({flattener.home(module) for module in parts})]
     rooms_file = f"{flat_name(rooms)}.py"
     files[rooms_file] = _ROOMS.format(components=_body(imported), others="    pass")

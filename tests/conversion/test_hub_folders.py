@@ -10,6 +10,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from hf_xformers.conversion import convert_checkpoint, from_transformers, swap_checkpoint, to_transformers
+from hf_xformers.conversion.base import activation_name, converter_for
 from tests.conversion.architectures import FIRST, architectures
 
 ALL = architectures()
@@ -148,3 +149,57 @@ def test_divided_sums_of_bloom(exact, parts):
         return
     with torch.no_grad():
         torch.testing.assert_close(from_transformers(model)(IDS).logits, model(IDS).logits)
+
+
+ACTIVATIONS = ("hidden_act", "hidden_activation", "activation", "activation_function")
+TABLED = [
+    (name, field)
+    for name, entry in ALL.items()
+    for field in ACTIVATIONS
+    if hasattr(entry.config(), field) and entry.ours == "xformer"
+]
+
+
+@pytest.mark.parametrize(("name", "field"), TABLED)
+def test_an_activation_that_converts_converts_back(name, field):
+    for value in ("relu", "gelu", "gelu_new", "quick_gelu", "silu", "relu2", "sigmoid", "linear"):
+        converter = converter_for(ALL[name].model_type)
+        try:
+            ours = converter.config_to_ours(ALL[name].config(**{field: value}))
+        except ValueError:
+            continue
+        back = getattr(converter.config_to_theirs(ours), field)
+        assert activation_name(back) == activation_name(value)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("modernbert", {"layer_types": ["full_attention"] * 4, "local_attention": 8}, None),
+        ("modernbert", {"local_attention": 7}, "local_attention=7"),
+        ("eurobert", {"classifier_pooling": "first"}, "classifier_pooling='first' does not convert; these do: 'bos'"),
+    ],
+)
+def test_fields_that_some_models_do_not_read(name, changes, message):
+    model = ALL[name].make(next(iter(ALL[name].heads)), **changes)
+    if message is not None:
+        with pytest.raises(ValueError, match=message):
+            from_transformers(model)
+        return
+    torch.testing.assert_close(states(from_transformers(model)), states(model))
+
+
+@pytest.mark.parametrize("name", [name for name, entry in ALL.items() if entry.ours == "xformer"])
+def test_back_without_a_name(name, tmp_path):
+    """A converted model knows where it came from; one that does not is told which families fit, and no other error."""
+    entry = ALL[name]
+    head = entry.generating() or next(iter(entry.heads))
+    ours = from_transformers(entry.make(head))
+    assert type(to_transformers(ours)).__name__ == entry.back_as.get(head, head)
+    ours.save_pretrained(tmp_path)
+    try:
+        back = to_transformers(tmp_path)
+    except ValueError as error:
+        assert "Several families" in str(error) and entry.model_type in str(error)
+    else:
+        assert type(back).__name__ == entry.back_as.get(head, head)

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from transformers import AutoModel
 
 from hf_xformers import XFormerConfig
-from hf_xformers.conversion import from_transformers, swap_components
+from hf_xformers.conversion import (
+    convert_checkpoint,
+    from_transformers,
+    swap_checkpoint,
+    swap_components,
+    to_transformers,
+)
 from tests.conversion.architectures import FIRST, VOCAB, architectures
 
 ARCHITECTURES = architectures()
@@ -274,3 +281,35 @@ def test_classifiers_of_narrow_states(name):
     with pytest.raises(ValueError, match="word_embed_proj_dim=12 below hidden_size=32 .*convert the bare model"):
         from_transformers(source)
     assert swap_components(source, head="Model", attention=PERFORMER, measure=False)[0] is not None
+
+
+@pytest.mark.parametrize("name", [None, "longformer"])
+def test_a_long_roberta_goes_back_as_a_longformer(name, tmp_path):
+    """It came from RoBERTa, and is what transformers' Longformer is: to 0.0 within the window, from a folder and from
+    memory."""
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48)
+    config = transformers.RobertaConfig(vocab_size=60, max_position_embeddings=34, type_vocab_size=1, **sizes)
+    model = transformers.RobertaForMaskedLM(config).eval()
+    model.save_pretrained(tmp_path / "theirs")
+    change = {"attention": {"type": "longformer", "attention_window": 32}, "max_length": 64, "measure": False}
+    swap_checkpoint(tmp_path / "theirs", tmp_path / "ours", **change)
+    convert_checkpoint(tmp_path / "ours", tmp_path / "back", model_type=name)
+    backs = [transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "back")]
+    if name is not None:
+        backs.append(to_transformers(swap_components(model, **change)[0], model_type=name))
+    ids = torch.randint(5, 60, (2, 16), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = model(ids).logits
+        for back in backs:
+            assert type(back) is transformers.LongformerForMaskedLM and back.config.max_position_embeddings == 66
+            torch.testing.assert_close(back.eval()(ids).logits, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_family_that_is_asked_for_says_what_it_lacks(tmp_path, cases):
+    cases["BertForMaskedLM"].make().save_pretrained(tmp_path / "theirs")
+    swap_checkpoint(tmp_path / "theirs", tmp_path / "ours", attention="longformer", measure=False)
+    with pytest.raises(ValueError, match="position='learned_absolute'.* every 'longformer' model"):
+        convert_checkpoint(tmp_path / "ours", tmp_path / "back", model_type="longformer")
+    with pytest.raises(ValueError, match="came from 'xf_bert' and has attention 'longformer'"):
+        convert_checkpoint(tmp_path / "ours", tmp_path / "back")

@@ -40,6 +40,8 @@ ENGINES = (
     ("vision_transformer", "ForImageClassification", "encoder"),
     ("xformer", "ForMaskedLM", "encoder"),
 )
+PARTS = ({"type": "learned_absolute", "offset": 2}, {"type": "t5_relative_bias"})
+POSITIONS = {"alibi": "alibi", "t5_bias": "t5_relative_bias", "combined": {"type": "combined", "parts": PARTS}}
 
 LOAD = """
 import json, sys, torch, transformers
@@ -65,6 +67,9 @@ for folder in sorted(Path(sys.argv[1]).iterdir()):
         model.save_pretrained(places[-1])
         saved = json.loads((places[-1] / "config.json").read_text())["auto_map"]
         assert saved == known["auto_map"], (folder.name, saved)
+    copies = {name.split(".")[2] for name in sys.modules if name.startswith(type(model).__module__.split(".")[0])
+              and name.split(".")[1:2] == [folder.name] and name.count(".") > 2}
+    assert len(copies) == 1, (folder.name, copies)
     headless = transformers.AutoModel.from_pretrained(places[-1], trust_remote_code=True)
     assert type(headless.config) is type(model.config)
     print("loaded", folder.name)
@@ -88,10 +93,13 @@ def inputs_of(cls, shape):
 @pytest.mark.slow
 def test_engines_without_the_package(tmp_path):
     source, again = tmp_path / "bundles", tmp_path / "again"
-    for name, head, shape in ENGINES:
-        cls = config_class(name)
+    free = [("xformer", "ForMaskedLM", "encoder", place, position) for place, position in POSITIONS.items()]
+    engines = [*((*engine, engine[0], None) for engine in ENGINES), *free]
+    for variant, head, shape, name, position in engines:
+        cls = config_class(variant)
         torch.manual_seed(0)
-        model = make_strong(family(name)[head](cls(**tiny_fields(cls, shape)))).eval()
+        changes = {} if position is None else {"position": position}
+        model = make_strong(family(variant)[head](cls(**{**tiny_fields(cls, shape), **changes}))).eval()
         bundle(model, source / name)
         known = {
             "inputs": inputs_of(cls, shape),
@@ -105,7 +113,7 @@ def test_engines_without_the_package(tmp_path):
                 known["generated"] = model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
         torch.save(known, source / name / "known.pt")
     printed = run_without_package(LOAD, str(source), str(again), home=tmp_path / "home", timeout=280)
-    assert printed.count("loaded") == len(ENGINES)
+    assert printed.count("loaded") == len(engines)
 
 
 # What the code of a checkpoint may import beside the standard library: what transformers itself needs.
@@ -156,6 +164,7 @@ def test_code_is_closed(model_type):
     assert len(references) == 1 + len({HEADS[head] for head in cls.heads} | served)
     for reference in references.values():
         module, name = reference.split(".")
+        assert module == references["AutoConfig"].split(".")[0]  # the loader copies the code once for each file
         assert name in files[f"{module}.py"] or "make_family" in files[f"{module}.py"]
     for module in {reference.split(".")[0] for reference in references.values()}:
         assert unseen(files, module) == []

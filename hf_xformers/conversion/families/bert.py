@@ -57,7 +57,7 @@ COMPONENTS: dict[str, tuple[str, ...]] = {
     "attention": ("dense",),
     "normalization": ("layer_norm",),
     "residual": ("post_ln",),
-    "feedforward": ("relu", "gelu", "swish"),
+    "feedforward": ("relu", "gelu", "swish", "squared_relu"),
     "block": ("vanilla",),
     "stack": ("plain",),
     "head": ("transform",),

@@ -30,10 +30,16 @@ def _pooling(config: XFormerConfig) -> str:
     return config.classifier_pooling if config.classifier_pooling in known else "first"
 
 
+def _our_pooling(name: str) -> str:
+    if name not in POOLINGS:
+        raise ValueError(f"classifier_pooling={name!r} does not convert; these do: {', '.join(map(repr, POOLINGS))}.")
+    return POOLINGS[name]
+
+
 def to_ours(config: PreTrainedConfig) -> dict[str, Any]:
     return {
         **llama.to_ours(config),
-        "classifier_pooling": POOLINGS[config.classifier_pooling],
+        "classifier_pooling": _our_pooling(config.classifier_pooling),
         "is_decoder": False,
         "head": {"type": "linear", "bias": config.mlp_bias},
     }

@@ -2,7 +2,8 @@
 
 transformers pools padding with the token before it, ours does not: the two agree in rows without padding. Its two
 attention types are two ways to the same numbers. Its queries have no bias; ours, where it is not zero, adds to the
-three biases that queries meet keys with. Where a config names a padding token,
+three biases that queries meet keys with. `hidden_states` here end with the last layer's; theirs have the up-sampled
+state among them, one more. Where a config names a padding token,
 transformers empties its row of the token table with every loading.
 """
 

@@ -103,6 +103,17 @@ def head_width(config: XFormerConfig) -> dict[str, int]:
     return {"head_dim": config.head_width, "num_key_value_heads": config.key_value_heads}
 
 
+def own_width(config: PreTrainedConfig) -> int:
+    """Of a head, where their config has no field for it and their model reads one that is there."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def width_beside(config: XFormerConfig) -> dict[str, int]:
+    """The counterpart of [`own_width`]."""
+    usual = config.hidden_size == config.head_width * config.num_attention_heads
+    return {} if usual else {"head_dim": config.head_width}
+
+
 def to_ours(config: PreTrainedConfig) -> dict[str, Any]:
     refuse_other(config, pretraining_tp=1)
     return {

@@ -151,6 +151,8 @@ CONVERTER = register(
         components=COMPONENTS,
         per_layer=True,
         training_only=("initializer_cutoff_factor",),
+        # the size of windows where no layer has one
+        idle=lambda config: () if "sliding_attention" in config.layer_types else ("local_attention",),
         unread=(
             "hidden_activation",
             "rope_parameters",

@@ -31,7 +31,7 @@ def to_ours(config: PreTrainedConfig) -> dict[str, Any]:
     return {
         **llama.DECODER,
         "residual": "res_post_ln",
-        "head_dim": config.hidden_size // config.num_attention_heads,
+        "head_dim": llama.own_width(config),
         "attention": {"type": "dense", "bias": config.attention_bias, "query_key_norm": "projection"},
         "feedforward": feedforward(config.hidden_act, gated=True, bias=False),
         "position": {"type": "rotary", **rotation_fields(config.rope_parameters)},
@@ -42,6 +42,7 @@ def to_theirs(config: XFormerConfig) -> dict[str, Any]:
     return {
         **llama.gated_activation(config, "hidden_act"),
         "num_key_value_heads": config.key_value_heads,
+        **llama.width_beside(config),
         "attention_bias": config.attention.bias,
         "rope_parameters": rope_parameters(rotary_of(config)),
     }

@@ -52,7 +52,7 @@ def to_ours(config: PreTrainedConfig) -> dict[str, Any]:
     return {
         **{name: value for name, value in llama.DECODER.items() if name != "hidden_dropout_prob"},
         "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.hidden_size // config.num_attention_heads,
+        "head_dim": llama.own_width(config),
         "attention": attention(config.sliding_window, bias=False),
         "feedforward": feedforward(config.hidden_act, gated=True, bias=False),
         "position": {"type": "rotary", **rotation_fields(config.rope_parameters, partial=True)},
@@ -68,6 +68,7 @@ def to_theirs(config: XFormerConfig) -> dict[str, Any]:
         "num_key_value_heads": config.key_value_heads,
         "sliding_window": window_of(config),
         "rope_parameters": rope_parameters(spec, partial=True),
+        **llama.width_beside(config),
         **({} if original is None else {"original_max_position_embeddings": original}),
     }
 

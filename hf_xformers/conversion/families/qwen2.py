@@ -70,7 +70,7 @@ def to_ours(config: PreTrainedConfig) -> dict[str, Any]:
         **llama.DECODER,
         **layers(config, {"bias": True, "output_bias": False}),
         "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.hidden_size // config.num_attention_heads,
+        "head_dim": llama.own_width(config),
         "feedforward": feedforward(config.hidden_act, gated=True, bias=False),
         "position": {"type": "rotary", **rotation_fields(config.rope_parameters)},
     }
@@ -81,6 +81,7 @@ def to_theirs(config: XFormerConfig) -> dict[str, Any]:
         **llama.gated_activation(config, "hidden_act"),
         **window_fields(config),
         "num_key_value_heads": config.key_value_heads,
+        **llama.width_beside(config),
         "rope_parameters": rope_parameters(rotary_of(config)),
     }
 

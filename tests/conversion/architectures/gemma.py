@@ -29,6 +29,7 @@ ARCHITECTURES = (
         heads=heads("Olmo2"),
         variations={
             "biases": {"attention_bias": True},
+            "free_width": {"head_dim": 12},
             "tied": {"tie_word_embeddings": True},
             "every_head": {"num_key_value_heads": 4, "hidden_act": "gelu"},
             "rope_yarn": SCALINGS["rope_yarn"],
@@ -78,6 +79,7 @@ ARCHITECTURES = (
         heads=heads("Phi3", "ForTokenClassification"),
         variations={
             "tied": {"tie_word_embeddings": True},
+            "free_width": {"head_dim": 12},
             "window": {"sliding_window": 4},
             "every_head": {"num_key_value_heads": 4, "hidden_act": "gelu"},
             "longrope": {"rope_parameters": LONG, "original_max_position_embeddings": 24},

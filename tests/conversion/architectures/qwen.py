@@ -39,6 +39,7 @@ ARCHITECTURES = (
         variations={
             **WINDOWS,
             "tied": {"tie_word_embeddings": True},
+            "free_width": {"head_dim": 12},
             "every_head": {"num_key_value_heads": 4, "hidden_act": "gelu"},
             "rope_yarn": SCALINGS["rope_yarn"],
         },
