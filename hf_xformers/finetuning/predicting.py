@@ -75,7 +75,7 @@ class Prediction:
         default_factory=list, metadata={"help": "Names of the columns of CSV or TSV files without a header line."}
     )
     data_config: str | None = field(default=None, metadata={"help": "Configuration of a Hub dataset."})
-    max_rows: int | None = field(default=None, metadata={"help": "Take only the first rows."})
+    max_eval_rows: int | None = field(default=None, metadata={"help": "Take only the first rows."})
     batch_size: int = field(default=16, metadata={"help": "Rows of a batch; rows of like lengths are put together."})
     num_beams: int | None = field(default=None, metadata={"help": "Beams of generation. Default: the model's own."})
     max_target_length: int | None = field(default=None, metadata={"help": "Tokens of a generated text."})
@@ -111,7 +111,7 @@ def predict(wanted: Prediction, *, answers: bool = False) -> Predicted:
 
     Raises ValueError for a model, data or option that does not fit.
     """
-    for name in ("batch_size", "max_rows", "num_beams", "max_target_length"):
+    for name in ("batch_size", "max_eval_rows", "num_beams", "max_target_length"):
         value = getattr(wanted, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name} {value} must be at least 1")
@@ -139,8 +139,8 @@ def predict(wanted: Prediction, *, answers: bool = False) -> Predicted:
     if isinstance(task, SpeechRecognition):  # what it reads of transcripts is told by the model's vocabulary
         task.needs_transcripts = answers
     split, rows = _rows(wanted, trained)
-    if wanted.max_rows is not None:
-        rows = rows.select(range(min(wanted.max_rows, len(rows))))
+    if wanted.max_eval_rows is not None:
+        rows = rows.select(range(min(wanted.max_eval_rows, len(rows))))
     named = wanted.label_column is not None or wanted.target_column is not None
     task.find_columns(rows, answers=answers or named)
     encoded = task.encode(rows, trained.tokenizer, "test")
@@ -175,7 +175,7 @@ def _rows(wanted: Prediction, trained: Trained) -> tuple[str, Dataset]:
     if wanted.text:
         if not task.reads_text:
             raise ValueError(f"--text gives texts, and a model for {task.id} reads none; give its rows with --data")
-        for name in ("split", "column_names", "data_config", "max_rows"):
+        for name in ("split", "column_names", "data_config", "max_eval_rows"):
             if getattr(wanted, name):
                 raise ValueError(f"--{name} is about files, and --text gives the texts themselves; leave one out")
         return "text", _of_texts(task, wanted.text, wanted.text_pair)
