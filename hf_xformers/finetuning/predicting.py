@@ -75,6 +75,7 @@ class Prediction:
         default_factory=list, metadata={"help": "Names of the columns of CSV or TSV files without a header line."}
     )
     data_config: str | None = field(default=None, metadata={"help": "Configuration of a Hub dataset."})
+    encoding: str = field(default="utf-8", metadata={"help": "Of files of text, such as latin-1."})
     max_eval_rows: int | None = field(default=None, metadata={"help": "Take only the first rows."})
     batch_size: int = field(default=16, metadata={"help": "Rows of a batch; rows of like lengths are put together."})
     num_beams: int | None = field(default=None, metadata={"help": "Beams of generation. Default: the model's own."})
@@ -194,13 +195,16 @@ def _rows(wanted: Prediction, trained: Trained) -> tuple[str, Dataset]:
             raise ValueError(f"there is no file {missing!r}; correct the path")
         return "all", task.of_files(list(map(str, paths)))
     if plain:
-        from ..data.delimited import text_lines
+        from ..data.delimited import reading_as, text_lines
 
-        lines = [line for name in plain for line in text_lines(Path(name).expanduser()) if line.strip()]
+        with reading_as(wanted.encoding):
+            lines = [line for name in plain for line in text_lines(Path(name).expanduser()) if line.strip()]
         if not lines:
             raise ValueError(f"{plain[0]!r} holds no text; give a file with a text per line")
         return "test", _of_texts(task, lines, [])
-    source = TaskData(data=wanted.data, data_config=wanted.data_config, column_names=wanted.column_names)
+    source = TaskData(
+        data=wanted.data, data_config=wanted.data_config, column_names=wanted.column_names, encoding=wanted.encoding
+    )
     source.validation_fraction = 0.0
     if not wanted.data:
         before = trained.record.get("dataset")
