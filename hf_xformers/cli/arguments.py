@@ -7,9 +7,11 @@ on the command line wins over the file.
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import inspect
 import json
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,12 +49,20 @@ class _HelpAll(argparse.Action):
         parser.exit()
 
 
+def _in_a_sentence(action: argparse.Action) -> argparse.Action:
+    """An option with the beginning of what explains it."""
+    short = copy.copy(action)
+    short.help = re.split(r"(?<=[.;])\s", action.help or "")[0].rstrip(";")
+    return short
+
+
 class Parser(RefusingParser, HfArgumentParser):
     """HfArgumentParser whose help has the command's own options first, and Trainer's under `--help-all`.
 
     kinds: the command's dataclasses, each a group of options. trainer: the class of Trainer's arguments, read last
     (None: the command reads none). read: those of its options that the command reads (None: all); there are no others
-    then. usage: what follows the command's name.
+    then. usage: what follows the command's name. brief: the options that the help explains, where all of the
+    command's own are more than a screen.
     """
 
     def __init__(
@@ -61,12 +71,14 @@ class Parser(RefusingParser, HfArgumentParser):
         trainer: type | None = None,
         *,
         read: Collection[str] | None = None,
+        brief: Collection[str] = (),
         **kwargs: Any,
     ) -> None:
         super().__init__([*kinds, *([] if trainer is None else [trainer])], **kwargs)
         self._trainer = set() if trainer is None else {field.name for field in dataclasses.fields(trainer)}
         self._trainer_name = "" if trainer is None else trainer.__name__
         self._read = () if trainer is None else read
+        self._brief = brief
         self.more_groups: list[Any] = []
         for action in self._actions:
             if action.dest == "objective" and action.help:
@@ -104,6 +116,14 @@ class Parser(RefusingParser, HfArgumentParser):
         formatter = self._get_formatter()
         formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
         formatter.add_text(self.description)
+        if self._brief and not full:
+            chosen = [action for action in self._actions if action.dest in (*self._brief, "help", "help_all")]
+            formatter.start_section("options")
+            formatter.add_arguments(map(_in_a_sentence, chosen))
+            formatter.end_section()
+            others = len(self._actions) - len(chosen)
+            formatter.add_text(f"--help-all explains {others} others, those of transformers' Trainer among them.")
+            return formatter.format_help()
         usual = self._optionals._group_actions
         groups = [group for group in self._action_groups if group not in (self._positionals, self._optionals)]
         sections = [

@@ -25,6 +25,8 @@ FILE.yaml has the options by name, of several tasks as in `task: {a: classificat
 launcher:
 
   accelerate launch -m hf_xformers.cli finetune ..."""
+_BRIEF = ("task", "model", "variant", "data", "validation_data", "text_column", "label_column", "peft", "output_dir",
+          "learning_rate", "num_train_epochs", "resume_from_checkpoint")  # fmt: skip
 GROUPS = (*SLOTS, "decoder", "peft")
 
 
@@ -91,6 +93,7 @@ def make_parser(first_look: Mapping[str, Any]) -> Parser:
             "                            --data FILE --output_dir DIR [OPTION VALUE ...]"
         ),
         description=_DESCRIPTION,
+        brief=_BRIEF,
     )
     look = first_look.get
     parser.set_defaults(**finetuning_defaults(look("task"), look("model"), look("size"), look("peft")))

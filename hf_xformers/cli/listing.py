@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -88,7 +89,9 @@ def _chosen(words: Sequence[str]) -> tuple[list[dict[str, Any]], bool]:
     unknown = [word for word in words if word not in known and f"xf_{word}" not in known]
     if words and not unknown:
         return variants(list(dict.fromkeys(map(resolve, words)))), True
-    found = [entry for entry in variants() if all(word.lower() in _text(entry) for word in words)]
+    wanted = [word.rstrip("s") or word for word in " ".join(words).lower().split()]  # documents, a document
+    texts = [(entry, _text(entry)) for entry in variants()]
+    found = [entry for entry, text in texts if all(word in text for word in wanted)]
     if not found:
         hint = did_you_mean(unknown[0].removeprefix("xf_"), [name.removeprefix("xf_") for name in known])
         raise ValueError(f"no variant is called {unknown[0]!r}, or mentions it.{hint} `hf-xformers list` shows all")
@@ -96,9 +99,19 @@ def _chosen(words: Sequence[str]) -> tuple[list[dict[str, Any]], bool]:
 
 
 def _text(entry: dict[str, Any]) -> str:
-    """What a search looks at."""
+    """What a search looks at: also what a variant's file says of it, and how many tokens it reads by default."""
+    from ..variants import config_class
+
+    cls = config_class(entry["id"])
+    said = (
+        sys.modules[cls.__module__].__doc__,
+        cls.__doc__,
+        cls.info.notes,
+        f"{cls().max_position_embeddings} tokens",
+    )
     section = SURVEY[entry["section"]].title
-    return " ".join((entry["id"], entry["changes"], entry["paper"], entry["cost"], section, *entry["kinds"])).lower()
+    known = (entry["id"], entry["changes"], entry["paper"], entry["cost"], section, *entry["kinds"])
+    return " ".join(filter(None, (*known, *said))).lower()
 
 
 def _fits(entry: dict[str, Any], arguments: argparse.Namespace) -> bool:

@@ -116,7 +116,8 @@ class RefusingParser(argparse.ArgumentParser):
         if rest:
             unknown = rest[0].split("=")[0]
             kind = "option" if unknown.startswith("-") else "argument"
-            hint = did_you_mean(unknown, [*self._option_string_actions, *more]) if kind == "option" else ""
+            known = [*self._option_string_actions, *more]  # long names have much in common by chance
+            hint = did_you_mean(unknown, known, cutoff=0.75) if kind == "option" else ""
             raise ValueError(f"there is no {kind} {unknown}.{hint.replace(chr(39), '')} See `{self.prog} --help`")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:

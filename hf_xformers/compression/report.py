@@ -1,7 +1,7 @@
 """The table before and after a compression: parameters, size on disk, time of a batch, quality beside its floor.
 
 ```python
->>> before, after = compare(source, folder, Measuring(eval_rows=500))
+>>> before, after = compare(source, folder, Measuring(max_eval_rows=500))
 >>> write_table(before, after, folder, command="prune", settings={"method": "heads", "share": 0.4})
 >>> columns, rows = table(before, after)  # texts, for `cli.console.print_table`
 ```
@@ -48,7 +48,7 @@ class Measuring:
     eval_split: str | None = field(
         default=None, metadata={"help": "Split of it. Default: test, else validation; of text validation."}
     )
-    eval_rows: int | None = field(default=None, metadata={"help": "Measure a task on the first rows alone."})
+    max_eval_rows: int | None = field(default=None, metadata={"help": "Measure a task on the first rows alone."})
     eval_batch_size: int = field(default=16, metadata={"help": "Rows of a batch, for quality and for the time."})
     time_batches: int = field(default=5, metadata={"help": "Batches that are timed; 0: none."})
     time_length: int = field(default=128, metadata={"help": "Their tokens, at most what positions cover."})
@@ -56,7 +56,7 @@ class Measuring:
 
     def check(self) -> None:
         """Raises `ValueError` for numbers that make no sense."""
-        for name, least in (("eval_rows", 1), ("eval_batch_size", 1), ("time_batches", 0), ("time_length", 1)):
+        for name, least in (("max_eval_rows", 1), ("eval_batch_size", 1), ("time_batches", 0), ("time_length", 1)):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"--{name} {value} must be at least {least}")
@@ -211,7 +211,7 @@ def _task_quality(name: str, measuring: Measuring) -> dict[str, Any]:
         model=name,
         data=measuring.eval_data,
         split=measuring.eval_split,
-        max_rows=measuring.eval_rows,
+        max_eval_rows=measuring.max_eval_rows,
         batch_size=measuring.eval_batch_size,
         use_cpu=measuring.use_cpu,
         progress=False,

@@ -4,19 +4,43 @@ here, with the number of the line."""
 from __future__ import annotations
 
 import bz2
+import codecs
 import csv
 import gzip
 import io
 import lzma
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 _OPENERS: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 _OTHER_DELIMITERS = {";": "semicolons", "\t": "tabs", "|": "bars", ",": "commas"}
 _BOM = "\ufeff"
+_UTF_8 = "utf-8"
+_encoding: ContextVar[str] = ContextVar("encoding", default=_UTF_8)
 _LONGEST_FIELD = 2**31 - 1  # the module `csv` stops at 128 KiB, and a text may be longer
+
+
+@contextmanager
+def reading_as(encoding: str) -> Iterator[None]:
+    """Files of text are read in an encoding while the block runs. Raises ValueError for an unknown one."""
+    try:
+        name = codecs.lookup(encoding).name
+    except LookupError:
+        raise ValueError(f"--encoding {encoding!r} is unknown; give one such as utf-8, latin-1 or utf-16") from None
+    token = _encoding.set(name)
+    try:
+        yield
+    finally:
+        _encoding.reset(token)
+
+
+def encoding() -> str:
+    """The encoding in which files of text are read."""
+    return _encoding.get()
 
 
 def check_fields(path: Path, kind: str, *, column_names: Sequence[str] = (), quotes: bool = True) -> list[int]:
@@ -94,9 +118,13 @@ def decoded_lines(path: Path) -> Iterator[str]:
     """
     with _open(path) as file:
         try:
-            for number, line in enumerate(file, start=1):
-                text = _decoded(line, path, number)
+            plain = encoding() == _UTF_8
+            lines = file if plain else io.TextIOWrapper(file, encoding(), newline="\n")
+            for number, line in enumerate(lines, start=1):
+                text = _decoded(line, path, number) if plain else line
                 yield text.removeprefix(_BOM) if number == 1 else text
+        except UnicodeError as error:
+            raise ValueError(f"{str(path)!r} cannot be read as {encoding()} ({error}); correct --encoding") from error
         except (OSError, EOFError, lzma.LZMAError) as error:
             raise ValueError(f"{str(path)!r} is a damaged {path.suffix} file ({error}); compress it again") from error
 
@@ -119,7 +147,8 @@ def _decoded(line: bytes, path: Path, number: int) -> str:
         return line.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"line {number} of {str(path)!r} is not UTF-8 (byte 0x{line[error.start]:02x}); convert the file"
+            f"line {number} of {str(path)!r} is not UTF-8 (byte 0x{line[error.start]:02x}); name its encoding,"
+            " as in --encoding latin-1, or convert the file"
         ) from error
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -47,7 +48,7 @@ def find_files(names: list[str]) -> dict[str, list[Path]] | None:
     for name in names:
         path = Path(name).expanduser()
         if path.is_dir():
-            inside = files_under(path, lambda file: format_of(file) is not None and file.stem.lower() not in _BESIDE)
+            inside = files_under(path, lambda file: format_of(file) is not None)
             if not inside:
                 raise ValueError(
                     f"the folder {name!r} holds no file with a known suffix ({', '.join(_FORMATS)}); "
@@ -106,19 +107,32 @@ def files_under(folder: Path, wanted: Callable[[Path], bool]) -> list[Path]:
             " the files to read, or keep them in a folder of their own"
         )
     found: list[Path] = []
+    others: list[Path] = []
     runs: list[str] = []
     for place, folders, files in os.walk(folder):
         inner = sorted(name for name in folders if not name.startswith("."))
         ran = [name for name in inner if holds_run(Path(place, name)) or Path(place, name, LOCK_FILE).exists()]
         runs += [str(Path(place, name)) for name in ran]
         folders[:] = [name for name in inner if name not in ran]
-        paths = (Path(place, name) for name in files if not name.startswith("."))
-        found += [path for path in paths if path.is_file() and wanted(path)]
-    if runs:
+        for path in (Path(place, name) for name in files if not name.startswith(".")):
+            if path.is_file() and path.stem.lower() not in _BESIDE:
+                (found if wanted(path) else others).append(path)
+    said = [f"left out of the data, as training runs wrote them: {listed(runs)}"] if runs else []
+    if found and (others or len({path.suffix for path in found}) > 1):
+        said.append(f"of the folder {str(folder)!r} are read: {_endings(found)}")
+        said[-1] += f"; left out: {_endings(others)}" if others else ""
+    if said:
         from transformers.utils import logging  # slow to load, so not before it is needed
 
-        logging.get_logger(__name__).warning(f"left out of the data, as training runs wrote them: {listed(runs)}")
+        for line in said:
+            logging.get_logger(__name__).warning(line)
     return sorted(found)
+
+
+def _endings(paths: Sequence[Path]) -> str:
+    """How many files have which endings, in words."""
+    counts = Counter(path.suffix.lower() or "(no ending)" for path in paths)
+    return ", ".join(f"{count} {ending}" for ending, count in sorted(counts.items()))
 
 
 def _looks_like_a_path(name: str) -> bool:

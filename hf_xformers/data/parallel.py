@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .delimited import text_lines
+from .delimited import encoding, text_lines
 from .local_files import SPLIT_WORDS, files_under, format_of, listed, split_of
 from .phrases import LANGUAGES, PHRASES_ID, phrase_pairs
 from .saved import load_saved
@@ -143,6 +143,7 @@ def _tables(names: list[str], config_name: str | None) -> Mapping[str, Dataset]:
                 )
             (kind,) = kinds
             options: dict[str, Any] = {"sep": "\t"} if kind == "tsv" else {}
+            options |= {} if kind == "parquet" else {"encoding": encoding()}
             files: dict[str, list[str]] = {}
             for path in paths:
                 files.setdefault(split_of(path, None) or "train", []).append(str(path))

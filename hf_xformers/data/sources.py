@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from .delimited import check_fields
+from .delimited import check_fields, encoding
 from .local_files import SPLIT_WORDS, find_files, format_of, listed
 from .pieces import divide
 from .quiet import errors_told_elsewhere
@@ -151,6 +151,7 @@ def _load_format(
     import datasets
 
     options: dict[str, Any] = {"text": {"sample_by": sample_by}, "tsv": {"sep": "\t"}}.get(kind, {})
+    options |= {} if kind == "parquet" else {"encoding": encoding()}
     for file in files:
         if kind in ("csv", "tsv"):
             check_fields(Path(file), kind)
@@ -171,10 +172,10 @@ def _load_format(
             )
             features = loaded.features or _first_features(loaded)
     except (datasets.exceptions.DatasetGenerationError, ValueError) as error:  # ValueError: decoding and parsing
-        form = kind if kind == "parquet" else f"UTF-8 {kind}"
+        form = kind if kind == "parquet" else f"{encoding().upper()} {kind}"
         raise ValueError(
             f"{listed(files)} could not be read as {form} ({_first_line(error.__cause__ or error)}); "
-            "convert the file, or give it the suffix of its format"
+            "name its --encoding, or give it the suffix of its format"
         ) from error
     return _text_only(loaded, features, text_column, files, num_proc)
 

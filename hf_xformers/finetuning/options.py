@@ -75,6 +75,7 @@ class TaskData:
         default=0.1,
         metadata={"help": "Share of the rows that is held out where the source has no validation split."},
     )
+    encoding: str = field(default="utf-8", metadata={"help": "Of files of text, such as latin-1."})
     max_train_rows: int | None = field(default=None, metadata={"help": "Use only the first rows of the training."})
     max_eval_rows: int | None = field(default=None, metadata={"help": "Use only the first rows of the other splits."})
     num_proc: int | None = field(default=None, metadata={"help": "Processes that prepare the data."})

@@ -75,7 +75,8 @@ class Prediction:
         default_factory=list, metadata={"help": "Names of the columns of CSV or TSV files without a header line."}
     )
     data_config: str | None = field(default=None, metadata={"help": "Configuration of a Hub dataset."})
-    max_rows: int | None = field(default=None, metadata={"help": "Take only the first rows."})
+    encoding: str = field(default="utf-8", metadata={"help": "Of files of text, such as latin-1."})
+    max_eval_rows: int | None = field(default=None, metadata={"help": "Take only the first rows."})
     batch_size: int = field(default=16, metadata={"help": "Rows of a batch; rows of like lengths are put together."})
     num_beams: int | None = field(default=None, metadata={"help": "Beams of generation. Default: the model's own."})
     max_target_length: int | None = field(default=None, metadata={"help": "Tokens of a generated text."})
@@ -111,7 +112,7 @@ def predict(wanted: Prediction, *, answers: bool = False) -> Predicted:
 
     Raises ValueError for a model, data or option that does not fit.
     """
-    for name in ("batch_size", "max_rows", "num_beams", "max_target_length"):
+    for name in ("batch_size", "max_eval_rows", "num_beams", "max_target_length"):
         value = getattr(wanted, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name} {value} must be at least 1")
@@ -139,8 +140,8 @@ def predict(wanted: Prediction, *, answers: bool = False) -> Predicted:
     if isinstance(task, SpeechRecognition):  # what it reads of transcripts is told by the model's vocabulary
         task.needs_transcripts = answers
     split, rows = _rows(wanted, trained)
-    if wanted.max_rows is not None:
-        rows = rows.select(range(min(wanted.max_rows, len(rows))))
+    if wanted.max_eval_rows is not None:
+        rows = rows.select(range(min(wanted.max_eval_rows, len(rows))))
     named = wanted.label_column is not None or wanted.target_column is not None
     task.find_columns(rows, answers=answers or named)
     encoded = task.encode(rows, trained.tokenizer, "test")
@@ -175,7 +176,7 @@ def _rows(wanted: Prediction, trained: Trained) -> tuple[str, Dataset]:
     if wanted.text:
         if not task.reads_text:
             raise ValueError(f"--text gives texts, and a model for {task.id} reads none; give its rows with --data")
-        for name in ("split", "column_names", "data_config", "max_rows"):
+        for name in ("split", "column_names", "data_config", "max_eval_rows"):
             if getattr(wanted, name):
                 raise ValueError(f"--{name} is about files, and --text gives the texts themselves; leave one out")
         return "text", _of_texts(task, wanted.text, wanted.text_pair)
@@ -194,13 +195,16 @@ def _rows(wanted: Prediction, trained: Trained) -> tuple[str, Dataset]:
             raise ValueError(f"there is no file {missing!r}; correct the path")
         return "all", task.of_files(list(map(str, paths)))
     if plain:
-        from ..data.delimited import text_lines
+        from ..data.delimited import reading_as, text_lines
 
-        lines = [line for name in plain for line in text_lines(Path(name).expanduser()) if line.strip()]
+        with reading_as(wanted.encoding):
+            lines = [line for name in plain for line in text_lines(Path(name).expanduser()) if line.strip()]
         if not lines:
             raise ValueError(f"{plain[0]!r} holds no text; give a file with a text per line")
         return "test", _of_texts(task, lines, [])
-    source = TaskData(data=wanted.data, data_config=wanted.data_config, column_names=wanted.column_names)
+    source = TaskData(
+        data=wanted.data, data_config=wanted.data_config, column_names=wanted.column_names, encoding=wanted.encoding
+    )
     source.validation_fraction = 0.0
     if not wanted.data:
         before = trained.record.get("dataset")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..data.delimited import text_lines
+from ..data.delimited import reading_as, text_lines
 from ..data.local_files import SPLIT_WORDS, files_under, find_files, format_of, listed
 from ..data.saved import load_saved
 from ..data.splitting import check_fraction, divide_rows, stable_fraction
@@ -46,6 +46,13 @@ def load_rows(
     check_fraction(source.validation_fraction)
     if not source.data:
         raise ValueError("no data is named; give files, a folder or a Hub dataset id with --data")
+    with reading_as(source.encoding):
+        return _load_rows(source, languages, origins, adjust)
+
+
+def _load_rows(
+    source: TaskData, languages: tuple[str, str] | None, origins: bool, adjust: Adjust | None
+) -> dict[str, Dataset]:
     splits = _load(source.data, source, languages, adjust=adjust)
     for split, names in (("validation", source.validation_data), ("test", source.test_data)):
         if names:

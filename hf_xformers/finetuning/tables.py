@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..data.delimited import check_fields, decoded_lines
+from ..data.delimited import check_fields, decoded_lines, encoding
 from ..data.local_files import format_of
 from ..data.quiet import errors_told_elsewhere
 from .origin import with_origins
@@ -130,13 +130,14 @@ def _load(kind: str, path: Path, **options: Any) -> Dataset:
 
     if kind == "json" and not any(line.strip() for line in decoded_lines(path)):
         raise ValueError(f"{str(path)!r} holds nothing but blank lines; give a file that holds rows, or leave it out")
+    options |= {} if kind == "parquet" else {"encoding": encoding()}
     try:
         with errors_told_elsewhere():
             rows = datasets.load_dataset(kind, data_files={"train": glob.escape(str(path))}, split="train", **options)
     except (datasets.exceptions.DatasetGenerationError, ValueError, OSError) as error:
         reason = (str(error.__cause__ or error).splitlines() or [""])[0]
         where = _broken_line(path) if kind == "json" else None
-        form = kind if kind == "parquet" else f"UTF-8 {kind}"
+        form = kind if kind == "parquet" else f"{encoding().upper()} {kind}"
         raise ValueError(
             f"{str(path)!r} could not be read as {form} ({where or reason}); correct the file, or give it the"
             " suffix of its format"

@@ -30,6 +30,9 @@ SHAPES = {
 }
 
 
+_FILE = "results"  # the column that says which file a measured row is from
+
+
 def shapes(config_class: Any) -> list[str]:
     """The shapes that a variant's family covers."""
     return [shape for head, shape in SHAPES.items() if head in config_class.heads]
@@ -62,7 +65,7 @@ def variant_card(model_type: str, measured: list[dict[str, Any]] | None = None, 
     parts = [
         f"---\n{data.to_yaml()}\n---",
         f"# {name}",
-        f"{(cls.__doc__ or '').strip().splitlines()[0]}" if name != "xformer" else _free_mix_text(),
+        _first_sentence(cls.__doc__ or "") if name != "xformer" else _free_mix_text(),
         f"**What it changes:** {info.summary}.",
         f"**Shapes:** {', '.join(shapes(cls))}. **Classes:** "
         + ", ".join(f"`{_prefix(cls)}{head}`" for head in cls.heads)
@@ -168,12 +171,12 @@ def write_cards(folder: str | Path, results: str | Path | None = None) -> list[P
 
 
 def measured_rows(model_type: str, results: str | Path | None) -> list[dict[str, Any]]:
-    """Rows about one variant in every result file of `results`."""
+    """Rows about one variant in every result file of `results`, each with the name of its file."""
     rows = []
     for path in sorted(Path(results).glob("*.json")) if results is not None else []:
         for row in json.loads(path.read_text(encoding="utf-8")).get("rows", []):
             if row.get("variant", row.get("model")) == model_type:
-                rows.append(row)
+                rows.append({_FILE: path.stem, **row})
     return rows
 
 
@@ -218,19 +221,35 @@ def _component_table(config) -> str:
 
 
 def _tables(rows: list[dict[str, Any]]) -> list[str]:
-    """Rows of a kind, which is those with the same first columns, in a table of their own."""
+    """Rows of a kind, which is those of one file with the same first columns, in a table of their own."""
     kinds: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for row in rows:
-        kinds.setdefault(tuple(row)[:3], []).append(row)
-    return [_table(group) for group in kinds.values()]
+        shown = {name: value for name, value in row.items() if name != _FILE}
+        kinds.setdefault((row.get(_FILE, ""), *tuple(shown)[:3]), []).append(shown)
+    parts, before = [], ""
+    for (file, *_), group in kinds.items():
+        parts += [f"{file.replace('_', ' ').capitalize()}:"] if file != before else []
+        parts, before = [*parts, _table(group)], file
+    return parts
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
     columns = list(dict.fromkeys(key for row in rows for key in row))
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     for row in rows:
-        cells = (row.get(column, "") for column in columns)
-        lines.append(
-            "| " + " | ".join(f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in cells) + " |"
-        )
+        lines.append("| " + " | ".join(_cell(row.get(column)) for column in columns) + " |")
     return "\n".join(lines)
+
+
+def _cell(value: Any) -> str:
+    """Two decimals, or two digits that count where these would be zeros; nothing where there is no value."""
+    if isinstance(value, float):
+        return f"{value:.2f}" if value == 0 or abs(value) >= 0.1 else f"{value:.2g}"
+    return "" if value is None else str(value)
+
+
+def _first_sentence(text: str) -> str:
+    """The lines of a docstring up to the first that ends a sentence."""
+    lines = text.strip().split("\n\n")[0].splitlines()
+    last = next((number for number, line in enumerate(lines) if line.rstrip().endswith(".")), len(lines))
+    return " ".join(line.strip() for line in lines[: last + 1])

@@ -56,6 +56,7 @@ class TextData:
             )
         },
     )
+    encoding: str = field(default="utf-8", metadata={"help": "Of files of text, such as latin-1."})
     streaming: bool = field(
         default=False,
         metadata={"help": "Read the source as a stream, without preparing it on disk first. Needs --max_steps."},
@@ -84,6 +85,7 @@ def load_splits(source: TextData, objective: Objective | None = None) -> Dataset
     objective: decides what a document is where `source.sample_by` does not, and whether text is parallel.
     """
     from ..data import load_text_dataset
+    from ..data.delimited import reading_as
 
     source = source.named_for(objective)
     if isinstance(objective, Multilingual):
@@ -91,23 +93,25 @@ def load_splits(source: TextData, objective: Objective | None = None) -> Dataset
 
         if source.streaming:
             raise ValueError("parallel text is not streamed; leave --streaming out")
-        return load_parallel_dataset(
-            source.data,
-            objective.languages,
+        with reading_as(source.encoding):
+            return load_parallel_dataset(
+                source.data,
+                objective.languages,
+                split=source.data_split,
+                config_name=source.data_config,
+                validation_fraction=source.validation_fraction,
+            )
+    with reading_as(source.encoding):
+        return load_text_dataset(
+            source.data[0] if len(source.data) == 1 else source.data,
             split=source.data_split,
+            text_column=source.text_column,
             config_name=source.data_config,
+            streaming=source.streaming,
             validation_fraction=source.validation_fraction,
+            sample_by=source.sample_by or (objective or Objective).sample_by,  # type: ignore[arg-type]
+            num_proc=source.num_proc,
         )
-    return load_text_dataset(
-        source.data[0] if len(source.data) == 1 else source.data,
-        split=source.data_split,
-        text_column=source.text_column,
-        config_name=source.data_config,
-        streaming=source.streaming,
-        validation_fraction=source.validation_fraction,
-        sample_by=source.sample_by or (objective or Objective).sample_by,  # type: ignore[arg-type]
-        num_proc=source.num_proc,
-    )
 
 
 def train_tokenizer_for(

@@ -1,8 +1,10 @@
+import dataclasses
 from typing import Any, Literal
 
 import pytest
 import torch
 
+from hf_xformers.cli import main
 from hf_xformers.cli.arguments import file_tokens, offered_fields, overlay, parse_command, split_dotted
 from hf_xformers.cli.pretrain import GROUPS, make_parser, model_options
 from hf_xformers.cli.values import annotation, parse
@@ -293,3 +295,31 @@ def test_commands_allow_tf32_on_a_gpu_unless_told_not_to(flags, precision, monke
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     options("--variant", "bert", "--output_dir", "out", "--use_cpu", *flags)
     assert chosen[-1] == precision
+
+
+# ------------------------------------------------------------------------------------------------ hints
+
+
+@pytest.mark.parametrize(
+    "argv, hint",
+    [
+        (["pretrain", "--max_eval_rows", "5"], ""),
+        (["distill", "--variant", "performer", "--teacher", "t"], ""),
+        (["predict", "--max_rows", "5"], "Did you mean --max_eval_rows?"),
+        (["pretrain", "--lerning_rate", "5"], "Did you mean --learning_rate?"),
+    ],
+)
+def test_only_near_names_are_hinted_at(argv, hint, capsys):
+    assert main([*argv, "--output_dir" if argv[0] != "predict" else "--output", "o.jsonl", "--model", "m"]) == 2
+    error = capsys.readouterr().err
+    assert f"there is no option {argv[1]}." in error and (hint in error if hint else "Did you mean" not in error)
+
+
+def test_rows_are_limited_by_one_name():
+    from hf_xformers.compression.report import Measuring
+    from hf_xformers.finetuning.options import TaskData
+    from hf_xformers.finetuning.predicting import TaskEvaluation
+
+    for options in (TaskEvaluation, TaskData, Measuring):
+        named = {field.name for field in dataclasses.fields(options) if field.name.endswith("_rows")}
+        assert named <= {"max_train_rows", "max_eval_rows"} and "max_eval_rows" in named

@@ -183,3 +183,19 @@ def test_objectives_say_what_they_corrupt_and_need(capsys, monkeypatch):
     assert "mlm=mlm" in text  # settings that are an objective go by its name
     assert main(["list", "--objectives", "tlm"]) == 0
     assert "sample_alpha = 0.5: tokens are chosen" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    "words, found",
+    [
+        (["4096"], "xf_longformer"),
+        (["long"], "xf_etc"),
+        (["long documents"], "xf_ernie_doc"),
+        (["forecasts"], "xf_informer"),
+    ],
+)
+def test_a_search_reads_what_variants_say_of_themselves(words, found, capsys):
+    assert main(["list", *words, "--json"]) == 0
+    assert found.removeprefix("xf_") in {
+        entry["id"].removeprefix("xf_") for entry in json.loads(capsys.readouterr().out)
+    }

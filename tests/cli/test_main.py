@@ -105,6 +105,14 @@ def test_pretrain_help_has_its_own_options_first_and_trainers_on_request(capsys)
     assert full.index("--data") < full.index("--gradient_accumulation_steps")
 
 
+def test_finetune_help_is_one_screen_and_more_on_request(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    out = explained(capsys, "finetune")
+    assert len(out.splitlines()) <= 52 and "--task" in out and "--help-all" in out and "--layer_decay" not in out
+    full = explained(capsys, "finetune", flag="--help-all")
+    assert "--layer_decay" in full and "--hidden_size" in full and "--gradient_accumulation_steps" in full
+
+
 def test_evaluate_offers_what_it_reads(capsys):
     out = explained(capsys, "evaluate")
     assert "--per_device_eval_batch_size" in out and "--use_cpu" in out

@@ -414,3 +414,18 @@ def test_what_a_run_wrote_is_no_data(mark, tmp_path, caplog):
     assert all_texts(load_text_dataset(run / "predictions_test.jsonl", validation_fraction=0)) == [
         "what the model said"
     ]
+
+
+def test_a_folder_of_mixed_files_says_what_was_read(tmp_path, caplog):
+    write(tmp_path / "data" / "a.jsonl")
+    (tmp_path / "data" / "b.txt").write_text("\n".join(TEXTS))
+    (tmp_path / "data" / "README.md").write_text("about")
+    for name in ("c.png", "d.png"):
+        (tmp_path / "data" / name).write_bytes(b"x")
+    load_text_dataset(tmp_path / "data", validation_fraction=0)
+    folder = str(tmp_path / "data")
+    assert caplog.messages == [f"of the folder {folder!r} are read: 1 .jsonl, 1 .txt; left out: 2 .png"]
+    caplog.clear()
+    (tmp_path / "data" / "b.txt").unlink()
+    load_rows(TaskData(data=[folder], validation_fraction=0))
+    assert caplog.messages == [f"of the folder {folder!r} are read: 1 .jsonl; left out: 2 .png"]

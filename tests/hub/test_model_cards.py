@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -57,3 +58,25 @@ def test_examples_run(tmp_path, monkeypatch):
         (example,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
         assert "import hf_xformers" in example  # or the Auto classes would not know it elsewhere
         exec(compile(example, f"{model_type}.md", "exec"), {"__name__": model_type})
+
+
+def test_every_card_begins_with_a_whole_sentence():
+    for model_type in model_types():
+        first = variant_card(model_type).partition(f"\n# {model_type}\n\n")[2].partition("\n")[0]
+        assert first.endswith("."), f"{model_type}: {first}"
+
+
+def test_measured_values_are_legible(tmp_path):
+    """Small rates, absent values, and files whose figures are of another unit."""
+    for name, row in (
+        ("few_labels", {"variant": "xf_bert", "set-up": "a", "probe": 59.79, "twin": None}),
+        ("objectives", {"variant": "xf_bert", "set-up": "a", "probe": 0.62, "learning rate": 0.003, "loss": 0.0}),
+    ):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"rows": [row]}))
+    text = variant_card("xf_bert", measured_rows("xf_bert", tmp_path))
+    measured = text.partition("## Measured\n\n")[2].partition("\n\n## ")[0]
+    assert measured == (
+        "Few labels:\n\n| variant | set-up | probe | twin |\n|---|---|---|---|\n| xf_bert | a | 59.79 |  |\n\n"
+        "Objectives:\n\n| variant | set-up | probe | learning rate | loss |\n|---|---|---|---|---|\n"
+        "| xf_bert | a | 0.62 | 0.003 | 0.00 |"
+    )

@@ -54,6 +54,7 @@ class LanguageModeling(Task):
 
     def load(self, source: TaskData) -> dict[str, Dataset]:
         from ...data import load_text_dataset
+        from ...data.delimited import reading_as
 
         if source.validation_data or source.test_data:
             raise ValueError(
@@ -61,14 +62,15 @@ class LanguageModeling(Task):
             )
         if not source.data:
             raise ValueError("no data is named; give files, a folder or a Hub dataset id with --data")
-        found = load_text_dataset(
-            source.data[0] if len(source.data) == 1 else source.data,
-            text_column=self.options.text_column,
-            config_name=source.data_config,
-            validation_fraction=source.validation_fraction,
-            sample_by=self.objective.sample_by,
-            num_proc=source.num_proc,
-        )
+        with reading_as(source.encoding):
+            found = load_text_dataset(
+                source.data[0] if len(source.data) == 1 else source.data,
+                text_column=self.options.text_column,
+                config_name=source.data_config,
+                validation_fraction=source.validation_fraction,
+                sample_by=self.objective.sample_by,
+                num_proc=source.num_proc,
+            )
         limits = {"train": source.max_train_rows}
         cut = {}
         for split, rows in found.items():
