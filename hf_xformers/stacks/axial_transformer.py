@@ -33,7 +33,8 @@ class AxialStack(PlainStack):
     In an encoder the layers run one after the other.
 
     State: the embedded tokens, u of finished rows, and the inner layers' keys and values. The outer layers run once
-    for each row that is finished, over all rows (fast sampling, section 3.3).
+    for each row that is finished, over all rows (fast sampling, section 3.3); in each step where layers' states or
+    weights are recorded, which for outer layers are those of all tokens so far.
     """
 
     def __init__(self, config, spec: AxialStackSpec):
@@ -123,7 +124,8 @@ class AxialStack(PlainStack):
         real = context.padding_mask
         lead = new.new_zeros(1, dtype=torch.long) if real is None else row_spans(real)[0]
         finished = ((total - lead) // self.columns).expand(batch)
-        if known and can_inspect() and torch.equal(finished, known["finished"]):
+        recorded = context.output_hidden_states or context.output_attentions
+        if known and not recorded and can_inspect() and torch.equal(finished, known["finished"]):
             rows = F.pad(known["rows"], (0, 0, 0, total - known["rows"].shape[1]))
         else:
             rows = self._outer(layers, tokens, context, position, memories, losses)

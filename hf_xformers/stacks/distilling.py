@@ -24,8 +24,8 @@ class DistillingStack(Stack):
     2012.07436, section 3.2, equation 5): n tokens become ceil(n / 2). The last layer is followed by none.
 
     The released code has a BatchNorm between convolution and ELU, which mixes the rows of a batch and which the
-    equation lacks; that of a trained model is a factor and a bias of the convolution. Padding is moved behind each
-    row's tokens and back after; beside a text's ends stand zeros or, `circular`, its other end.
+    equation lacks; that of a trained model is a factor and a bias of the convolution. Between the first layer and the
+    last padding stands behind each row's tokens; beside a text's ends stand zeros or, `circular`, its other end.
 
     With `upsample` each final state is repeated over the tokens it stands for and added to the first layer's output.
     """
@@ -47,16 +47,14 @@ class DistillingStack(Stack):
         past_key_values: Cache | None = None,
     ) -> StackOutput:
         real, order = context.padding_mask, None
-        if real is not None:
-            order = real_first(real)
-            hidden_states, real = take_slots(hidden_states, order), real.gather(1, order)
         losses: dict[str, Tensor] = {}
-        first, first_real = hidden_states, real
+        first, first_real, inner = hidden_states, real, context
         for step, layer in enumerate(layers):
-            index = torch.arange(hidden_states.shape[1], device=hidden_states.device)
-            inner = context.derive(
-                padding_mask=real, positions=index[None], query_index=index, key_index=index, fresh=True
-            )
+            if step:
+                index = torch.arange(hidden_states.shape[1], device=hidden_states.device)
+                inner = context.derive(
+                    padding_mask=real, positions=index[None], query_index=index, key_index=index, fresh=True
+                )
             layer.prepare(inner, None)
             streams = inner.streams
             output = layer(
@@ -64,17 +62,21 @@ class DistillingStack(Stack):
             )
             hidden_states, _, new_losses = unpack_layer(output)
             add_losses(losses, new_losses)
-            if step == 0:
-                first = hidden_states
+            if step == 0 and self.halvings:
+                if real is not None:
+                    order = real_first(real)
+                    hidden_states, real = take_slots(hidden_states, order), real.gather(1, order)
+                first, first_real = hidden_states, real
             if step < self.halvings:
                 hidden_states, real = self.halved(step, hidden_states, real)
+        if not self.halvings:
+            return StackOutput(hidden_states, context, losses)
         if not self.upsample:
             if real is None:  # whoever reads these states must not take the mask of the longer text for theirs
                 real = hidden_states.new_ones(hidden_states.shape[:2], dtype=torch.bool)
             return StackOutput(hidden_states, context.derive(padding_mask=real), losses)
-        if self.halvings:
-            place = torch.arange(first.shape[1], device=first.device)
-            hidden_states = hidden_states[:, place // 2**self.halvings] + first
+        place = torch.arange(first.shape[1], device=first.device)
+        hidden_states = hidden_states[:, place // 2**self.halvings] + first
         if order is not None and first_real is not None:
             hidden_states = take_slots(hidden_states.masked_fill(~first_real[..., None], 0.0), order.argsort(1))
         return StackOutput(hidden_states, context, losses)

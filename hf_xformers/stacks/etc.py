@@ -14,7 +14,7 @@ from ..core.context import LayerContext
 from ..core.extent import can_inspect
 from ..core.hand_overs import HandOver
 from ..core.segment_memory import take_slots
-from ..ops.common.real_tokens import real_first, real_places
+from ..ops.common.real_tokens import real_places, real_together
 from ..position.base import PositionActs
 from ..position.etc_relative import LAYOUT, TwoStreams
 from .base import StackOutput, StackSpec
@@ -26,9 +26,10 @@ class EtcStack(PlainStack):
     off after the last (Ainslie et al. 2020, arXiv 2004.08483, section 2.1).
 
     Parts are `tokens_per_global` tokens long, or end where the model input `sentence_ids` changes. All global tokens
-    start as the same learned vector; their last states are the output's `summaries`. They stand behind the text
-    (padding is moved behind them, and back after) and are marked in `global_attention_mask`; which token each stands
-    for is the `TwoStreams` of the call, which position `etc_relative` reads.
+    start as the same learned vector; their last states are the output's `summaries`. They stand behind the text, whose
+    tokens stay where they are (padding behind it is moved behind them, and back after), and are marked in
+    `global_attention_mask`; which token each stands for is the `TwoStreams` of the call, which position `etc_relative`
+    reads.
     """
 
     def __init__(self, config, spec: EtcStackSpec):
@@ -84,7 +85,7 @@ class EtcStack(PlainStack):
             mask = torch.ones(batch, length, dtype=torch.bool, device=device) if real is None else real
             used = torch.where(mask, part + 1, 0).amax(-1, keepdim=True)
             mask = torch.cat([mask, number < used], dim=1)
-            order = real_first(mask)
+            order = real_together(mask)
             states, mask = take_slots(states, order), mask.gather(1, order)
             is_global, place, summary = (x.expand(batch, -1).gather(1, order) for x in (is_global, place, summary))
             real = mask

@@ -32,9 +32,9 @@ class FunnelStack(Stack):
     the tokens it stands for and added to the first block's output, which `decoder_layers` more layers read (section
     2.3).
 
-    Padding is moved behind each row's tokens before pooling and back after, and a pair with one real token is that
-    token, so what a row gets does not depend on padding. Texts of two tokens and less are pooled like any other (the
-    released code stops there).
+    Padding is moved behind each row's tokens before the first layer and back after the last (in between, what is
+    recorded of layers stands in that order), and a pair with one real token is that token, so what a row gets does not
+    depend on padding. Texts of two tokens and less are pooled like any other (the released code stops there).
     """
 
     def __init__(self, config, spec: FunnelSpec):

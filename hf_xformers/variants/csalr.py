@@ -36,8 +36,10 @@ INFO = VariantInfo(
 }""",
     notes=(
         "Proposed for feature maps of images; here over tokens, in the form that the survey gives (section 4.4.2)."
-        " Rows of the implied attention sum to 1/2. No causal form exists; the decoder of an encoder-decoder has"
-        " dense attention."
+        " Rows of the implied attention sum to 1/2. The matrix that is inverted can be near singular, where two"
+        " landmarks read each other alone, and outputs of the equation are then many times as large as values; here"
+        " it is a damped least-squares solution, which bounds them; by how much depends on the precision of the"
+        " numbers. No causal form exists; the decoder of an encoder-decoder has dense attention."
     ),
 )
 

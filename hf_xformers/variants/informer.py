@@ -47,13 +47,14 @@ INFO = VariantInfo(
   year={2021}
 }""",
     notes=(
-        "The keys on which queries are measured follow from a seed and from a token's place in its text; the released"
-        " code draws them anew in every call. Models that predict something for each token bring the shortened states"
-        " back to the text's length. The decoder of an encoder-decoder has dense attention: the masked form lets later"
-        " tokens decide which queries attend, and is there as `decoder={'attention': {'type': 'informer',"
-        " 'causal_form': 'paper'}}` for models that do not generate. `XFInformerForTimeSeriesPrediction` forecasts: it"
-        " reads `past_values` and features of their times, and its decoder writes all steps in one pass (`hf-xformers"
-        " finetune --task forecasting`)."
+        "The keys on which queries are measured follow from a seed and from a token's place in its text; the"
+        " released code draws them anew in every call. It also has a BatchNorm between convolution and ELU, which"
+        " the paper's equation lacks and which is left out, as it mixes the rows of a batch. Models that predict"
+        " something for each token bring the shortened states back to the text's length. The decoder of an"
+        " encoder-decoder has dense attention: the masked form lets later tokens decide which queries attend, and is"
+        " there as `decoder={'attention': {'type': 'informer', 'causal_form': 'paper'}}` for models that do not"
+        " generate. `XFInformerForTimeSeriesPrediction` forecasts: it reads `past_values` and features of their"
+        " times, and its decoder writes all steps in one pass (`hf-xformers finetune --task forecasting`)."
     ),
 )
 

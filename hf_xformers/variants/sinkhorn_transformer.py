@@ -32,8 +32,11 @@ INFO = VariantInfo(
   year={2020}
 }""",
     notes=(
-        "The decoder is strictly causal: only past blocks are sorted to a block, and no row of the permutation knows a"
-        " later one. An encoder-decoder has dense cross-attention. `sortcut_blocks` is SortCut."
+        "The decoder is strictly causal: only past blocks are sorted to a block, and no row of the permutation knows"
+        " a later one. An encoder-decoder has dense cross-attention. `sortcut_blocks` is SortCut. Two differences"
+        " from the paper: own and sorted keys stand in one softmax, where it adds the two logits of each pair of"
+        " places; and the sorting network reads the mean of a block's tokens in place of their sum. The paper's"
+        " mixture of sorted and plain attention is not there."
     ),
 )
 

@@ -168,6 +168,25 @@ def test_greedy_generation(case):
 
 
 @each_causal_part
+def test_what_steps_record(case):
+    """States and weights of as many layers in each step, whose last are those of the whole text."""
+    model, ids = case.shared(implementation="eager"), tokens(1, 9)
+    past, whole = None, {} if case.shape == "decoder" else {"input_ids": ids}
+    name, states = (
+        ("input_ids", "hidden_states") if case.shape == "decoder" else ("decoder_input_ids", "decoder_hidden_states")
+    )
+    with torch.no_grad():
+        expected = model(**whole, **{name: ids}, output_hidden_states=True)[states]
+        for begin, end in ((0, 4), (4, 5), (5, 6), (6, 7)):
+            output = model(
+                **whole, **{name: ids[:, begin:end]}, past_key_values=past, use_cache=True, output_hidden_states=True
+            )
+            past, found = output.past_key_values, output[states]
+            assert len(found) == len(expected)
+            close(found[-1], expected[-1][:, begin:end])
+
+
+@each_causal_part
 def test_beam_search(case):
     """Beams reorder the cache."""
     model = case.shared()

@@ -96,6 +96,32 @@ def test_hidden_states(case):
     assert all(not torch.equal(one, other) for one, other in itertools.pairwise(states))
 
 
+@each_part
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_what_is_recorded_stands_where_its_tokens_do(case, side):
+    """States and weights of every layer, as far as they have the text's length: of a padded row as of the row alone"""
+    model, rows = case.shared(implementation="eager"), [tokens(13), tokens(6, seed=1)]
+    ids, mask = pad(rows, 13, side)
+
+    def recorded(ids, mask):
+        more = {"decoder_input_ids": ids, "decoder_attention_mask": mask} if case.shape == "seq2seq" else {}
+        with torch.no_grad():
+            output = model(ids, mask, output_hidden_states=True, output_attentions=True, **more)
+        names = [f"{part}{name}" for part in ("", "encoder_", "decoder_") for name in ("hidden_states", "attentions")]
+        return [entry for name in names for entry in output.get(name) or ()]
+
+    found, alone = recorded(ids, mask), [recorded(row[None], torch.ones_like(row[None])) for row in rows]
+    for step, entries in enumerate(found):
+        if entries.shape[0] != 2 or entries.shape[-2] < 13:
+            continue
+        for row, (one, real) in enumerate(zip(alone, mask.bool())):
+            entry, own, count = entries[row], one[step][0], len(rows[row])
+            if entry.ndim == 2:
+                close(entry[:13][real], own[:count])
+            elif entry.shape[-1] >= 13:
+                close(entry[:, :13, :13][:, real][:, :, real], own[:, :count, :count])
+
+
 @each_case
 def test_inputs_embeds(case):
     """Token vectors in place of ids."""

@@ -37,6 +37,12 @@ def up_to_last_real(mask: Tensor) -> Tensor:
     return from_first_real(mask.flip(-1)).flip(-1)
 
 
+def real_together(mask: Tensor) -> Tensor:
+    """The slots of a mask [B, T], such that real ones follow each other from the first of them on, which stays where
+    it is, as padding before it does; what else is padding comes last."""
+    return torch.where(mask, 1, torch.where(mask.cumsum(-1) == 0, 0, 2)).argsort(dim=-1, stable=True)
+
+
 def real_first(mask: Tensor) -> Tensor:
     """[B, S]: the slots of each row in the order real tokens, padding, each as they stand. Its `argsort` leads
     back."""
@@ -56,5 +62,6 @@ __all__ = [
     "real_first",
     "real_last",
     "real_places",
+    "real_together",
     "up_to_last_real",
 ]
