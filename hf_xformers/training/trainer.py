@@ -59,8 +59,9 @@ class XFormerTrainer(Trainer):
 
     - Auxiliary losses (`outputs.aux_losses`) are logged as `aux_<name>`, means since the last log, and count under
       label smoothing and class weights too, for which Trainer makes the loss from logits alone.
-    - With several processes, the rows that fill up the last batch of an epoch, which were in the first, count for
-      nothing in a loss over the tokens of the whole step: what is learned does not depend on the number of processes.
+    - With several processes, the rows that fill up the last batch of an epoch, which were in the first, are padding
+      where the loss is one over the tokens of the whole step, and count neither in it nor in statistics: what is
+      learned does not depend on the number of processes.
     - Evaluation reports loss, perplexity and accuracy over all labelled tokens, what token frequencies alone would
       reach (`floor_loss`, `floor_accuracy`), the same of what a model predicts beside tokens (`FURTHER_LABELS`),
       auxiliary losses apart, with the collator `eval_collator`, and does not move the random generators: training is
