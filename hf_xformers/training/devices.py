@@ -86,9 +86,8 @@ def processes_of(option: str, given: bool | int, world_size: int) -> int:
 def ties_beyond_ends(model: Any) -> bool:
     """Whether a parameter of the token table, or of the output matrix, stands in other modules too: in the table of a
     second tower, in a generator or in a further head."""
-    table, output = (
-        getattr(model, name, lambda: None)() for name in ("get_input_embeddings", "get_output_embeddings")
-    )
+    table: Any = getattr(model, "get_input_embeddings", lambda: None)()
+    output: Any = getattr(model, "get_output_embeddings", lambda: None)()
     ends = [module for module in (table, output) if module is not None]
     tied = getattr(table, "weight", None) is not None and table.weight is getattr(output, "weight", None)
     own = [{id(parameter) for parameter in module.parameters()} for module in ends]
