@@ -114,15 +114,15 @@ def next_token_cross_entropy(
 
 
 class StepShare(NamedTuple):
-    """What part of an optimizer's step a batch is: `own` of the `count` targets of all its batches and processes."""
+    """What part of an optimizer's step a batch is: `own` of the `total` targets of all its batches and processes."""
 
     own: Tensor
-    count: Tensor | int
+    total: Tensor | int
 
     def of(self, loss: Tensor) -> Tensor:
         """A mean over this batch -> what it adds to the mean over the step."""
         own = self.own.to(loss.device, torch.promote_types(loss.dtype, torch.float32))
-        return loss * (own / (self.count.to(loss.device) if isinstance(self.count, Tensor) else self.count))
+        return loss * (own / (self.total.to(loss.device) if isinstance(self.total, Tensor) else self.total))
 
 
 def step_share(

@@ -24,7 +24,7 @@ from ..core.saved_files import SHARDED_OPTIMIZER, STATE_FILE
 from ..core.sequence_sharding import check_sharding, sharding_in_force
 from ..core.weight_decay import declared_undecayed
 from ..data.batching import LengthGroupedBatchSampler
-from .devices import processes_of
+from .devices import ends_in_one_unit, processes_of
 from .evaluation import (
     IGNORE_INDEX,
     frequency_floor,
@@ -60,8 +60,9 @@ class XFormerTrainer(Trainer):
 
     - Auxiliary losses (`outputs.aux_losses`) are logged as `aux_<name>`, means since the last log, and count under
       label smoothing and class weights too, for which Trainer makes the loss from logits alone.
-    - With several processes, the rows that fill up the last batch of an epoch, which were in the first, count for
-      nothing in a loss over the tokens of the whole step: what is learned does not depend on the number of processes.
+    - With several processes, the rows that fill up the last batch of an epoch, which were in the first, are padding
+      where the loss is one over the tokens of the whole step, and count neither in it nor in statistics: what is
+      learned does not depend on the number of processes.
     - Evaluation reports loss, perplexity and accuracy over all labelled tokens, what token frequencies alone would
       reach (`floor_loss`, `floor_accuracy`), the same of what a model predicts beside tokens (`FURTHER_LABELS`),
       auxiliary losses apart, with the collator `eval_collator`, and does not move the random generators: training is
@@ -130,6 +131,17 @@ class XFormerTrainer(Trainer):
             self.experts = ExpertParts(self, config, parts)
         if self.label_smoother is not None and self.compute_loss_func is None:
             self.compute_loss_func = self._smoothed_loss
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        if self.is_fsdp_enabled:
+            prepare = self.accelerator.prepare
+
+            def prepare_in_units(*args: Any, **kwargs: Any) -> Any:
+                with ends_in_one_unit(self.model):
+                    return prepare(*args, **kwargs)
+
+            self.accelerator.prepare = prepare_in_units
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         if processes_of("expert_parallel", self._expert_parallel, self.args.world_size) > 1:

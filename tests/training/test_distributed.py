@@ -16,7 +16,9 @@ from hf_xformers.blocks.base import XFormerLayer
 from hf_xformers.blocks.vanilla import VanillaBlockSpec
 from hf_xformers.core.components import SLOTS, register
 from hf_xformers.core.parallel_plans import check_tensor_parallel, layers_apart, tensor_parallel_plan
-from hf_xformers.variants import config_class
+from hf_xformers.training.devices import ends_in_one_unit, ties_beyond_ends
+from hf_xformers.variants import config_class, family
+from tests.helpers import tiny_fields
 from tests.training.distributed_jobs import (
     BALANCED,
     RUNS,
@@ -135,6 +137,7 @@ def test_trainer(name, results):
 def test_trainer_with_fsdp(name, results):
     """What FSDP2 saves is a plain model, and the steps are those of one process without it."""
     alone, first, second = (job[name] for job in results("sharded_trainer"))
+    assert first["split"] == second["split"] == {"DTensor"} != alone["split"]
     assert first["losses"] == second["losses"] == pytest.approx(alone["losses"], rel=1e-6)
     assert first["eval_loss"] == pytest.approx(alone["eval_loss"])
     close(first["state"], alone["state"])
@@ -257,6 +260,33 @@ def test_plans_name_what_is_there(case):
         layers = [module for name, module in model.named_modules() if fullmatch(r"model\.(\w+)\.layers\.\d+", name)]
         parameters = [id(parameter) for layer in layers for parameter in layer.parameters()]
         assert len(parameters) == len(set(parameters)) > 0
+
+
+SHARED = {
+    "tied": ("xf_bert", "ForMaskedLM", {}, True),
+    "two towers": ("xf_t5", "ForSeq2SeqLM", {}, False),
+    "two towers, another output": ("xf_t5", "ForSeq2SeqLM", {"tie_word_embeddings": False}, False),
+    "a third matrix": ("xf_span_bert", "ForSpanBoundary", {}, False),
+    "a third matrix of its own": ("xf_span_bert", "ForSpanBoundary", {"tie_word_embeddings": False}, True),
+    "a generator": ("xf_electra", "ForReplacedTokenPreTraining", {}, False),
+    "a generator of its own": (
+        "xf_electra", "ForReplacedTokenPreTraining",
+        {"pretraining": {"replaced_tokens": {"generator_sharing": "untied"}}}, True,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", list(SHARED))
+def test_what_shares_a_table_under_accelerates_fsdp(case):
+    """It shards the table together with the output matrix, and all else apart."""
+    name, head, changes, fits = SHARED[case]
+    kind = "seq2seq" if head == "ForSeq2SeqLM" else "encoder"
+    model = family(name)[head](config_class(name)(**tiny_fields(config_class(name), kind, **changes)))
+    assert ties_beyond_ends(model) != fits
+    table = model.get_input_embeddings()
+    with ends_in_one_unit(model):
+        assert model.get_input_embeddings() is (table if fits else None)
+    assert model.get_input_embeddings() is table
 
 
 def test_layers_of_a_class_from_elsewhere_are_found():
