@@ -8,10 +8,9 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib.metadata
-import os
+import json
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -21,6 +20,7 @@ import torch
 
 from hf_xformers.benchmark import tables
 
+NOT_READY = "gpu_not_ready.json"  # cases whose kernels take too long to compile, written by gpu_ready.py
 RESULTS = Path(__file__).parent / "results"
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -49,30 +49,13 @@ def parse(description: str | None, tuned: Iterable[str] = ()) -> argparse.Namesp
     parser.add_argument("--output_dir", type=Path, default=RESULTS, help="where the JSON goes")
     parser.add_argument("--minutes", type=float, default=3.0, help="no further case is begun after this time")
     parser.add_argument("--only", default="", help="parts of the names of cases, separated by commas")
-    parser.add_argument("--tune", choices=list(tuned), default=None, help="only have this case's kernels compiled")
+    if tuned:
+        parser.add_argument("--tune", choices=list(tuned), help="only have this case's kernels compiled")
     return parser.parse_args()
 
 
 def wanted(name: str, arguments: argparse.Namespace) -> bool:
     return not arguments.only or any(part in name for part in arguments.only.split(","))
-
-
-def ready(part: str, cases: Iterable[str], seconds: float) -> None:
-    """Has kernels of these cases compiled and tuned by processes of their own, all at once, and waits for them: what
-    they leave in the caches of torch and Triton is there when a case is measured."""
-    environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "2", "OMP_NUM_THREADS": "1"}
-    end = time.monotonic() + seconds
-    children = {}
-    for case in cases:
-        command = [sys.executable, str(Path(__file__).parent / part), "--tune", case]
-        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        children[case] = subprocess.Popen(command, env=environment, **quiet)
-    for case, child in children.items():
-        try:
-            child.wait(max(1.0, end - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            child.kill()
-            print(f"{case}: its kernels were not ready in {seconds:.0f} s")
 
 
 class Rows:
@@ -84,6 +67,8 @@ class Rows:
         self.rows: list[dict[str, Any]] = []
         self.machine = facts()
         arguments.output_dir.mkdir(parents=True, exist_ok=True)
+        late = arguments.output_dir / NOT_READY
+        self.not_ready = set(json.loads(late.read_text()) if late.exists() else [])
 
     def out_of_time(self) -> bool:
         return time.monotonic() > self.end

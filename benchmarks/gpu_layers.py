@@ -11,12 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gpu_common import DEVICE, Rows, milliseconds, parse, peak_mib, ready, wanted
+from gpu_common import DEVICE, Rows, milliseconds, parse, peak_mib, wanted
 from torch import Tensor, nn
 from transformers import initialization as init
 
@@ -225,12 +224,10 @@ def main() -> None:
             if name == arguments.tune:
                 passes(*make(), length)
         return
-    if ON_GPU:
-        ready(Path(__file__).name, [name for name in COMPILED if wanted(name, arguments)], 60 * arguments.minutes / 2)
     rows = Rows("gpu_layers", arguments)
     too_long: set[str] = set()
     for name, length, make in jobs():
-        if name in too_long or rows.out_of_time() or not wanted(name, arguments):
+        if name in too_long | rows.not_ready or rows.out_of_time() or not wanted(name, arguments):
             continue
         try:
             row = {"case": name, "T": length, **measure(*make(), length)}

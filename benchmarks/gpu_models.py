@@ -19,6 +19,7 @@ from transformers import AutoConfig, BertConfig, BertForMaskedLM, LlamaConfig, L
 
 import hf_xformers  # noqa: F401  (registers the families)
 from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerForMaskedLM
+from hf_xformers.compat import CACHE
 from hf_xformers.variants import family
 
 ON_GPU = DEVICE.type == "cuda"
@@ -84,7 +85,10 @@ DECODERS: dict[str, Callable[[], nn.Module]] = {
 
 def built(make: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(0)
-    with torch.device(DEVICE):  # drawing this many weights on a processor takes longer than measuring them
+    try:  # drawing this many weights on a processor takes longer than measuring them
+        with torch.device(DEVICE):
+            return make().to(DEVICE)
+    except RuntimeError:  # some are drawn by a processor's generator
         return make().to(DEVICE)
 
 
@@ -121,7 +125,7 @@ def decoding(make: Callable[[], nn.Module], context: int) -> dict[str, Any]:
     def steps() -> None:
         nonlocal cache
         for _ in range(STEPS):
-            cache = model(input_ids=token, past_key_values=cache, use_cache=True).past_key_values
+            cache = getattr(model(input_ids=token, use_cache=True, **{CACHE: cache}), CACHE)
 
     steps()
     taken = milliseconds(steps, 0.5)
@@ -146,15 +150,21 @@ def _tensors(found: Any, seen: set[int] | None = None) -> list[torch.Tensor]:
     return [tensor for entry in entries for tensor in _tensors(entry, seen)]
 
 
+COMPILED = ("xf_longformer", "sliding window")
+
+
 def main() -> None:
-    arguments = parse(__doc__)
+    arguments, models = parse(__doc__, COMPILED), {**ENCODERS, **DECODERS}
+    if arguments.tune:
+        for length in ROWS[::-1]:
+            training(models[arguments.tune], length)
+        return
     rows = Rows("gpu_models", arguments)
-    models = {**ENCODERS, **DECODERS}
     jobs = [("training", name, length, make) for length in ROWS[::-1] for name, make in models.items()]
     jobs += [("decoding", name, context, make) for context in CONTEXTS[::-1] for name, make in DECODERS.items()]
     jobs.sort(key=lambda job: job[2] == ROWS[0])  # should time run short, long texts are there
     for task, name, length, make in jobs:
-        if not wanted(f"{task} {name}", arguments):
+        if name in rows.not_ready or not wanted(f"{task} {name}", arguments):
             continue
         if rows.out_of_time():
             rows.add({"task": task, "model": name, "T": length, "note": "out of time"})

@@ -5,15 +5,15 @@
 #   scripts/gpu.sh --wheels DIR ...                   a machine without a network that has torch and triton: the packages
 #                                                     in DIR go into a temporary folder first, and nothing is built
 #   scripts/gpu.sh --download DIR [PYTHON]            fills DIR beforehand, for that version of Python (3.12)
-#   scripts/gpu.sh --parts families,layers ...        some of the parts (all: families,layers,models)
+#   scripts/gpu.sh --parts families,layers ...        some of the parts (all: families,ready,layers,models)
 #   scripts/gpu.sh --smollm2 DIR ...                  linearizes this checkpoint in what time is left
 #
-# In this order: every family against the processor (and the engines against their equations), one attention layer from
-# 1,024 to 65,536 tokens, whole models. Without a GPU the same code runs on the processor at tiny sizes.
+# In this order: every family against the processor (and the engines against their equations); kernels are compiled; one
+# attention layer from 1,024 to 65,536 tokens; whole models. Without a GPU the same code runs on the processor at tiny sizes.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-minutes=8 output=$root/benchmarks/results wheels= smollm2= parts=families,layers,models
+minutes=8 output=$root/benchmarks/results wheels= smollm2= parts=families,ready,layers,models
 pinned() { grep "^$1==" "$root/scripts/constraints.txt"; }
 
 while [ $# -gt 0 ]; do
