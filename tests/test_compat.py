@@ -12,9 +12,11 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import transformers
 
 from hf_xformers import compat
 from hf_xformers.compat import CACHE
+from hf_xformers.conversion import from_transformers, to_transformers
 from hf_xformers.core.cache import make_cache
 from hf_xformers.variants import config_class, family
 from tests.helpers import NO_DROPOUT, close, gradients, tiny_fields, tokens
@@ -80,6 +82,33 @@ def test_checkpointed_layers_do_not_write_twice(name, head):
     assert output.get(CACHE) is None
     for key, gradient in expected.items():
         close(found[key], gradient)
+
+
+def test_reformers_with_and_without_a_bias_of_tokens():
+    """transformers' has one from 5.24 on, which is zero for a model of ours that has none."""
+    theirs = transformers.ReformerForMaskedLM(
+        transformers.ReformerConfig(
+            attn_layers=["local"],
+            hidden_size=16,
+            num_attention_heads=2,
+            attention_head_size=8,
+            feed_forward_size=16,
+            vocab_size=50,
+            axial_pos_embds=False,
+            max_position_embeddings=16,
+            local_attn_chunk_length=4,
+            is_decoder=False,
+        )
+    )
+    config = from_transformers(theirs).config
+    assert config.head.bias == (CACHE == "cache")
+    for bias in {False, config.head.bias}:
+        config.head = {"type": "linear", "bias": bias}
+        ours, ids = family("xf_reformer")["ForMaskedLM"](config).eval(), tokens(1, 8, high=50)
+        close(to_transformers(ours).eval()(ids).logits, ours(ids).logits, 1e-5)
+    config.head = {"type": "linear", "scale": True}
+    with pytest.raises(ValueError, match="has no counterpart in transformers"):
+        to_transformers(family("xf_reformer")["ForMaskedLM"](config))
 
 
 # ---------------------------------------------------------------- borrowed names

@@ -23,6 +23,7 @@ from transformers import PreTrainedConfig
 
 from ...compat import reformer_adds_bias
 from ...configuration_xformer import XFormerConfig
+from ...core.components import build_spec
 from ..base import Converter, Head, activation, feedforward, register
 from ..rules import Operation, Rule, copied, only_ours, only_theirs
 
@@ -174,6 +175,11 @@ def to_theirs(config: XFormerConfig) -> dict[str, Any]:
     if not views:
         raise ValueError("num_hidden_layers=0 has no counterpart in transformers: a 'reformer' model has some.")
     kinds = ["lsh" if view.attention.type == "reformer" else "local" for view in views]
+    head = {"type": "linear", "bias": getattr(config.head, "bias", False) and reformer_adds_bias()}
+    if config.head != build_spec("head", head):
+        raise ValueError(
+            f"head={config.head.to_dict()} has no counterpart in transformers: a 'reformer' model has {head} there."
+        )
     fields: dict[str, Any] = {
         "attn_layers": kinds,
         "attention_head_size": config.head_width,
@@ -350,6 +356,7 @@ CONVERTER = register(
         ),
         training_only=("hidden_dropout_prob",),
         unread=("chunk_size_lm_head", "hidden_act"),
+        unread_ours=("head",),  # without a bias, theirs is zero
         per_layer=True,
         components={"attention": ("reformer", "block_local_attention"), "position": ("axial", "learned_absolute")},
         remarks=_remarks,
