@@ -171,7 +171,7 @@ def load(source: str | Path, converter: Converter, ours: bool, head: str | None)
     name = os.fspath(source)
     config = open_config(name)
     if ours and config.model_type != converter.variant:  # the free mix with this variant's components
-        config = as_variant(config, converter.variant)
+        config = as_variant(cast(XFormerConfig, config), converter.variant)
     if head is not None:
         check_head(converter, head)
     found = _loaded(_class_of(config, converter, ours, head), name, config)

@@ -371,9 +371,9 @@ def _apply(
     lacking: dict[str, list[str]] = {}
     for entry in entries:
         lacking.setdefault(entry.group, []).extend(name for name in entry.ends(to_ours)[0] if name not in state)
-    reads = [(entry.group, entry.ends(to_ours)[0]) for entry in entries]
-    present = {group for group, names in reads if names and all(name in state for name in names)}
-    present |= {group for group, _ in reads} - {group for group, names in reads if names}
+    reading = [(entry.group, names) for entry in entries if (names := entry.ends(to_ours)[0])]
+    present = {group for group, names in reading if all(name in state for name in names)}
+    present |= {entry.group for entry in entries} - {group for group, _ in reading}
     missing = [name for group, names in lacking.items() if group in present | {*converter.required} for name in names]
     if missing and borrowed and to_ours:
         raise ValueError(

@@ -152,16 +152,17 @@ class XFormerTrainer(Trainer):
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         inputs = super()._prepare_inputs(inputs)
-        prepare = getattr(self.accelerator.unwrap_model(self.model), "prepare_batch", None)
+        model = self.accelerator.unwrap_model(self.model)
+        prepare = getattr(model, "prepare_batch", None)
         if prepare is not None:  # what a model itself decides about its batch, such as an order of generation
             with self.compute_loss_context_manager():
                 inputs = prepare(inputs)
-        places, first = inputs.get("position_ids"), getattr(self.model.config, "first_position", 0)
+        places, first = inputs.get("position_ids"), getattr(model.config, "first_position", 0)
         if isinstance(places, Tensor) and first:  # rows of data count from 0
             inputs = {**inputs, "position_ids": places + first}
         inputs = self._with_predicted_labels(inputs)
         labels = inputs.get("labels")
-        if isinstance(labels, Tensor) and getattr(self.model.config, "labels_in_place", False):
+        if isinstance(labels, Tensor) and getattr(model.config, "labels_in_place", False):
             inputs.setdefault("shift_labels", pad(labels[:, 1:], (0, 1), value=-100))  # data has them like ids
         return inputs
 
