@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer
 
 from ..ops.common.real_tokens import real_first, real_last
 from .cache import RecurrentStateLayer
@@ -118,8 +118,8 @@ def moves(mask: Tensor, cached: int, drops: bool) -> Moves | None:
     if not cached:
         if not bool(_has_holes(mask) | _falls(mask) if drops else _has_holes(mask)):
             return None
-        order = real_last(now)
-        return Moves(now.gather(1, order), order, order, None)
+        every = real_last(now)
+        return Moves(now.gather(1, every), every, every, None)
     first = real_last(before)
     known = torch.cat((before.gather(1, first), now), dim=1)
     scattered, behind = torch.stack((_falls(before), _falls(known))).tolist()  # one wait for the device
@@ -132,7 +132,7 @@ def moves(mask: Tensor, cached: int, drops: bool) -> Moves | None:
     return Moves(seen, order, keys, real_last(seen) if behind else None)
 
 
-def movable(layer: CacheLayerMixin) -> bool:
+def movable(layer: Any) -> bool:
     """Whether the slots of a cache layer can be put into another order, or padding leaves no trace in it."""
     return type(layer) is DynamicLayer or (isinstance(layer, RecurrentStateLayer) and not layer.by_slot)
 
@@ -188,8 +188,9 @@ def _reorder(cache: Cache, order: Tensor) -> None:
                 f"Padding stands between cached and new tokens, which a {type(layer).__name__} cannot move apart"
                 " again; give each row in a call of its own, or all tokens in one call without `past_key_values`."
             )
-        if type(layer) is DynamicLayer and layer.keys is not None and layer.keys.numel():
-            layer.keys, layer.values = take(layer.keys, order, 2), take(layer.values, order, 2)
+        held: Any = layer
+        if type(layer) is DynamicLayer and held.keys is not None and held.keys.numel():
+            held.keys, held.values = take(held.keys, order, 2), take(held.values, order, 2)
 
 
 __all__ = ["Moves", "make_ready", "movable", "moves", "moves_of_call", "settle", "take"]

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
-
-if TYPE_CHECKING:
-    from .linear_maps import TiedLinear
 
 
 @runtime_checkable
@@ -34,7 +31,7 @@ def seeded_normal(shape: Sequence[int], *key: int | str) -> Tensor:
     return torch.randn(*shape, generator=seeded_generator(*key), device="cpu").to(torch.empty(0).device)
 
 
-def start_linear(config, init, linear: nn.Linear | TiedLinear) -> None:
+def start_linear(config, init, linear: nn.Linear) -> None:
     """Starts any linear map, after the generic rule has run on it.
 
     xavier: Glorot uniform. small: normal of variance 2 / (fan in + fan out), and 2 / (5 fan in) for a square map, as

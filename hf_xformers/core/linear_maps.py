@@ -3,6 +3,8 @@ shared."""
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -36,7 +38,7 @@ class TiedLinear(nn.Module):
         init.normal_(self.weight, mean=0.0, std=config.initializer_range)
         if self.bias is not None:
             init.zeros_(self.bias)
-        start_linear(config, init, self)
+        start_linear(config, init, cast(nn.Linear, self))  # it reads no more than the sizes and the weight
 
     def forward(self, states: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
