@@ -105,7 +105,8 @@ class DPFPSpec(LinearSpec):
         most = 2 * config.head_width - 1
         if self.nu > most:
             raise ValueError(
-                f"dpfp has {most} different shifts for heads of width {config.head_width}, got `nu={self.nu}`."
+                f"dpfp needs `nu` of at most {most}, the different shifts for heads of width {config.head_width}, got"
+                f" {self.nu}."
             )
         if self.update_rule == "delta" and (config.cross_attention is self or not config.is_decoder):
             raise ValueError(
