@@ -294,7 +294,10 @@ class XFormerConfig(PreTrainedConfig):
             count = shared_setting(self, "num_hidden_layers")
             beyond = [layer for layer in value if layer >= count]
             if beyond:
-                raise ValueError(f"`per_layer_config` overrides layer {beyond[0]}, but there are {count}, from 0 on.")
+                raise ValueError(
+                    f"`per_layer_config` overrides layer {beyond[0]}, but there are {count}, from 0 on; leave it out,"
+                    " or raise `num_hidden_layers`."
+                )
         elif key == "decoder" and value is not None:
             self._refuse_unknown("`decoder`", value, allowed=("per_layer_config",), shared=_SHARED)
             value = _with_specs(value)
@@ -355,7 +358,7 @@ class XFormerConfig(PreTrainedConfig):
             )
         for key in self.id2label:
             if not (isinstance(key, int) or (isinstance(key, str) and key.isdecimal())):
-                raise ValueError(f"`id2label` has class numbers from 0 on as keys, got {key!r}.")
+                raise ValueError(f"`id2label` has class numbers from 0 on as keys, got {key!r}; give numbers.")
 
     def _layers_with_specs(self, layers: Any) -> dict[int, dict[str, Any]]:
         """Overrides by layer, as `per_layer_config` keeps them; JSON turned their keys into text."""
@@ -369,7 +372,8 @@ class XFormerConfig(PreTrainedConfig):
             layer = int(key) if isinstance(key, str) and key.isdecimal() else key
             if not isinstance(layer, int) or isinstance(layer, bool) or layer < 0 or layer in found:
                 raise ValueError(
-                    f"`per_layer_config` has numbers of layers from 0 on as keys, each once, got {key!r}."
+                    f"`per_layer_config` has numbers of layers from 0 on as keys, each once, got {key!r}; give such"
+                    " numbers."
                 )
             self._refuse_unknown(f"`per_layer_config[{key!r}]`", overrides)
             found[layer] = _with_specs(overrides)
@@ -379,8 +383,8 @@ class XFormerConfig(PreTrainedConfig):
         """Refuses a field that single layers differ in, where it belongs to the whole tower."""
         for name in sorted((self.per_layer_attributes or set()) - set(_OF_LAYERS)):
             raise ValueError(
-                f"{where} overrides {name!r}, which all layers of a tower have in common; single layers can have these"
-                f" of their own: {', '.join(_OF_LAYERS)}."
+                f"{where} overrides {name!r}, which all layers of a tower have in common; set it for the whole tower."
+                f" Single layers can have these of their own: {', '.join(_OF_LAYERS)}."
             )
 
     def _refuse_unknown(
@@ -394,7 +398,7 @@ class XFormerConfig(PreTrainedConfig):
                 raise ValueError(f"{where} overrides {key!r}, which both towers share; set it on the config itself.")
             if key not in valid:
                 close = difflib.get_close_matches(key, valid, n=1)
-                hint = f"; did you mean {close[0]!r}?" if close else "."
+                hint = f"; did you mean {close[0]!r}?" if close else "; leave it out."
                 raise ValueError(f"{where} overrides {key!r}, which is no field of {type(self).__name__}{hint}")
 
     def _check_geometry(self) -> None:

@@ -164,7 +164,8 @@ class GuidanceSpec(HeadLoss):
         layers = self.layers or ()
         if any(not 0 <= layer < config.num_hidden_layers for layer in layers):
             raise ValueError(
-                f"attention_guidance has `layers` {layers} of a tower with {config.num_hidden_layers}, from 0 on."
+                f"attention_guidance needs `layers` from 0 to {config.num_hidden_layers - 1}, those of the tower, got"
+                f" {layers}."
             )
 
     def build(self, config, *, layer_idx: int) -> GuidanceLoss:

@@ -45,7 +45,7 @@ class AxialTransformerSpec(BlockSparseSpec):
     sum_axial: bool = False
 
     def check_fields(self) -> None:
-        check_at_least("axial_transformer", 1, columns=self.columns)
+        check_at_least("axial_transformer", 2, columns=self.columns)
 
     def check(self, config) -> None:
         if config.modality == "image":

@@ -122,7 +122,7 @@ class BigBirdSpec(AttentionSpec):
             )
         if self.window_blocks % 2 == 0:
             raise ValueError(
-                "bigbird's window has as many blocks on both sides, so `window_blocks` is odd, got"
+                "bigbird's window has as many blocks on both sides, so `window_blocks` must be odd, got"
                 f" {self.window_blocks}."
             )
 

@@ -163,7 +163,7 @@ class ConditionalBlockSpec(AttentionSpec):
     def check(self, config) -> None:
         longest = config.max_position_embeddings
         if self.num_blocks is not None and self.num_blocks > longest:
-            raise ValueError(f"ca_mtl cuts {longest} positions into at most as many blocks, got {self.num_blocks}.")
+            raise ValueError(f"ca_mtl needs `num_blocks` of at most {longest}, the positions, got {self.num_blocks}.")
         if _is_given(config) and self.num_tasks not in (1, config.stack.num_tasks):
             raise ValueError(
                 f"attention 'ca_mtl' is for {self.num_tasks} tasks, and the stack, which tells it the task, for"

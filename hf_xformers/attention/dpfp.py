@@ -88,6 +88,13 @@ class DPFPSpec(LinearSpec):
             raise ValueError(
                 "dpfp with `update_rule='delta'` needs `sum_normalize=True`: larger keys make the rule diverge."
             )
+        joined = {"aggregation": self.aggregation, "losses": self.losses, "output_gate": self.output_gate != "none"}
+        wanted = next((name for name, given in joined.items() if given), None)
+        if self.update_rule == "delta" and wanted:
+            raise ValueError(
+                f"dpfp with `update_rule='delta'` does not hand out what its heads read one by one, as `{wanted}`"
+                " needs; leave that out, or set `update_rule='sum'`."
+            )
         if self.scale is not None and self.update_rule == "sum" and self.has_denominator:
             raise ValueError(
                 f"dpfp with a denominator has nothing to scale, got `scale={self.scale}`; leave it unset (None), or"
@@ -98,7 +105,8 @@ class DPFPSpec(LinearSpec):
         most = 2 * config.head_width - 1
         if self.nu > most:
             raise ValueError(
-                f"dpfp has {most} different shifts for heads of width {config.head_width}, got `nu={self.nu}`."
+                f"dpfp needs `nu` of at most {most}, the different shifts for heads of width {config.head_width}, got"
+                f" {self.nu}."
             )
         if self.update_rule == "delta" and (config.cross_attention is self or not config.is_decoder):
             raise ValueError(
@@ -127,9 +135,6 @@ class DPFPSpec(LinearSpec):
             "scale",
             "query_key_norm",
             "angles",
-            "aggregation",
-            "losses",
-            "output_gate",
         ):
             fields[name] = getattr(self, name)
         spec = DeltaNetSpec(**fields)

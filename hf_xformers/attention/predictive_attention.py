@@ -206,6 +206,11 @@ class PredictiveSpec(AttentionSpec):
         for name in ("alpha", "beta"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"predictive_attention needs `{name}` in [0, 1], got {getattr(self, name)}.")
+        if self.form == "evolving" and self.beta == 1:
+            raise ValueError(
+                "predictive_attention with `beta` 1 has scores of the first layer alone, so that others' queries and"
+                " keys would never learn; give a smaller one."
+            )
         if self.kernel < 1 or self.kernel % 2 == 0:
             raise ValueError(f"predictive_attention needs an odd `kernel` >= 1, got {self.kernel}.")
 

@@ -334,6 +334,11 @@ class SinkhornSpec(AttentionSpec):
                 f"sinkhorn_transformer with sortcut_blocks={self.sortcut_blocks} lets every token read the whole text,"
                 " which a decoder must not; leave it at None."
             )
+        if config.is_decoder and config.max_position_embeddings <= self.block_size:
+            raise ValueError(
+                "sinkhorn_transformer in a decoder sorts earlier blocks to a block, and"
+                f" {config.max_position_embeddings} positions are one block of {self.block_size}; lower `block_size`."
+            )
 
     def places(self, config) -> int | None:
         return -(-config.max_position_embeddings // self.block_size) * self.block_size

@@ -228,7 +228,7 @@ class TalkingHeadsSpec(AttentionSpec):
         for name in self.dynamic:
             if name not in DYNAMIC or self.dynamic.count(name) > 1:
                 raise ValueError(
-                    f"talking_heads takes {', '.join(DYNAMIC)} under `dynamic`, each once, got {self.dynamic}."
+                    f"talking_heads needs {', '.join(DYNAMIC)} under `dynamic`, each once, got {self.dynamic}."
                 )
             if not (self.mix_scores if name[-1] == "l" else self.mix_weights):
                 which = "mix_scores" if name[-1] == "l" else "mix_weights"

@@ -477,8 +477,8 @@ class TransformerXLSpec(AttentionSpec):
     def check_fields(self) -> None:
         if self.key_types < 0 or self.key_types == 1:
             raise ValueError(
-                "transformer_xl tells `key_types` of two or more kinds apart, or none (0: no such term), got"
-                f" {self.key_types}."
+                f"transformer_xl tells `key_types` of two or more kinds apart, got {self.key_types}; set it to 0 for"
+                " no such term."
             )
         if self.joint_type is not None and not self.segments:
             raise ValueError(f"transformer_xl's `joint_type` {self.joint_type} needs `segments=True`.")

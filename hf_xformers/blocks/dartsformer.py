@@ -205,7 +205,7 @@ class DartsformerBlockSpec(BlockSpec):
         periods = [(entry if isinstance(entry, tuple) else (entry,)) for entry in self.operations]
         if not periods or len({len(entry) for entry in periods}) != 1 or len(periods[0]) < 2:
             raise ValueError(
-                "block 'dartsformer' takes an operation for each of two or more parts under `operations`, the same"
+                "block 'dartsformer' needs an operation for each of two or more parts under `operations`, the same"
                 f" number for each layer of the period, got {self.operations}."
             )
         named = [name for entry in (*periods, self.candidates or ()) for name in entry]
@@ -214,7 +214,7 @@ class DartsformerBlockSpec(BlockSpec):
             raise ValueError(f"block 'dartsformer': unknown operation {unknown[0]!r}; known: {', '.join(CANDIDATES)}.")
         if self.candidates is not None and len(set(self.candidates)) < 2:
             raise ValueError(
-                f"block 'dartsformer' searches among two `candidates` or more, each once, got {self.candidates}."
+                f"block 'dartsformer' needs two different `candidates` or more to search among, got {self.candidates}."
             )
 
     def parts(self, config) -> int:

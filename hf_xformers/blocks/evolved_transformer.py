@@ -144,7 +144,7 @@ class EvolvedTransformerBlockSpec(BlockSpec):
             kernels = getattr(self, name)
             if len(kernels) != count or min(kernels) < 1:
                 raise ValueError(
-                    f"block 'evolved_transformer' takes {count} sizes of 1 or more under `{name}`, got {kernels}."
+                    f"block 'evolved_transformer' needs {count} sizes of 1 or more under `{name}`, got {kernels}."
                 )
         if any(kernel % 2 == 0 for kernel in self.encoder_kernels):
             raise ValueError(

@@ -92,7 +92,7 @@ class SeparableConvolutionBlockSpec(BlockSpec):
     def check_fields(self) -> None:
         if len(self.kernels) != 2 or min(self.kernels) < 1:
             raise ValueError(
-                f"block 'separable_convolution' takes two sizes of 1 or more under `kernels`, got {self.kernels}."
+                f"block 'separable_convolution' needs two sizes of 1 or more under `kernels`, got {self.kernels}."
             )
 
     def check(self, config) -> None:

@@ -84,8 +84,8 @@ class FactorizedEmbeddingSpec(EmbeddingSpec):
             )
         if self.normalize and (config.normalization.over_tokens or not config.normalization.any_width):
             raise ValueError(
-                f"embedding 'factorized' normalises the width {self.width}, for 'layer_norm' or 'rms_norm', got "
-                f"{config.normalization.type!r}."
+                f"embedding 'factorized' normalises the width {self.width}, which normalization"
+                f" {config.normalization.type!r} cannot; use 'layer_norm' or 'rms_norm', or leave `normalize` off."
             )
 
     def table_width(self, config) -> int:

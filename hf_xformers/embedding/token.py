@@ -149,7 +149,7 @@ class TokenEmbeddingSpec(EmbeddingSpec):
             if not name.isidentifier() or name in _NAMED or self.inputs.count(name) > 1:
                 raise ValueError(
                     f"embedding {self.type!r} names a further model input for each of `id_tables`, such as 'langs',"
-                    f" got {name!r}, which is no name, is taken, or comes twice."
+                    f" got {name!r}, which is no name, is taken, or comes twice; give another."
                 )
             if rows < 1:
                 raise ValueError(f"embedding {self.type!r} needs a row at least in each of `id_tables`, got {rows}.")

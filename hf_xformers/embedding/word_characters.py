@@ -163,5 +163,13 @@ class WordCharacterSpec(TokenEmbeddingSpec):
                 " the width."
             )
 
+    def check(self, config) -> None:
+        super().check(config)
+        if config.is_encoder_decoder and config.is_decoder:
+            raise ValueError(
+                "embedding 'word_characters' spells the encoder's words alone, so that a decoder's would never learn;"
+                " set decoder={'embedding': 'token'}."
+            )
+
     def build(self, config, **where) -> WordCharacterEmbedding:
         return WordCharacterEmbedding(config, self)

@@ -78,7 +78,7 @@ class LinearHeadSpec(HeadSpec):
 
     def check_fields(self) -> None:
         if self.unpredicted < 0:
-            raise ValueError(f"linear head: `unpredicted` is a number of ids, got {self.unpredicted}.")
+            raise ValueError(f"linear head: `unpredicted` must be a number of ids, 0 or more, got {self.unpredicted}.")
         if self.cap is not None and self.cap <= 0:
             raise ValueError(f"linear head needs a positive `cap` on its logits, or None, got {self.cap}.")
 

@@ -36,6 +36,11 @@ class Classifier(LabelsOfAdapters, XFormerPreTrainedModel):
     def __init__(self, config, num_outputs: int):
         super().__init__(config)
         self.num_labels = config.num_labels
+        if config.embedding.reads_series:
+            raise ValueError(
+                f"{type(self).__name__} reads words, and embedding {config.embedding.type!r} numbers; use the class"
+                " ...ForTimeSeriesPrediction, or embedding 'token'."
+            )
         if config.is_decoder and config.classifier_pooling == "first" and not self.reads_every_token:
             raise ValueError(
                 "`classifier_pooling='first'` would classify a text by its first token, and the decoder of "

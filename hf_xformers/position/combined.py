@@ -69,7 +69,7 @@ class CombinedSpec(PositionSpec):
         if len(self.parts) < 2 or any(not part.acts or part.type == self.type for part in self.parts):
             raise ValueError(
                 f"position 'combined' has two `parts` at least, each a position that does something and not"
-                f" 'combined' again, got {names or 'none'}."
+                f" 'combined' again, got {names or 'none'}; use a position alone by its own name."
             )
         inside = [part.type for part in self.parts if part.acts - _AT_INPUTS]
         if len(inside) > 1:

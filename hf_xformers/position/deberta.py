@@ -184,7 +184,7 @@ class DebertaSpec(PositionSpec):
 
     def check_fields(self) -> None:
         if not self.terms or len(set(self.terms)) != len(self.terms) or set(self.terms) - {"c2p", "p2c"}:
-            raise ValueError(f"deberta takes 'c2p' and 'p2c' under `terms`, each at most once, got {self.terms}.")
+            raise ValueError(f"deberta needs 'c2p', 'p2c' or both under `terms`, each once, got {self.terms}.")
         for name, least in (("max_distance", 1), ("buckets", 2)):
             if getattr(self, name) is not None and getattr(self, name) < least:
                 raise ValueError(f"deberta needs `{name}` >= {least}, got {getattr(self, name)}.")

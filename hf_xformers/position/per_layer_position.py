@@ -56,7 +56,8 @@ class PerLayerPositionSpec(PositionSpec):
             raise ValueError(f"per_layer_position needs `base` > 1, got {self.base}.")
         if self.depth_signal and self.source != "sinusoidal":
             raise ValueError(
-                f"per_layer_position has a depth signal with source 'sinusoidal' alone, not {self.source!r}."
+                f"per_layer_position has a depth signal with source 'sinusoidal' alone, not {self.source!r};"
+                " leave `depth_signal` out."
             )
 
     def check(self, config) -> None:

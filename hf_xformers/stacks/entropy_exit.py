@@ -123,7 +123,9 @@ class EntropyExitSpec(EarlyExitSpec):
 
     def check_fields(self) -> None:
         if not self._values() or not all(isinstance(value, (int, float)) for value in self._values()):
-            raise ValueError(f"entropy_exit's `threshold` is a number or one for each layer, got {self.threshold!r}.")
+            raise ValueError(
+                f"entropy_exit needs a number as `threshold`, or one for each exit, got {self.threshold!r}."
+            )
 
     def check(self, config) -> None:
         super().check(config)

@@ -312,6 +312,10 @@ class RecurrentWindowsSpec(StackSpec):
         return self.length(config)
 
     def check_fields(self) -> None:
+        if self.window_size == 1:
+            raise ValueError(
+                "recurrent_windows needs `window_size` >= 2, got 1: a token alone in its window has no other to read."
+            )
         for name in ("window_size", "recurrence_hidden", "detach_every"):
             value = getattr(self, name)
             if value is not None and value < 1:

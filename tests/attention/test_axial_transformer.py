@@ -230,7 +230,7 @@ def test_grid_of_a_text():
             "which attention 'dense' does not have",
         ),
         ({"stack": {"type": "axial_transformer", "num_outer_layers": 3}}, "even `num_outer_layers` >= 2.*got 3"),
-        ({"attention": {**SPEC, "columns": 0}}, "`columns` >= 1, got 0"),
+        ({"attention": {**SPEC, "columns": 0}}, "`columns` >= 2, got 0"),
         ({"num_hidden_layers": 1}, "rows and columns in layers of their own"),
         ({"attention": {**SPEC, "sum_axial": True}, "num_attention_heads": 1}, "make it even"),
     ],

@@ -281,7 +281,7 @@ def test_every_mechanism_that_says_so(name):
         (dense({**GUIDANCE, "first": 2}), {}, "patterns for 5 heads of 4"),
         (dense(GUIDANCE), {"is_decoder": True}, "a decoder does not see"),
         (dense({**GUIDANCE, "total_passes": 5}), {}, "`total_passes` >= `constant_passes`"),
-        (dense({**GUIDANCE, "layers": (3,)}), {}, "of a tower with 3"),
+        (dense({**GUIDANCE, "layers": (3,)}), {}, "from 0 to 2, those of the tower"),
         (dense("attention_guidance", "attention_guidance"), {}, "2 times; give each loss once"),
         (dense("guidance"), {}, "Unknown loss on heads 'guidance'"),
     ],

@@ -210,7 +210,7 @@ def test_half_precision(name, dtype):
         ("routing_aggregation", {"hidden_size": 18, "head_dim": 4}, "an equal part of `hidden_size` 18"),
         ({"type": "capsule_heads", "iterations": 0}, {}, "needs `iterations` >= 1, got 0"),
         ({"type": "capsule_heads", "em_lambda": 0.0}, {}, "needs `em_lambda` > 0"),
-        ({"type": "capsule_heads", "layers": (3,)}, {}, "of a tower with 3"),
+        ({"type": "capsule_heads", "layers": (3,)}, {}, "from 0 to 2, those of the tower"),
         ("concat", {}, "Unknown aggregation of heads 'concat'"),
     ],
 )

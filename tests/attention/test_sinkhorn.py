@@ -29,7 +29,7 @@ D = WIDTH // HEADS
 SPECS = {
     "plain": {"type": "sinkhorn_transformer", "block_size": 4},
     "short": {"type": "sinkhorn_transformer", "block_size": 2, "iterations": 3, "temperature": 0.2},
-    "one_block": {"type": "sinkhorn_transformer", "block_size": 32},
+    "one_block": {"type": "sinkhorn_transformer", "block_size": 16},
 }
 CUT = {"type": "sinkhorn_transformer", "block_size": 2, "sortcut_blocks": 2}
 each_path = pytest.mark.parametrize("implementation", ["eager", "sdpa"])

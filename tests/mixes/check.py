@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
@@ -22,6 +23,11 @@ LENGTHS, WIDTH = (12, 5, 1), 14
 TOLERANCE = 1e-8
 _MADE_BY_SAVING = dict.fromkeys(("architectures", "dtype", "_name_or_path", "transformers_version"))
 LONGEST_REFUSAL = 800  # characters: a sentence, whatever names it lists
+# What a refusal says beside what is wrong: a condition that holds, or what to do.
+REMEDY = re.compile(
+    r"\b(needs?|must|expected|[Kk]nown|did you mean|use|choose|give|set|leave|take|make|lower|let|name|enlarge|raise"
+    r"|change|shorten|probability)\b"
+)
 
 
 @dataclass(frozen=True)
@@ -64,12 +70,15 @@ def check(mix: Mix) -> Outcome:
 
 
 def refusal(error: Exception) -> Outcome:
-    """A refusal is a plain `ValueError` or `TypeError` whose message is one line that a reader can follow."""
+    """A refusal is a plain `ValueError` or `TypeError` whose message is one line that a reader can follow, and says
+    what would do."""
     text = str(error)
     if type(error) not in (ValueError, TypeError):
         return Outcome("crash at construction", _place(error))
     if not text or "\n" in text or len(text) > LONGEST_REFUSAL or not _ours(error):
         return Outcome("unclear refusal", _place(error))
+    if not REMEDY.search(text):
+        return Outcome("refusal without a remedy", text)
     return Outcome("refused", text)
 
 
@@ -139,6 +148,8 @@ class Checks:
         config, made = self.model.config, {}
         if config.type_vocab_size or "token_type_ids" in self.model.base_model.trunk.extra_inputs:
             made["token_type_ids"] = ids % max(config.type_vocab_size, 2)
+        if "character_ids" in self.model.base_model.trunk.extra_inputs:
+            made["character_ids"] = 1 + (ids[..., None] * torch.tensor([1, 3, 7])) % 50
         for number, (name, rows) in enumerate(getattr(config.embedding, "all_id_tables", ())):
             made[name] = (ids + number) % rows
         return made

@@ -132,7 +132,7 @@ ALWAYS: dict[str, tuple[Any, ...]] = {
     "floater.substeps": (1, 2),
     "hi_transformer.segment_length": (1, 3, 4, 5, 32),
     "max_sentences": (None, 24, 0),
-    "axial_transformer.columns": (None, 1, 2, 3, 5, 24),
+    "axial_transformer.columns": (None, 1, 2, 3, 5, 12),
     "axial_transformer.num_outer_layers": (None, None, 2, 4, 3),
     **dict.fromkeys(("image_transformer.block_length", "image_transformer.memory_length"), SIZES),
     "image_transformer.image_size": (None, None, (4, 6), (2, 3)),

@@ -214,6 +214,17 @@ REFUSED = [
     (dict(per_layer_config={0: {"tower": "trunk"}}), "'tower', which is no field"),
     (dict(attention={"type": "dense", "scale": -1}), "needs a positive `scale` .* got -1"),
     (dict(dtype="no_type"), "name of a torch dtype such as 'bfloat16', got 'no_type'"),
+    (
+        dict(shape="decoder", attention={"type": "dpfp", "update_rule": "delta", "aggregation": "capsule_heads"}),
+        "as `aggregation` needs; leave that out",
+    ),
+    (dict(attention={"type": "predictive_attention", "beta": 1}), "`beta` 1 has scores of the first layer alone"),
+    (dict(attention={"type": "axial_transformer", "columns": 1}), "needs `columns` >= 2"),
+    (dict(shape="decoder", attention={"type": "sinkhorn_transformer", "block_size": 24}), "lower `block_size`"),
+    (dict(shape="decoder", stack={"type": "recurrent_windows", "window_size": 1}), "needs `window_size` >= 2"),
+    (dict(shape="seq2seq", embedding="word_characters"), "set decoder={'embedding': 'token'}"),
+    (dict(embedding={"type": "token", "id_tables": (("input_ids", 2),)}), "comes twice; give another"),
+    (dict(per_layer_config={9: {"attention": "dense"}}), "leave it out, or raise `num_hidden_layers`"),
     (dict(id2label=3), "`id2label` must be a dict .* got 3"),
     (dict(id2label={"first": "a"}), "class numbers from 0 on as keys, got 'first'"),
     *[
@@ -261,6 +272,12 @@ REFUSED = [
         "read one token table",
     ),
 ]
+
+
+def test_classifiers_read_no_series():
+    for head in ("ForSequenceClassification", "ForQuestionAnswering"):
+        outcome = check(mix_of("seq2seq", head, embedding="series", head="forecast"))
+        assert outcome.kind == "refused" and "or embedding 'token'" in outcome.detail, outcome
 
 
 @pytest.mark.parametrize("fields, message", REFUSED, ids=[str(index) for index in range(len(REFUSED))])

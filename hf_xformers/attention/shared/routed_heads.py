@@ -125,7 +125,9 @@ class RoutedHeadsSpec(HeadAggregation):
             )
         layers = config.num_hidden_layers
         if not isinstance(self.layers, str) and any(not 0 <= layer < layers for layer in self.layers):
-            raise ValueError(f"{self.type} has `layers` {self.layers} of a tower with {layers}, from 0 on.")
+            raise ValueError(
+                f"{self.type} needs `layers` from 0 to {layers - 1}, those of the tower, got {self.layers}."
+            )
 
     def build(self, config, *, layer_idx: int) -> RoutedHeads | None:
         return RoutedHeads(config, self) if layer_idx in self.chosen(config) else None
