@@ -228,7 +228,7 @@ class _Generative(LanguageModel, GenerationMixin):
     def prepare_inputs_for_generation(
         self, input_ids: Tensor, *args: Any, inputs_embeds: Tensor | None = None, **kwargs: Any
     ) -> dict[str, Any]:
-        prepare: Any = super().prepare_inputs_for_generation  # type: ignore[misc]  # as above
+        prepare: Any = super().prepare_inputs_for_generation
         inputs = prepare(input_ids, *args, inputs_embeds=inputs_embeds, **kwargs)
         if "prepare_inputs_for_generation" in vars(self) and "cache" in inputs:
             # peft stands before this method, and puts learned prefixes into a cache that has its former name.

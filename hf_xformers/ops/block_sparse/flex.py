@@ -11,7 +11,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -75,12 +75,13 @@ def _block_map(
     )
     rows = (offsets[0] + lengths[0] - 1) // min((atom_block(own) for own in distinct), default=1) + 1
     tabled = [own.mapped(lambda x: _Tabled(x, rows, device) if isinstance(x, BlockSets) else x) for own in distinct]
-    lists: list[Tensor] = []
+    lists: list[Any] = []
     for chosen in (active & ~full, active & full) if has_full else (active,):
         chosen = chosen if len(distinct) == 1 else chosen[which]
         order = chosen.int().argsort(dim=-1, descending=True, stable=True)
         lists += [chosen.sum(-1)[None].int().to(device), order[None].int().to(device)]
-    mask = BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=BLOCK, seq_lengths=lengths)
+    count, index, full_count, full_index = lists if has_full else (*lists, None, None)
+    mask = BlockMask.from_kv_blocks(count, index, full_count, full_index, BLOCK_SIZE=BLOCK, seq_lengths=lengths)
     return tabled, torch.tensor(which, device=device), mask
 
 
@@ -150,13 +151,13 @@ def flex_block_sparse(
 
     mask = copy.copy(template)
     mask.mask_mod = mask_mod
-    options = {"block_mask": mask, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
+    options: dict[str, Any] = {"block_mask": mask, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
     if cap or line is not None:
         options["score_mod"] = score_mod
     if needs_lse:
         options |= {"return_aux": flex.AuxRequest(lse=True)} if _RETURNS_AUX else {"return_lse": True}
     if not compiled or torch.compiler.is_compiling():
-        result = flex_attention(q, k, v, **options)
+        result: Any = flex_attention(q, k, v, **options)
     else:
         kind = (*map(_kind, patterns), key_mask is None, segment_ids is None, bias is None, cap > 0, needs_lse, scale)
         # Beyond its limit torch would run the form that holds all T x T scores, without a word.
