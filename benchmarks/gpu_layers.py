@@ -9,6 +9,7 @@ where the length before it took over a second a step.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -21,6 +22,7 @@ from transformers import initialization as init
 
 from hf_xformers import XFormerConfig
 from hf_xformers.core.context import LayerContext
+from hf_xformers.ops.linear.fla import VARIABLE
 
 ON_GPU = DEVICE.type == "cuda"
 WIDTH, HEADS = (1024, 16) if ON_GPU else (64, 2)
@@ -61,6 +63,8 @@ CASES: dict[str, tuple[Any, bool, dict[str, Any]]] = {
     "luna": ("luna", False, {}),
     "t5 bias, causal": ("dense", True, {"position": "t5_relative_bias"}),
 }
+# The same through fla's kernels, which other cases leave alone.
+WITH_FLA = {f"{name}, fla": CASES[name] for name in ("linear, causal", "delta rule, 64 features") if ON_GPU}
 
 
 class Peer(nn.Module):
@@ -131,7 +135,7 @@ def peers(length: int) -> dict[str, Callable[[], Callable[..., Tensor]]]:
     return found
 
 
-def layer(attention: Any, causal: bool, fields: dict[str, Any], length: int) -> Callable[[Tensor], Tensor]:
+def layer(attention: Any, causal: bool, fields: dict[str, Any], length: int, fla: bool) -> Callable[[Tensor], Tensor]:
     """One attention module as a function of hidden states."""
     fields = {"attention_probs_dropout_prob": 0.0, "position": "none", **fields}
     config = XFormerConfig(
@@ -156,6 +160,7 @@ def layer(attention: Any, causal: bool, fields: dict[str, Any], length: int) -> 
     index = torch.arange(length, device=DEVICE)
 
     def run(states: Tensor) -> Tensor:
+        os.environ[VARIABLE] = "1" if fla else "0"
         context = LayerContext(None, index[None], index, index, causal=causal, fresh=True)
         bias = position.score_bias()
         if bias is not None:
@@ -196,9 +201,9 @@ def measure(function: Callable[[Tensor], Tensor], module: nn.Module, length: int
     }
 
 
-def own(attention: Any, causal: bool, fields: dict[str, Any], length: int) -> tuple[Callable, nn.Module]:
+def own(case: tuple[Any, bool, dict[str, Any]], length: int, fla: bool) -> tuple[Callable, nn.Module]:
     torch.manual_seed(0)
-    function = layer(attention, causal, fields, length)
+    function = layer(*case, length, fla)
     return function, function.module  # type: ignore[attr-defined]
 
 
@@ -206,12 +211,16 @@ def jobs() -> list[tuple[str, int, Callable[[], tuple[Callable, nn.Module]]]]:
     found: list[tuple[str, int, Callable[[], tuple[Callable, nn.Module]]]] = []
     for length in LENGTHS:
         found += [(name, length, lambda make=make: peer(make())) for name, make in peers(length).items()]
-        found += [(f"hf_xformers, {name}", length, partial(own, *case, length)) for name, case in CASES.items()]
+        for cases, fla in ((CASES, False), (WITH_FLA, True)):
+            found += [
+                (f"hf_xformers, {name}", length, partial(own, case, length, fla)) for name, case in cases.items()
+            ]
     return found
 
 
 COMPILED = (
     *("FlexAttention, window, causal", "fla, linear, causal", "fla, delta rule"),
+    *("hf_xformers, linear, causal, fla", "hf_xformers, delta rule, 64 features, fla"),
     *("hf_xformers, longformer", "hf_xformers, sliding window, causal", "hf_xformers, band, causal"),
     *("hf_xformers, band, causal, T5 bias", "hf_xformers, bigbird", "hf_xformers, sparse transformer, causal"),
 )
