@@ -285,7 +285,8 @@ class XFormerTower(XFormerPreTrainedModel):
             positions = positions % self.restarts_after
         chosen = position_ids if attention_mask is None else None  # positions that may say where documents begin
         longer = extent.exceeds(self.max_length) if parts is None else parts.total_length > (self.max_length or 0)
-        if self.max_length is not None and (chosen is not None or longer):
+        asked = chosen is not None and (extent.fresh or extent.device.type == "cpu")
+        if self.max_length is not None and (asked or longer):
             self._check_length(positions if parts is None else parts.largest(positions.max()))
         check_sharded_call(
             self.config,
@@ -364,7 +365,8 @@ class XFormerTower(XFormerPreTrainedModel):
 
     def _check_length(self, positions: Tensor) -> None:
         """Called only where it can fail, as reading the largest position waits for the device: for rows longer than
-        what positions exist for (padding may still make them fit), and for positions that the caller chose."""
+        what positions exist for (padding may still make them fit), and for positions that the caller chose, which off
+        the processor are looked at where a text begins."""
         if not can_inspect():
             return
         longest = int(positions.max()) + 1

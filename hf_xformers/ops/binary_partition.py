@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .common.constants import constant
 from .common.head_groups import over_head_groups
 from .common.products import wide_products
 
@@ -49,10 +50,10 @@ def span_index(level: Tensor, node: Tensor, leaves: int, causal: bool) -> Tensor
     begins = [0, 0]  # of level 0, which is not in the list, and of level 1
     for size in level_sizes(leaves, False)[1:]:
         begins.append(begins[-1] + size)
-    return torch.tensor(begins, device=level.device)[level] + node
+    return constant(begins, level.device)[level] + node
 
 
-def _listed_spans(leaves: int, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _listed_spans(leaves: int, causal: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     sizes = level_sizes(leaves, causal)
     levels = torch.cat(
         [torch.full((size,), level) for level, size in enumerate(sizes[1:], 1)] or [torch.empty(0).long()]
@@ -60,10 +61,13 @@ def _listed_spans(leaves: int, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
     nodes = torch.cat([torch.arange(size) for size in sizes[1:]] or [torch.empty(0).long()])
     place = span_index(levels, nodes, leaves, causal)
     order = place.argsort()
-    return levels[order], nodes[order], place
+    return levels[order].to(device), nodes[order].to(device), place.to(device)
 
 
-_kept_spans = functools.lru_cache(maxsize=32)(_listed_spans)
+@functools.lru_cache(maxsize=32)
+def _kept_spans(leaves: int, causal: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    with torch.inference_mode(False):  # for calls that record gradients as well
+        return _listed_spans(leaves, causal, device)
 
 
 def listed_spans(leaves: int, causal: bool, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -71,8 +75,7 @@ def listed_spans(leaves: int, causal: bool, device: torch.device) -> tuple[Tenso
     level."""
     # Tensors of a graph that is being recorded are none to keep.
     find = _listed_spans if torch.compiler.is_compiling() else _kept_spans
-    found = find(int(leaves), causal)
-    return found[0].to(device), found[1].to(device), found[2].to(device)
+    return find(int(leaves), causal, device)
 
 
 def picks(leaf: Tensor, leaves: int, count: int, clip: int, causal: bool) -> tuple[Tensor, Tensor]:
