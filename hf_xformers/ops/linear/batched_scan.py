@@ -9,7 +9,7 @@ Names as in `kernels`; `W` columns of values with what was added to them, `E = [
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -214,7 +214,7 @@ class _Call(NamedTuple):
         keep = keep_chunks(self.mask, self.v, start, stop, self.chunk)
         k = masked(k, keep)
         values = to_chunks(self.v, start, stop, self.chunk, self.low)
-        if self.a is None:
+        if self.a is None or self.b is None:
             values = torch.cat([values, self.units(values)], dim=-1) if self.counts else values
             parts = [_Part(q, k, values)]
         else:
@@ -227,7 +227,7 @@ class _Call(NamedTuple):
             ones = torch.ones(count + 1, count + 1, dtype=dtype, device=k.device).tril_()
             return parts, _Weights(ones.expand(rows, -1, -1)), keep
         wide = dtype if self.log_weight is None else torch.promote_types(dtype, self.log_weight.dtype)
-        logs = log_rows(logs, self.log_weight, keep, start, stop, self.chunk, wide)
+        logs = cast(Tensor, log_rows(logs, self.log_weight, keep, start, stop, self.chunk, wide))
         decay, row, column, scales = chunk_weights(logs.view(rows, count, self.chunk), scale, dtype)
         carry = (scales[:, None, :] - scales[:, :, None]).clamp_(max=0.0).exp_().tril_().to(dtype)
         return parts, _Weights(carry, decay, row, column, scales[:, -1].clone()), keep
