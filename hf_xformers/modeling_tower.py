@@ -363,7 +363,8 @@ class XFormerTower(XFormerPreTrainedModel):
         if self.restarts_after is not None:  # windows begin anew, documents do not
             positions = positions % self.restarts_after
         longer = extent.exceeds(self.max_length) if parts is None else parts.total_length > (self.max_length or 0)
-        if self.max_length is not None and (chosen is not None or longer):
+        asked = chosen is not None and (extent.fresh or extent.device.type == "cpu")
+        if self.max_length is not None and (asked or longer):
             self._check_length(positions if parts is None else parts.largest(positions.max()))
         check_sharded_call(
             self.config,
@@ -441,7 +442,8 @@ class XFormerTower(XFormerPreTrainedModel):
 
     def _check_length(self, positions: Tensor) -> None:
         """Called only where it can fail, as reading the largest position waits for the device: for rows longer than
-        what positions exist for (padding may still make them fit), and for positions that the caller chose."""
+        what positions exist for (padding may still make them fit), and for positions that the caller chose, which off
+        the processor are looked at where a text begins."""
         if not can_inspect():
             return
         longest = int(positions.max()) + 1

@@ -15,6 +15,7 @@ from ..core.components import register
 from ..core.context import LayerContext, SublayerOutput
 from ..core.initialization import start_projections
 from ..core.visibility import visible_pairs
+from ..ops.common.constants import constant
 from ..ops.common.real_tokens import real_first, real_places
 from ..ops.common.segments import accumulation_dtype
 from ..ops.head_convolution import LEAST_TAPS, convolve_heads
@@ -61,7 +62,7 @@ class HardCodedGaussianAttention(Attention):
 
     def _offsets(self, like: Tensor) -> Tensor:
         """[H], in float32 at least."""
-        return torch.tensor(self.head_offsets, dtype=accumulation_dtype(like.dtype), device=like.device)
+        return constant(self.head_offsets, like.device, accumulation_dtype(like.dtype))
 
     def _density(self, away: Tensor) -> Tensor:
         """exp(-x^2 / (2 s^2)) / (s sqrt(2 pi)) of distances x from a centre."""

@@ -16,6 +16,7 @@ from ..core.components import aliased, register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..core.initialization import seeded_normal, start_projections
 from ..ops.bucketed.attention import Chunks, bucketed_attention, bucketed_reference
+from ..ops.common.constants import constant
 from .shared.base import Attention
 from .shared.bucketed import BucketedSpec, Stage, attend_in_buckets, labels_of_all, recent_attention
 
@@ -107,7 +108,7 @@ class ReformerAttention(Attention):
         else:
             table = [self._factors(power) for power in range(1, self.num_buckets.bit_length())]
             power = self._power_of_rows(keys, valid)
-            kinds = [[torch.tensor(column, device=keys.device)[power - 1] for column in zip(*table, strict=True)]]
+            kinds = [[constant(column, keys.device)[power - 1] for column in zip(*table, strict=True)]]
         return torch.stack([self._bucket(each, kind) for kind in kinds for each in turned], dim=2).int()
 
     def _bucket(self, turned: Tensor, factors: Sequence[int | Tensor]) -> Tensor:

@@ -22,6 +22,7 @@ from ..ops.block_sparse.attention import block_sparse_attention
 from ..ops.block_sparse.patterns import block_local
 from ..ops.bucketed.attention import clustered_attention, clustered_reference
 from ..ops.bucketed.kmeans import ClusterSums, nearest_tokens, squared_distances, sums_of_clusters
+from ..ops.common.constants import constant
 from ..ops.common.products import wide_products, widened
 from ..ops.common.real_tokens import first_real, real_places
 from ..ops.score_terms.attention import tile_attention
@@ -164,7 +165,7 @@ class RoutingAttention(Attention):
     def _of_own_stage(self, labels: Tensor, valid: Tensor | None) -> Tensor:
         """Labels by stage [B, R, stages, T] -> of the stage that each token stands in, [B, R, T], in a whole text."""
         place = torch.arange(labels.shape[3], device=labels.device)[None] if valid is None else real_places(valid)
-        begins = torch.tensor([stage.begin for stage in self.stages[1:]], device=labels.device)
+        begins = constant([stage.begin for stage in self.stages[1:]], labels.device)
         number = torch.bucketize(place, begins, right=True)[:, None, None]
         return labels.gather(2, number.expand(*labels.shape[:2], 1, -1))[:, :, 0]
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..core.context import LayerContext
+from ..ops.common.constants import constant
 from ..ops.common.real_tokens import real_places
 from ..position.base import PositionActs
 
@@ -95,7 +96,7 @@ def make_nesting(like: Tensor, padding_mask: Tensor | None, sentence_ids: Tensor
 
 def sentence_ids_of(input_ids: Tensor, separators: tuple[int, ...] | list[int]) -> Tensor:
     """Sentence numbers [B, T] of ids [B, T] in which any of `separators` (a full stop, `[SEP]`) ends a sentence."""
-    ends = torch.isin(input_ids, torch.tensor(list(separators), device=input_ids.device)).long()
+    ends = torch.isin(input_ids, constant(separators, input_ids.device)).long()
     return ends.cumsum(-1) - ends
 
 

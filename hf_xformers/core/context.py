@@ -147,6 +147,8 @@ def self_attention_cache(cache: Cache | None) -> Cache | None:
 
 def segments_from_positions(position_ids: Tensor) -> Tensor | None:
     """The [`document_numbers`] of packed rows; None if no row restarts."""
+    if position_ids.shape[-1] == 1:  # a step of decoding, for which nothing is waited for
+        return None
     numbers = document_numbers(position_ids)
     return numbers if bool((numbers[:, -1:] > 0).any()) else None
 

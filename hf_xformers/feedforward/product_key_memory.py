@@ -13,6 +13,7 @@ from ..core.components import register
 from ..core.context import LayerContext, SublayerOutput
 from ..core.distributed import sum_over_processes
 from ..core.weight_decay import Undecayed
+from ..ops.common.constants import constant
 from ..ops.common.derivatives import first_derivative_only
 from .base import FeedForward
 from .dense import DenseFeedForward, DenseForm
@@ -168,7 +169,7 @@ class ProductKeyMemory(FeedForward):
         """[N, H, 2, d / 2] -> scores [N, H, k], highest first, and their slots."""
         scores = torch.einsum("nhpd,hpad->nhpa", query, self.keys.to(query.dtype))
         best, index = scores.topk(self.topk, dim=-1)
-        first, second = (torch.tensor(ranks, device=query.device) for ranks in self.ranks)
+        first, second = (constant(ranks, query.device) for ranks in self.ranks)
         sums = best[:, :, 0].index_select(-1, first) + best[:, :, 1].index_select(-1, second)
         scores, chosen = sums.topk(self.topk, dim=-1)
         slots = index[:, :, 0].gather(-1, first[chosen]) * self.num_keys + index[:, :, 1].gather(-1, second[chosen])

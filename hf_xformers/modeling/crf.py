@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.reading_weights import weight_of
+from ..ops.common.constants import constant
 from ..ops.common.real_tokens import real_first
 from ..ops.common.segments import accumulation_dtype
 
@@ -79,7 +80,7 @@ class LinearChainCRF(nn.Module):
         """Start [C], steps [C, C] and end [C] in the type of `like`."""
         scores = tuple(weight_of(self, name).to(like.dtype) for name in ("start", "steps", "end"))
         if constrained and self.allowed is not None:
-            kept = (torch.tensor(one, device=like.device) for one in self.allowed)
+            kept = (constant(one, like.device) for one in self.allowed)
             scores = tuple(torch.where(one, score, score + _FORBIDDEN) for score, one in zip(scores, kept))
         return scores[0], scores[1], scores[2]
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .common.constants import constant
 from .common.head_groups import over_head_groups
 from .common.kept import kept
 from .common.products import wide_products
@@ -49,7 +50,7 @@ def span_index(level: Tensor, node: Tensor, leaves: int, causal: bool) -> Tensor
     begins = [0, 0]  # of level 0, which is not in the list, and of level 1
     for size in level_sizes(leaves, False)[1:]:
         begins.append(begins[-1] + size)
-    return torch.tensor(begins, device=level.device)[level] + node
+    return constant(begins, level.device)[level] + node
 
 
 @kept(32)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..core.context import LayerContext
+from ..ops.common.constants import constant
 from ..ops.common.shifted_rows import shift_rows
 from ..ops.score_terms.terms import Pairs
 
@@ -86,7 +87,7 @@ def pair_distances(context: LayerContext, rows: slice, keys: slice) -> Tensor:
 
 def far_rows(row_of: Callable[[Tensor], Tensor], reach: int, device: torch.device) -> Tensor:
     """The rows of keys that lie `reach` before and after, [2]."""
-    return row_of(torch.tensor([-reach, reach], device=device))
+    return row_of(constant((-reach, reach), device))
 
 
 def spread_queries(

@@ -118,12 +118,12 @@ class FloaterPosition(Float32Module, Position):
     def score_bias(self) -> FloaterPosition:
         return self
 
-    def biases(self, length: int) -> Tensor:
-        """[length, 3, layers, D]"""
+    def biases(self, length: int, trusted: bool = False) -> Tensor:
+        """[length, 3, layers, D]; trusted: what was kept is known to be that of these parameters."""
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or not self.dynamics.is_plain:
             return self._solve(length)
         now = [parameter.detach() for parameter in self.parameters()]
-        if self._kept is None or self._kept[1].shape[0] < length or not _same(self._kept[0], now):
+        if self._kept is None or self._kept[1].shape[0] < length or not (trusted or _same(self._kept[0], now)):
             self._kept = [parameter.clone() for parameter in now], self._solve(max(length, 2 * SEGMENT))
         return self._kept[1][:length]
 
@@ -171,9 +171,11 @@ class FloaterTerms(PositionTerms):
         if BIASES in context.streams:
             return
         length = context.key_index.shape[0]
-        if context.position_ids is not None and not torch.compiler.is_compiling():
+        # Where looking waits for the device, a step of decoding goes by what the beginning of its text has found.
+        trusted = not context.fresh and context.key_index.device.type != "cpu"
+        if context.position_ids is not None and not torch.compiler.is_compiling() and not trusted:
             length = max(length, int(context.positions.max()) + 1)  # the caller's own positions may lie beyond
-        context.streams[BIASES] = context.shared["score_bias"].biases(length)
+        context.streams[BIASES] = context.shared["score_bias"].biases(length, trusted)
 
     def heads(self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext) -> tuple[Tensor, Tensor, Tensor]:
         rows = context.streams[BIASES][:, :, self.layer_idx][context.positions]  # [B or 1, T, 3, D]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..core.extent import can_inspect
 from ..core.specs import Registry, TypedSpec, build_in, register_in
+from ..ops.common.constants import constant
 
 
 class RotaryScaling(TypedSpec):
@@ -240,7 +241,7 @@ class LongRopeScaling(RotaryScaling):
     def frequencies(self, theta: float, width: int, length: int, tokens: Tensor) -> Tensor:
         exponent = torch.arange(0, width, 2, device=tokens.device, dtype=torch.float32) / width
         short, long = (
-            1.0 / (torch.tensor(factors, dtype=torch.float32, device=tokens.device) * float(theta) ** exponent)
+            1.0 / (constant(factors, tokens.device, torch.float32) * float(theta) ** exponent)
             for factors in (self.short_factor, self.long_factor)
         )
         return torch.where((tokens > self.original_max_position_embeddings)[:, None], long, short)

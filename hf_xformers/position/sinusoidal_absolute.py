@@ -15,7 +15,7 @@ from .base import Position, PositionSpec
 
 def _frequencies(width: int, base: float, device: torch.device) -> Tensor:
     exponent = torch.arange(0, width, 2, device=device, dtype=torch.float32) / width
-    return torch.pow(torch.tensor(base, device=device), -exponent)
+    return torch.pow(base, -exponent)
 
 
 @functools.lru_cache(maxsize=16)

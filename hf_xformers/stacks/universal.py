@@ -84,7 +84,7 @@ class UniversalStack(Stack):
             return weight_of(self.step_table)[step - 1]
         if self.spec.step_signal == "none":
             return None
-        index = torch.tensor(step, device=like.device)
+        index = torch.full((), step, device=like.device)
         return sinusoids(index, like.shape[-1], 10000.0, "interleaved").to(like.dtype)
 
     def forward(

@@ -141,6 +141,20 @@ def test_the_delta_rule_takes_features_of_a_map(at_once):
     assert_same((ours,), (theirs,), (q, k, v, beta, rows))
 
 
+@pytest.mark.parametrize("rule", [True, False], ids=["delta rule", "sums"])
+def test_engines_are_one_graph(rule, at_once):
+    q, k = (normalize(draw(B, H, 300, F), dim=-1).detach().requires_grad_() for _ in range(2))
+    v, beta = draw(B, H, 300, DV), torch.rand(B, H, 300, dtype=torch.float64).requires_grad_()
+
+    def call(q, k, v, beta):
+        if rule:
+            return delta_rule(q, k, v, beta)
+        return linear_attention(q.abs(), k.abs(), v * beta[..., None], causal=True)
+
+    compiled = torch.compile(call, backend="eager", fullgraph=True)
+    assert_same((compiled(q, k, v, beta),), (call(q, k, v, beta),), (q, k, v, beta))
+
+
 # ------------------------------------------------------------------------------------------------ on a GPU, pretended
 
 

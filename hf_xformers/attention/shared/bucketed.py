@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from ...core.cache import FollowsRows
 from ...core.context import LayerContext
 from ...ops.bucketed.attention import Chunks, Recent, bucketed_attention, bucketed_reference
+from ...ops.common.constants import constant
 from ...ops.common.real_tokens import real_first, real_places
 from ...ops.score_terms.attention import tile_attention
 from ...ops.score_terms.bucket_tiles import bucket_tiles
@@ -130,9 +131,7 @@ def recent_attention(
     used = [(stage, own) for stage, own in zip(stages, given, strict=True) if stage.begin < length]
     place = torch.arange(length, device=key.device)[None] if valid is None else real_places(valid)
     reached = [stage.begin for stage, _ in used[1:]]
-    number = torch.bucketize(
-        place, torch.tensor(reached, device=key.device), right=True
-    )  # [B or 1, S], of their stages
+    number = torch.bucketize(place, constant(reached, key.device), right=True)  # [B or 1, S], of their stages
     few = query.shape[2] <= FEW_QUERIES and not context.fresh
     if literal or few:
         asked = number[:, context.query_index][:, None, :, None]

@@ -370,11 +370,13 @@ def _aligned(
 
 
 def _has_lead(padding_mask: Tensor) -> bool:
-    """Whether any row starts with padding; "yes" where looking is dear (on an accelerator) or impossible (in a
-    graph)."""
-    if torch.compiler.is_compiling() or padding_mask.device.type != "cpu":
-        return True
-    return bool((padding_mask.any(1) & ~padding_mask[:, 0]).any())
+    """Whether any row starts with padding; "yes" where that is not looked at."""
+    return not _may_look(padding_mask) or bool((padding_mask.any(1) & ~padding_mask[:, 0]).any())
+
+
+def _may_look(mask: Tensor) -> bool:
+    """Whether its numbers may be read: that is dear on an accelerator and impossible in a graph."""
+    return not torch.compiler.is_compiling() and mask.device.type == "cpu"
 
 
 def _take(x: Tensor, index: Tensor) -> Tensor:
@@ -398,7 +400,7 @@ def _with_globals(
     chosen = global_mask if key_mask is None else global_mask & key_mask
     if max_globals is None:
         max_globals = int(chosen.sum(1).max())
-    elif not torch.compiler.is_compiling() and int(chosen.sum(1).max()) > max_globals:
+    elif _may_look(chosen) and int(chosen.sum(1).max()) > max_globals:
         raise ValueError(f"a row has {int(chosen.sum(1).max())} global tokens, more than max_globals={max_globals}.")
     if max_globals == 0:
         return _aligned(query, key, value, pattern, key_mask, key_mask, call)[0]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..common.dropout import Dropout
 from ..common.kept import kept
-from ..common.names import operator_name
+from ..common.names import OPTIONS, operator_name
 from .kernel import Hidden, Source, backward_tiles, forward_tiles
 from .pattern_atoms import Band
 from .pattern_base import Everything, Pattern, pattern_from_key
@@ -305,8 +305,8 @@ def _row_products(grad_out: Tensor, out: Tensor, lse: Tensor) -> Tensor:
     return delta
 
 
-forward_op = torch.library.custom_op(operator_name(__name__, "block_sparse"), _forward, mutates_args=())
-backward_op = torch.library.custom_op(operator_name(__name__, "block_sparse_backward"), _backward, mutates_args=())
+forward_op = torch.library.custom_op(operator_name(__name__, "block_sparse"), _forward, **OPTIONS)
+backward_op = torch.library.custom_op(operator_name(__name__, "block_sparse_backward"), _backward, **OPTIONS)
 
 
 @forward_op.register_fake

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..common.dropout import Dropout
-from ..common.names import operator_name
+from ..common.names import OPTIONS, operator_name
 from ..common.row_lookup import rows_of_tokens
 from .op import HIDDEN, Scratch
 
@@ -195,8 +195,8 @@ def _backward(
     return _of_rows(to_q, q), _of_rows(to_k, k), _of_rows(to_v, v)
 
 
-forward_op = torch.library.custom_op(operator_name(__name__, "clusters"), _forward, mutates_args=())
-backward_op = torch.library.custom_op(operator_name(__name__, "clusters_backward"), _backward, mutates_args=())
+forward_op = torch.library.custom_op(operator_name(__name__, "clusters"), _forward, **OPTIONS)
+backward_op = torch.library.custom_op(operator_name(__name__, "clusters_backward"), _backward, **OPTIONS)
 
 
 def _empty_like(x: Tensor, width: int) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..common.dropout import Dropout
-from ..common.names import operator_name
+from ..common.names import OPTIONS, operator_name
 from ..common.row_lookup import rows_of_tokens
 
 HIDDEN = 2.0**30  # subtracted from the score of a pair that does not count; a power of two keeps codes exact
@@ -410,8 +410,8 @@ def _empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return out, torch.empty(q.shape[:3], device=q.device, dtype=torch.promote_types(q.dtype, torch.float32))
 
 
-forward_op = torch.library.custom_op(operator_name(__name__, "bucketed"), _forward, mutates_args=())
-backward_op = torch.library.custom_op(operator_name(__name__, "bucketed_backward"), _backward, mutates_args=())
+forward_op = torch.library.custom_op(operator_name(__name__, "bucketed"), _forward, **OPTIONS)
+backward_op = torch.library.custom_op(operator_name(__name__, "bucketed_backward"), _backward, **OPTIONS)
 
 
 @forward_op.register_fake

@@ -1,8 +1,17 @@
-"""Names of the compute engines' operators in `torch.ops`."""
+"""Names of the compute engines' operators in `torch.ops`, and what is said of all of them."""
 
 from __future__ import annotations
 
 import zlib
+from typing import Any
+
+import torch
+
+# They write to nothing given, and no graph of launches may hold them: they read lengths and seed dropout.
+OPTIONS: dict[str, Any] = {
+    "mutates_args": (),
+    "tags": tuple(getattr(torch.Tag, name) for name in ("cudagraph_unsafe",) if hasattr(torch.Tag, name)),
+}
 
 
 def operator_name(module: str, name: str) -> str:

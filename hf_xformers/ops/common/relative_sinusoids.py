@@ -11,9 +11,7 @@ def relative_sinusoids(distance: Tensor, width: int, like: Tensor) -> Tensor:
     float32 at least."""
     wide = torch.float64 if like.dtype == torch.float64 else torch.float32
     exponent = torch.arange(0, width, 2, device=distance.device, dtype=wide) / width
-    angles = distance.to(wide)[:, None] * torch.pow(
-        torch.tensor(10000.0, dtype=wide, device=distance.device), -exponent
-    )
+    angles = distance.to(wide)[:, None] * torch.pow(10000.0, -exponent)
     return torch.cat([angles.sin(), angles.cos()], dim=-1).to(like.dtype)
 
 

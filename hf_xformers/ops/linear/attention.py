@@ -27,8 +27,9 @@ from ..common.products import without_autocast
 from ..common.segments import accumulation_dtype, in_one_batch, masked
 from .batched_scan import BatchedCausalScan
 from .delta_rule import delta_rule
+from .fla import sums_kernel
 from .folded import FoldedSums, folded_sums, read_folded_sums
-from .kernels import LOG_ZERO, CausalScan, Read, Write, guard, vanishes
+from .kernels import LOG_ZERO, CausalScan, Read, Write, guard, inverse_or_zero, vanishes
 from .pairs import Pairs, pairs_are_fewer
 from .reference import delta_rule_reference, linear_attention_reference
 
@@ -305,6 +306,10 @@ def _scan(q, rotated_query, keys: _Keys, start, width, scaled, remember, chunk_s
     logs = keys.log_weight if start is None else _log_weight(start, keys)
     if at_once:
         scaled = scaled if start is None else start.log_scale is not None
+        if start is None and rotated_query is None and not (scaled or remember or options[1]):
+            found = _by_fla(q, keys, width, options, feature_map)
+            if found is not None:
+                return found, None
         out, *end = BatchedCausalScan.apply(
             *(q, keys.k, rotated_query, keys.rotated, keys.v, keys.mask, logs, *(start or (None, None, None))),
             *(chunk_size, *options, width, scaled, remember, feature_map, keys.feature_map, *keys.params),
@@ -317,6 +322,33 @@ def _scan(q, rotated_query, keys: _Keys, start, width, scaled, remember, chunk_s
         *(chunk_size, *options, feature_map, keys.feature_map, *keys.params),
     )
     return out, LinearState(*end) if start.log_scale is not None else LinearState(*end[:2])
+
+
+def _by_fla(q, keys: _Keys, width: int, options, feature_map) -> Tensor | None:
+    """A whole text by a kernel of flash-linear-attention, for which denominators are sums of values of 1."""
+    eps, _, normalize = options
+    columns = keys.v.shape[3]
+    extra = 8 - columns % 8 if normalize else 0
+    kernel = sums_kernel(width, keys.v, columns + extra, _unnormalized)
+    if kernel is None:
+        return None
+    dtype, k, v = accumulation_dtype(keys.v.dtype), keys.k, keys.v
+    with without_autocast(v):
+        q = q if feature_map is None else feature_map(q.to(dtype), *keys.params)
+        k = k if keys.feature_map is None else keys.feature_map(k.to(dtype), *keys.params)
+        if extra:
+            v = torch.cat([v, torch.eye(1, extra, dtype=v.dtype, device=v.device).expand(*v.shape[:3], -1)], dim=-1)
+        out, _ = kernel(q, k, v, keys.mask)
+        if not normalize:
+            return out
+        inverse = inverse_or_zero(guard(out[..., columns : columns + 1].to(dtype), eps, 0.0))
+        return (out[..., :columns] * inverse).to(v.dtype)
+
+
+def _unnormalized(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The causal sums of a text from its beginning."""
+    others = 64, 0.0, 0.0, False, k.shape[3], False, False, None, None
+    return BatchedCausalScan.apply(q, k, None, None, v, *[None] * 5, *others)[0]
 
 
 def _pair(features) -> tuple[Tensor, Tensor | None]:

@@ -69,6 +69,7 @@ class BatchedDeltaScan(torch.autograd.Function):
                 kept += [before, written]
         ctx.save_for_backward(q, k, v, beta, mask, *kept, *params)
         ctx.options = bounds, chunk, feature_map, dtypes, len(params), state is not None
+        ctx.set_materialize_grads(False)
         if current is None:
             end = v.new_empty(0)
             ctx.mark_non_differentiable(end)
@@ -84,7 +85,8 @@ class BatchedDeltaScan(torch.autograd.Function):
         _, low = dtypes
         grads = tuple(torch.empty_like(x) for x in (q, k, v, beta))
         active, grad_params = active_params(params, ctx.needs_input_grad)
-        lead, to_state = q.shape[:2], grad_state.flatten(0, 1) if grad_state.dim() == 4 else None
+        grad_out = torch.zeros_like(v) if grad_out is None else grad_out
+        lead, to_state = q.shape[:2], None if grad_state is None else grad_state.flatten(0, 1)
         with torch.autocast(q.device.type, enabled=False):
             for index, (start, stop) in reversed(list(enumerate(bounds))):
                 before, written = kept[2 * index : 2 * index + 2]
@@ -153,6 +155,8 @@ def _states(matrix: Tensor, change: Tensor, initial: Tensor | None, rows: int, l
     `last`. What is added to a state is one product, so that the state itself, which lasts, is not rounded as operands
     of products may be."""
     count, width = change.shape[0] // rows, change.shape[1]
+    if torch.compiler.is_compiling():  # a graph takes no part of a tensor to write to
+        return _compiled_states(matrix.mT if reverse else matrix, change, initial, count, reverse)
     unit = torch.eye(width, dtype=matrix.dtype, device=matrix.device).expand(matrix.shape)
     left = torch.cat([matrix.mT if reverse else matrix, unit], dim=-1).unflatten(0, (rows, count))
     # A state, and below it minus the change that comes next.
@@ -167,6 +171,14 @@ def _states(matrix: Tensor, change: Tensor, initial: Tensor | None, rows: int, l
     for here, there in order if last else order[:-1]:
         torch.baddbmm(states[:, here], left[:, min(here, there)], held[:, here], alpha=-1.0, out=states[:, there])
     return states
+
+
+def _compiled_states(matrix: Tensor, change: Tensor, initial: Tensor | None, count: int, reverse: bool) -> Tensor:
+    matrix, change = matrix.unflatten(0, (-1, count)), change.unflatten(0, (-1, count))
+    states = [torch.zeros_like(change[:, 0]) if initial is None else initial]
+    for n in reversed(range(count)) if reverse else range(count):
+        states.append(torch.baddbmm(states[-1] + change[:, n], matrix[:, n], states[-1], alpha=-1.0))
+    return torch.stack(states[::-1] if reverse else states, dim=1)
 
 
 def _pull(part: _Part, values: Tensor, before: Tensor, written: Tensor, grad: Tensor, to_state, lead, earlier: bool):

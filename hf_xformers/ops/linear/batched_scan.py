@@ -9,7 +9,7 @@ Names as in `kernels`; `W` columns of values with what was added to them, `E = [
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -73,6 +73,7 @@ class BatchedCausalScan(torch.autograd.Function):
                 saved += [*before[0], before[1], inverse, acts]
         ctx.save_for_backward(q, k, a, b, v, mask, log_weight, out if normalize else None, *saved, *params)
         ctx.options = bounds, chunk, low, normalize, remember, map_q, map_k, len(params), kv is not None
+        ctx.set_materialize_grads(False)
         if not remember:
             ends = [v.new_empty(0) for _ in range(3)]
             ctx.mark_non_differentiable(*ends)
@@ -93,7 +94,11 @@ class BatchedCausalScan(torch.autograd.Function):
         grads = [like_or_none(x) for x in (q, k, a, b, v, log_weight)]
         grad_q, grad_k, grad_a, grad_b, grad_v, grad_log = grads
         active, grad_params = active_params(params, ctx.needs_input_grad)
-        to_states = call.packed(grad_kv, grad_z) if remember else [None, None][: call.sums]
+        grad_out = torch.zeros_like(v) if grad_out is None else grad_out
+        if (grad_kv is None) != (grad_z is None):
+            grad_z = grad_kv.new_zeros(grad_kv.shape[:3]) if grad_z is None else grad_z
+            grad_kv = grad_z.new_zeros(*grad_z.shape, columns) if grad_kv is None else grad_kv
+        to_states = call.packed(grad_kv, grad_z)
         size = len(saved) // len(bounds)
         with torch.autocast(q.device.type, enabled=False):
             for index, (start, stop) in reversed(list(enumerate(bounds))):
@@ -209,7 +214,7 @@ class _Call(NamedTuple):
         keep = keep_chunks(self.mask, self.v, start, stop, self.chunk)
         k = masked(k, keep)
         values = to_chunks(self.v, start, stop, self.chunk, self.low)
-        if self.a is None:
+        if self.a is None or self.b is None:
             values = torch.cat([values, self.units(values)], dim=-1) if self.counts else values
             parts = [_Part(q, k, values)]
         else:
@@ -222,7 +227,7 @@ class _Call(NamedTuple):
             ones = torch.ones(count + 1, count + 1, dtype=dtype, device=k.device).tril_()
             return parts, _Weights(ones.expand(rows, -1, -1)), keep
         wide = dtype if self.log_weight is None else torch.promote_types(dtype, self.log_weight.dtype)
-        logs = log_rows(logs, self.log_weight, keep, start, stop, self.chunk, wide)
+        logs = cast(Tensor, log_rows(logs, self.log_weight, keep, start, stop, self.chunk, wide))
         decay, row, column, scales = chunk_weights(logs.view(rows, count, self.chunk), scale, dtype)
         carry = (scales[:, None, :] - scales[:, :, None]).clamp_(max=0.0).exp_().tril_().to(dtype)
         return parts, _Weights(carry, decay, row, column, scales[:, -1].clone()), keep

@@ -39,6 +39,7 @@ from ..common.segments import (
     to_chunks,
 )
 from .batched_delta import BatchedDeltaScan
+from .fla import delta_rule_kernel
 
 
 def delta_rule(
@@ -97,8 +98,15 @@ def delta_rule(
     if state is not None and state.shape != shape:
         raise ValueError(f"state has shape {tuple(state.shape)}, but these keys and values need {shape}.")
     if length > 1 and in_one_batch(value):
-        inputs = query, key, value, beta, key_padding_mask, state
-        out, state = BatchedDeltaScan.apply(*inputs, width, return_state, feature_map, *params)
+        kernel = delta_rule_kernel(width, value, _on_features)
+        if kernel is None:
+            inputs = query, key, value, beta, key_padding_mask, state
+            out, state = BatchedDeltaScan.apply(*inputs, width, return_state, feature_map, *params)
+        else:
+            if feature_map is not None:
+                with without_autocast(value):
+                    query, key = (feature_map(x.to(dtype), *params) for x in (query, key))
+            out, state = kernel(query, key, value, beta, key_padding_mask, state)
         return (out, state) if return_state else out
     if state is None:
         state = torch.zeros(shape, dtype=dtype, device=value.device)
@@ -109,6 +117,11 @@ def delta_rule(
             query, key, value, beta, key_padding_mask, state, chunk_size, feature_map, *params
         )
     return (out, state) if return_state else out
+
+
+def _on_features(q: Tensor, k: Tensor, v: Tensor, beta: Tensor) -> Tensor:
+    """The outputs of a text from its beginning."""
+    return BatchedDeltaScan.apply(q, k, v, beta, None, None, k.shape[3], False, None)[0]
 
 
 def _step(q, k, v, beta, mask, state):

@@ -41,7 +41,9 @@ def pattern_tiles(
         lead, row_lengths = row_spans(key_padding_mask)
         row_lengths = key_offset + row_lengths if pattern.needs_length else None
     # Rows whose text begins later have their first queries at earlier positions.
-    start = max(query_offset - int(lead.max()), 0)
+    start = query_offset
+    if key_padding_mask is not None and pattern.period != 1 and start > 0:
+        start = max(start - int(lead.max()), 0)
     end = query_offset + queries
     readable = key_padding_mask
     if hidden_keys is not None:
