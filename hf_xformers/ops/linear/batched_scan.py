@@ -95,6 +95,8 @@ class BatchedCausalScan(torch.autograd.Function):
         grad_q, grad_k, grad_a, grad_b, grad_v, grad_log = grads
         active, grad_params = active_params(params, ctx.needs_input_grad)
         grad_out = torch.zeros_like(v) if grad_out is None else grad_out
+        if not remember:  # a compiler gives some for the empty tensors, too
+            grad_kv = grad_z = None
         if (grad_kv is None) != (grad_z is None):
             grad_z = grad_kv.new_zeros(grad_kv.shape[:3]) if grad_z is None else grad_z
             grad_kv = grad_z.new_zeros(*grad_z.shape, columns) if grad_kv is None else grad_kv
@@ -214,7 +216,7 @@ class _Call(NamedTuple):
         keep = keep_chunks(self.mask, self.v, start, stop, self.chunk)
         k = masked(k, keep)
         values = to_chunks(self.v, start, stop, self.chunk, self.low)
-        if self.a is None:
+        if self.a is None or self.b is None:
             values = torch.cat([values, self.units(values)], dim=-1) if self.counts else values
             parts = [_Part(q, k, values)]
         else:
@@ -228,6 +230,7 @@ class _Call(NamedTuple):
             return parts, _Weights(ones.expand(rows, -1, -1)), keep
         wide = dtype if self.log_weight is None else torch.promote_types(dtype, self.log_weight.dtype)
         logs = log_rows(logs, self.log_weight, keep, start, stop, self.chunk, wide)
+        logs = scale.new_zeros(k.shape[:2]) if logs is None else logs
         decay, row, column, scales = chunk_weights(logs.view(rows, count, self.chunk), scale, dtype)
         carry = (scales[:, None, :] - scales[:, :, None]).clamp_(max=0.0).exp_().tril_().to(dtype)
         return parts, _Weights(carry, decay, row, column, scales[:, -1].clone()), keep
