@@ -72,3 +72,15 @@ def test_a_training_step_copies_nothing(name, monkeypatch):
         assert not own(log.copies) and not own(log.mixed)
         layers = model.config.num_hidden_layers
         assert all(count < layers for count in own(log.waits).values()), log.waits
+
+
+@pytest.mark.parametrize("name", ["gpt2", "roformer", "linear_transformer"])
+def test_positions_of_a_step_are_not_read_back(name, monkeypatch):
+    with pretend_cuda(monkeypatch) as log, torch.no_grad():
+        model = model_of(name, AutoModelForCausalLM, is_decoder=True).eval()
+        ids, _ = batch(left=False)
+        cache = model(input_ids=ids, use_cache=True).past_key_values
+        log.clear()
+        place = OnGPU(torch.full((2, 1), 24))
+        model(input_ids=ids[:, :1], position_ids=place, past_key_values=cache, use_cache=True)
+        assert not own(log.waits), log.waits

@@ -9,7 +9,7 @@ Names as in `kernels`; `W` columns of values with what was added to them, `E = [
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -95,6 +95,8 @@ class BatchedCausalScan(torch.autograd.Function):
         grad_q, grad_k, grad_a, grad_b, grad_v, grad_log = grads
         active, grad_params = active_params(params, ctx.needs_input_grad)
         grad_out = torch.zeros_like(v) if grad_out is None else grad_out
+        if not remember:  # a compiler gives some for the empty tensors, too
+            grad_kv = grad_z = None
         if (grad_kv is None) != (grad_z is None):
             grad_z = grad_kv.new_zeros(grad_kv.shape[:3]) if grad_z is None else grad_z
             grad_kv = grad_z.new_zeros(*grad_z.shape, columns) if grad_kv is None else grad_kv
@@ -227,7 +229,8 @@ class _Call(NamedTuple):
             ones = torch.ones(count + 1, count + 1, dtype=dtype, device=k.device).tril_()
             return parts, _Weights(ones.expand(rows, -1, -1)), keep
         wide = dtype if self.log_weight is None else torch.promote_types(dtype, self.log_weight.dtype)
-        logs = cast(Tensor, log_rows(logs, self.log_weight, keep, start, stop, self.chunk, wide))
+        logs = log_rows(logs, self.log_weight, keep, start, stop, self.chunk, wide)
+        logs = scale.new_zeros(k.shape[:2]) if logs is None else logs
         decay, row, column, scales = chunk_weights(logs.view(rows, count, self.chunk), scale, dtype)
         carry = (scales[:, None, :] - scales[:, :, None]).clamp_(max=0.0).exp_().tril_().to(dtype)
         return parts, _Weights(carry, decay, row, column, scales[:, -1].clone()), keep
