@@ -12,7 +12,6 @@ against the literal equations in float64.
 from __future__ import annotations
 
 import copy
-import os
 import queue
 import sys
 import tempfile
@@ -30,7 +29,6 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-os.environ["HF_XFORMERS_FLA"] = "0"  # whose kernels are tuned for minutes, for each width
 WORKERS = 14 if DEVICE.type == "cuda" else 1
 COMPILED = (
     *("xf_bert-encoder", "xf_gpt2-decoder", "modern-decoder", "xf_longformer-encoder", "xf_performer-encoder"),

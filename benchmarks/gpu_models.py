@@ -9,7 +9,6 @@ read in pieces of 8,192. No dropout, nothing is compiled but FlexAttention.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +22,6 @@ from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerForMaskedLM
 from hf_xformers.compat import CACHE
 from hf_xformers.variants import family
 
-os.environ["HF_XFORMERS_FLA"] = "0"  # whose kernels are tuned for minutes
 ON_GPU = DEVICE.type == "cuda"
 VOCAB, WIDTH, LAYERS, HEADS = (32768, 768, 12, 12) if ON_GPU else (64, 32, 2, 2)
 TOKENS, ROWS = (16384, (1024, 8192)) if ON_GPU else (64, (32,))

@@ -9,6 +9,7 @@ are written down, and left out of the measurements that follow.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -30,13 +31,13 @@ def main() -> None:
         for case in module.COMPILED:
             command = [sys.executable, str(module.__file__), "--tune", case]
             quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-            children[case] = subprocess.Popen(command, env=environment, **quiet)
+            children[case] = subprocess.Popen(command, env=environment, start_new_session=True, **quiet)
     late = []
     for case, child in children.items():
         try:
             child.wait(max(0.1, end - time.monotonic()))
         except subprocess.TimeoutExpired:
-            child.kill()
+            os.killpg(child.pid, signal.SIGKILL)  # with the compilers that it started
             late.append(case)
     arguments.output_dir.mkdir(parents=True, exist_ok=True)
     tables.write_json(Path(arguments.output_dir) / NOT_READY, late)

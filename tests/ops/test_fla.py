@@ -40,6 +40,7 @@ def library(monkeypatch):
             setattr(module, function.__name__, function)
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(fla, "_verdicts", {})
+    monkeypatch.setenv(fla.VARIABLE, "1")
     fla._kernel.cache_clear()
     yield made
     fla._kernel.cache_clear()
@@ -84,7 +85,7 @@ def test_kernels_that_differ_are_left_with_one_warning(library, monkeypatch, cap
 
 def test_kernels_are_left_for_other_types_and_where_told(library, monkeypatch):
     both(monkeypatch, torch.float32)
-    monkeypatch.setenv(fla.VARIABLE, "0")
+    monkeypatch.setenv(fla.VARIABLE, "")
     both(monkeypatch)
     delta_rule(*inputs()[:4])
     assert library.calls == []

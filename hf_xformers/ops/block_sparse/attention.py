@@ -182,7 +182,6 @@ def _engine(
             call.scale,
             key_mask=key_mask,
             segment_ids=call.segment_ids,
-            bias=call.score_bias,
             cap=call.cap,
             needs_lse=call.needs_lse or has_side,
         )
@@ -206,10 +205,11 @@ def _engine(
 
 
 def _takes_flex(query: Tensor, key: Tensor, value: Tensor, call: _Call) -> bool:
-    """Whether the compiled kernel takes the call: it has one pattern for all rows, biases by distance, no dropout."""
-    if not flex_applies(query, key, value) or call.row_lengths is not None:
+    """Whether the compiled kernel takes the call: it has one pattern for all rows, no dropout, and no bias, whose
+    gradient asks for more shared memory than a GPU has."""
+    if not flex_applies(query, key, value) or call.row_lengths is not None or call.score_bias is not None:
         return False
-    if (call.score_bias is not None and not call.bias_is_relative) or (call.cap and call.side[0] is not None):
+    if call.cap and call.side[0] is not None:
         return False
     if call.dropout > 0:
         _say_what_dropout_costs()

@@ -110,12 +110,11 @@ def flex_block_sparse(
     *,
     key_mask: Tensor | None = None,
     segment_ids: Tensor | None = None,
-    bias: Callable[[Tensor, Tensor], Tensor] | None = None,
     cap: float = 0.0,
     needs_lse: bool = True,
     compiled: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """The engine's contract for one call without dropout and side keys; `bias` depends on distances alone.
+    """The engine's contract for one call without dropout, bias and side keys.
 
     Shapes as in `block_sparse_attention`; returns the output and the log-sum-exp [B, H, T_q] (None if not needed).
     """
@@ -136,30 +135,20 @@ def flex_block_sparse(
             allowed = allowed & (segment_ids[b, q_index + shift] == segment_ids[b, k_index])
         return allowed
 
-    # A tensor, as a second cap would make a graph's number one that is not known.
-    limit = torch.full((), cap, device=q.device) if cap else None
-    line = None
-    if bias is not None:  # [H or 1, q_len + k_len - 1], by distance
-        distances = torch.arange(1 - q_len, k_len, device=q.device) - shift
-        line = bias(torch.zeros_like(distances[:1]), distances).flatten(end_dim=-2).expand(q.shape[1], -1)
-        line = line.to(torch.promote_types(q.dtype, torch.float32))  # the type of scores
-
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q_index: Tensor, k_index: Tensor) -> Tensor:
-        if limit is not None:
-            score = limit * torch.tanh(score / limit)
-        return score if line is None else score + line[h, k_index - q_index + q_len - 1]
+        return cap * torch.tanh(score / cap)
 
     mask = copy.copy(template)
     mask.mask_mod = mask_mod
     options: dict[str, Any] = {"block_mask": mask, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
-    if cap or line is not None:
+    if cap:
         options["score_mod"] = score_mod
     if needs_lse:
         options |= {"return_aux": flex.AuxRequest(lse=True)} if _RETURNS_AUX else {"return_lse": True}
     if not compiled or torch.compiler.is_compiling():
         result: Any = flex_attention(q, k, v, **options)
     else:
-        kind = (*map(_kind, patterns), key_mask is None, segment_ids is None, bias is None, cap > 0, needs_lse, scale)
+        kind = (*map(_kind, patterns), key_mask is None, segment_ids is None, needs_lse, cap, scale)
         # Beyond its limit torch would run the form that holds all T x T scores, without a word.
         with torch._dynamo.config.patch(recompile_limit=GRAPHS, fail_on_recompile_limit_hit=True):
             result = _compiled(kind)(q, k, v, **options)
@@ -169,7 +158,7 @@ def flex_block_sparse(
 
 
 def _kind(pattern: Pattern) -> tuple:
-    """What a pattern is made of, without its numbers."""
+    """What a pattern is made of, without its numbers, which graphs take as they come."""
     return (type(pattern), *map(_kind, pattern.children()))
 
 

@@ -1,7 +1,7 @@
-"""The kernels of flash-linear-attention (fla), where it is installed and the tensors are bfloat16 on a CUDA device.
+"""The kernels of flash-linear-attention (fla), where they are asked for and installed: bfloat16 on a CUDA device.
 
-fla is imported when the first such tensor comes, and its kernels are compared with the engines of this package on a
-small input before they are used, for each width and device. `HF_XFORMERS_FLA=0` leaves them unused.
+`HF_XFORMERS_FLA=1` asks for them: Triton tunes them for minutes when they first run. They are then compared with the
+engines of this package on a small input, for each width and device, and left unused where they differ.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _checked(
     name: str, width: int, value: Tensor, columns: int, run: Callable, engine: Callable[..., Tensor]
 ) -> Callable | None:
     served = value.is_cuda and value.dtype == torch.bfloat16 and width <= _WIDEST
-    if not served or torch.compiler.is_compiling() or os.environ.get(VARIABLE, "") == "0":
+    if not served or torch.compiler.is_compiling() or os.environ.get(VARIABLE, "") != "1":
         return None
     kernel, key = _kernel(name), (name, width, columns, value.device)
     if kernel is None:
