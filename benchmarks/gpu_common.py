@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from hf_xformers.benchmark import tables
+from hf_xformers.core.saved_files import write_text
 
 NOT_READY = "gpu_not_ready.json"  # cases whose kernels take too long to compile, written by gpu_ready.py
 RESULTS = Path(__file__).parent / "results"
@@ -75,14 +76,18 @@ class Rows:
 
     def add(self, row: dict[str, Any], shown: bool = True) -> None:
         self.rows.append(row)
-        tables.write_json(self.path, {"machine": self.machine, "rows": self.rows})
+        self.store()
         if shown:
             print("  ".join(f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()))
 
+    def store(self) -> None:
+        tables.write_json(self.path, {"machine": self.machine, "rows": self.rows})
 
-def synchronize() -> None:
-    if DEVICE.type == "cuda":
-        torch.cuda.synchronize()
+    def page(self, title: str, note: str, columns: list[str]) -> None:
+        """The Markdown page beside the JSON."""
+        told = ", ".join(f"{name} {value}" for name, value in self.machine.items() if name != "device")
+        text = f"# {title}\n\n{note}\n\nMeasured on {self.machine['device']}: {told}.\n\n"
+        write_text(self.path.with_suffix(".md"), text + tables.table(self.rows, columns) + "\n")
 
 
 def milliseconds(step: Callable[[], Any], seconds: float = 0.25) -> float:
