@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
+from transformers.utils import logging
 
 from ..core.cache import KeepsMore
 from ..core.components import register
@@ -20,6 +21,8 @@ from ..ops.common.real_tokens import real_first, real_places
 from ..ops.sinkhorn import near_and_sorted, sinkhorn, sort_blocks, with_mass
 from .shared.base import Attention, AttentionSpec
 from .shared.bucketed import FEW_QUERIES, BucketLayer
+
+logger = logging.get_logger(__name__)
 
 
 class SummedLayer(KeepsMore, BucketLayer):
@@ -57,6 +60,12 @@ class SinkhornAttention(Attention):
     def __init__(self, config, spec: SinkhornSpec, **where):
         super().__init__(config, spec, **where)
         self.blocks = -(-config.max_position_embeddings // spec.block_size)
+        if self.blocks == 1:
+            logger.warning_once(
+                f"sinkhorn_transformer has nothing to sort: {config.max_position_embeddings} positions are one block"
+                f" of {spec.block_size}, so its attention is dense and `sort_in` and `sort_out` learn nothing; lower"
+                " `block_size`."
+            )
         self.sort_in = nn.Linear(config.hidden_size, config.hidden_size)
         self.sort_out = nn.Linear(config.hidden_size, self.num_heads * self.blocks)
 
@@ -333,11 +342,6 @@ class SinkhornSpec(AttentionSpec):
             raise ValueError(
                 f"sinkhorn_transformer with sortcut_blocks={self.sortcut_blocks} lets every token read the whole text,"
                 " which a decoder must not; leave it at None."
-            )
-        if config.is_decoder and config.max_position_embeddings <= self.block_size:
-            raise ValueError(
-                "sinkhorn_transformer in a decoder sorts earlier blocks to a block, and"
-                f" {config.max_position_embeddings} positions are one block of {self.block_size}; lower `block_size`."
             )
 
     def places(self, config) -> int | None:

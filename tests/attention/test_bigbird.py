@@ -256,7 +256,7 @@ def test_global_tokens_in_dense_attention():
 def test_refusals():
     with pytest.raises(ValueError, match="no causal form"):
         XFormerConfig(**GEOMETRY, attention=SPEC, is_decoder=True)
-    with pytest.raises(ValueError, match="`window_blocks` is odd, got 4"):
+    with pytest.raises(ValueError, match="`window_blocks` must be odd, got 4"):
         XFormerConfig(**GEOMETRY, attention={**SPEC, "window_blocks": 4})
     with pytest.raises(ValueError, match="`block_size` >= 1, got 0"):
         XFormerConfig(**GEOMETRY, attention={**SPEC, "block_size": 0})

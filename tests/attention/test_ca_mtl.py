@@ -124,7 +124,7 @@ def test_no_matrix_of_all_pairs():
 def test_what_cannot_be_is_refused():
     for attention, message in (
         ({"type": "ca_mtl", "num_tasks": 0}, "needs `num_tasks` >= 1"),
-        ({"type": "ca_mtl", "num_blocks": 25}, "cuts 24 positions into at most as many blocks"),
+        ({"type": "ca_mtl", "num_blocks": 25}, "`num_blocks` of at most 24, the positions, got 25"),
     ):
         with pytest.raises(ValueError, match=message):
             XFormerConfig(**GEOMETRY, attention=attention)

@@ -461,7 +461,7 @@ def test_refusals():
         ({"type": "rfa", "scale": 0.5}, "by its `tau`"),
         ({"type": "rfa", "gate": True}, "`gate=False` in an encoder"),
         ({"type": "dpfp", "nu": 0}, "`nu` >= 1, got 0"),
-        ({"type": "dpfp", "nu": 8}, "7 different"),
+        ({"type": "dpfp", "nu": 8}, "`nu` of at most 7, the different shifts for heads of width 4, got 8"),
         ({"type": "dpfp", "eps": -1}, "`eps` >= 0"),
         ({"type": "dpfp", "scale": 0.5}, "nothing to scale"),
         ({"type": "dpfp", "update_rule": "delta", "sum_normalize": False}, "diverge"),

@@ -7,6 +7,7 @@ import torch
 from transformers import StaticCache
 
 from hf_xformers import XFormerConfig, XFormerForCausalLM
+from hf_xformers.attention import sinkhorn_transformer
 from hf_xformers.core.cache import make_cache, stateful_part
 from hf_xformers.ops.sinkhorn import sinkhorn
 from tests.attention.linear_helpers import check_no_future, in_pieces
@@ -211,6 +212,21 @@ def test_longer_than_its_table():
     close(found, by_hand(layer, states, mask), 1e-8)
     with pytest.raises(ValueError, match="has 15 tokens, but this sinkhorn_transformer sorts 2 blocks of 4; shorten"):
         run_layers([layer], states, make_context(15))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_one_block_is_dense_attention(causal, monkeypatch):
+    """Which a warning says, and nothing more than that: small models are allowed."""
+    said = []
+    monkeypatch.setattr(sinkhorn_transformer.logger, "warning_once", said.append)
+    build_layers(SPECS["plain"], causal=causal, max_position_embeddings=5)
+    assert not said
+    (layer,) = build_layers(SPECS["plain"], causal=causal, max_position_embeddings=4)
+    (dense,) = build_layers("dense", causal=causal, max_position_embeddings=4)
+    assert "4 positions are one block of 4" in said[0]
+    dense.load_state_dict(layer.state_dict(), strict=False)
+    states, context = vectors(2, 4), make_context(4, causal)
+    close(*(run_layers([each], states, context)[0].output for each in (layer, dense)), 1e-8)
 
 
 def test_keeps_sums_beside_keys():

@@ -289,7 +289,7 @@ def test_refusals():
         ({"num_key_heads": 0}, "`num_key_heads` >= 1, got 0"),
         ({"num_key_heads": 3, "mix_scores": False}, "3 as `num_key_heads` and 4 attention heads needs the mixing"),
         ({"num_value_heads": 3, "mix_weights": False}, "3 as `num_value_heads`"),
-        ({"dynamic": ("x2k",)}, "takes x2l, m2l, x2w, m2w"),
+        ({"dynamic": ("x2k",)}, "needs x2l, m2l, x2w, m2w under `dynamic`"),
         ({"dynamic": ("x2l",), "mix_scores": False}, "needs `mix_scores=True`"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -181,7 +181,7 @@ def test_checkpointing():
         ({"block": {"operations": (("glu", "ffn"), ("glu", "ffn", "zero"))}}, "same number"),
         ({"block": {"operations": (("glu", "wave"),)}}, "unknown operation 'wave'"),
         ({"block": {"operations": (("cross_attention", "ffn"),)}}, "unknown operation 'cross_attention'"),
-        ({"block": {"candidates": ("glu",)}}, "two `candidates`"),
+        ({"block": {"candidates": ("glu",)}}, "two different `candidates` or more"),
         ({"hidden_size": 32, "is_encoder_decoder": True}, "in 3 parts"),
         ({"normalization": "power_norm"}, "normalises parts"),
         ({"attention": "longformer"}, "not made for"),

@@ -125,6 +125,11 @@ WORKS = {
             per_layer_config={0: {"layer_norm_eps": 1e-3}},
         ),
     ),
+    "a sinkhorn decoder of one block": (
+        "decoder",
+        "ForCausalLM",
+        dict(attention={"type": "sinkhorn_transformer", "block_size": 24}),
+    ),
     "sparse gradients": (
         "encoder",
         "ForMaskedLM",
@@ -220,7 +225,6 @@ REFUSED = [
     ),
     (dict(attention={"type": "predictive_attention", "beta": 1}), "`beta` 1 has scores of the first layer alone"),
     (dict(attention={"type": "axial_transformer", "columns": 1}), "needs `columns` >= 2"),
-    (dict(shape="decoder", attention={"type": "sinkhorn_transformer", "block_size": 24}), "lower `block_size`"),
     (dict(shape="decoder", stack={"type": "recurrent_windows", "window_size": 1}), "needs `window_size` >= 2"),
     (dict(shape="seq2seq", embedding="word_characters"), "set decoder={'embedding': 'token'}"),
     (dict(embedding={"type": "token", "id_tables": (("input_ids", 2),)}), "comes twice; give another"),
