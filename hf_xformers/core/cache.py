@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, EncoderDecoderCache
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, EncoderDecoderCache
 
 from .components import Spec
 from .sharing import layer_at
@@ -141,7 +141,8 @@ def appended(cache: Cache, key: Tensor, value: Tensor, step: int) -> tuple[Tenso
     Raises:
         ValueError: a given cache has keys of other heads, as prefix tuning makes them by the config's sizes alone.
     """
-    held = getattr(cache.layers[step], "keys", None) if step < len(cache.layers) else None
+    layer = cache.layers[step] if step < len(cache.layers) else None
+    held = layer.keys if isinstance(layer, DynamicLayer) else None
     if held is not None and held.ndim == 4 and held.shape[2] and held.shape[1::2] != key.shape[1::2]:
         heads, width = key.shape[1::2]
         sizes = f"`PrefixTuningConfig(num_attention_heads={heads}, token_dim={heads * width})` if all layers are alike"
