@@ -42,6 +42,7 @@ def run(argv: Sequence[str], callbacks: Sequence[Any] = ()) -> int:
     given: dict[str, Any] = {}
     if len(options) == 2 and hasattr(options[1], "task"):
         source, given["task"] = options
+        measuring.max_eval_rows = source.max_eval_rows
         args.predict_with_generate = args.predict_with_generate and not args.prediction_loss_only
         if "objective" in groups:
             raise ValueError("--objective is of text, and the teacher does a task; leave it out")
@@ -137,7 +138,7 @@ def make_parser(first_look: Mapping[str, Any]) -> Parser:
     from transformers import Seq2SeqTrainingArguments, TrainingArguments
 
     from ..compression.distillation import Distilling, OnText
-    from ..compression.report import Measuring
+    from ..compression.report import Measuring, MeasuringOfTask
     from ..finetuning.options import TaskData, TaskOptions
     from ..finetuning.presets import finetuning_defaults
     from ..training.presets import nearest_size, training_defaults
@@ -146,9 +147,9 @@ def make_parser(first_look: Mapping[str, Any]) -> Parser:
 
     teacher, task = first_look.get("teacher"), first_look.get("task")
     known = task_of(teacher)
-    kinds: list[Any] = [TaskData, TaskOptions] if task or known else [OnText, TextData]
+    kinds = [TaskData, TaskOptions, MeasuringOfTask] if task or known else [OnText, TextData, Measuring]
     parser = Parser(
-        [Distilling, *kinds, Measuring],
+        [Distilling, *kinds],
         Seq2SeqTrainingArguments if task or known else TrainingArguments,
         prog="hf-xformers distill",
         usage=(

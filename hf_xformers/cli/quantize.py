@@ -36,6 +36,7 @@ def run(argv: Sequence[str], callbacks: Sequence[Any] = ()) -> int:
     given: dict[str, Any] = {}
     if options:
         quiet_libraries(args)
+        measuring.max_eval_rows = options[0].max_eval_rows
         given = {"data": options[0], "task": options[1], "args": args, "callbacks": callbacks}
         args.predict_with_generate = args.predict_with_generate and not args.prediction_loss_only
     folder = str(args.output_dir)
@@ -60,7 +61,7 @@ def make_parser(first_look: Mapping[str, Any]) -> Parser:
     from transformers import Seq2SeqTrainingArguments
 
     from ..compression.quantization import Quantizing
-    from ..compression.report import Measuring
+    from ..compression.report import Measuring, MeasuringOfTask
     from ..finetuning.options import TaskData, TaskOptions
     from ..finetuning.presets import finetuning_defaults
     from .distill import task_of
@@ -69,7 +70,7 @@ def make_parser(first_look: Mapping[str, Any]) -> Parser:
     trains = first_look.get("quantization_aware", "no").lower() not in ("false", "no", "0")
     known = task_of(model) if trains else {}
     parser = Parser(
-        [Quantizing, *([TaskData, TaskOptions] if trains else []), Measuring],
+        [Quantizing, *([TaskData, TaskOptions, MeasuringOfTask] if trains else [Measuring])],
         Seq2SeqTrainingArguments,
         read=None if trains else ("output_dir", "use_cpu"),
         prog="hf-xformers quantize",

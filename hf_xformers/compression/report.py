@@ -62,6 +62,13 @@ class Measuring:
                 raise ValueError(f"--{name} {value} must be at least {least}")
 
 
+@dataclass
+class MeasuringOfTask(Measuring):
+    """The same beside `TaskData`, whose `--max_eval_rows` limits the rows of the table too."""
+
+    max_eval_rows: int | None = field(default=None, init=False)  # commands set it from there
+
+
 @dataclass(frozen=True)
 class Row:
     """One model's line.
@@ -322,6 +329,7 @@ def read_steps(folder: str | Path) -> list[dict[str, Any]]:
 __all__ = [
     "FILE",
     "Measuring",
+    "MeasuringOfTask",
     "Row",
     "compare",
     "count",

@@ -104,6 +104,12 @@ def test_a_run_that_was_stopped_ends_with_the_same_weights(method, teacher, rows
         distill(teacher, rows, cut, "--resume_from_checkpoint", **{**options, "method": "pkd"})
 
 
+def test_the_table_is_of_as_many_rows_as_are_asked_for(teacher, rows, tmp_path):
+    out = distill(teacher, rows, tmp_path / "out", max_steps=1, max_eval_rows=5)
+    step = json.loads((out / "compression.json").read_text())["steps"][-1]
+    assert all((5 * step[when]["floor"]) % 1 == 0 for when in ("before", "after"))  # of all 24 it is 14/24
+
+
 @pytest.mark.parametrize("method", ["distilbert", "pkd"])
 def test_stored_outputs_teach_the_same(method, teacher, rows, tmp_path):
     """The teacher has no dropout, so that what it says of a row is the same every time."""

@@ -180,7 +180,7 @@ def test_an_encoder_learns_from_masked_tokens(text, tmp_path):
     bert = pretrain(text, tmp_path / "bert", variant="bert", max_steps=4)
     out = linearize(text, bert, tmp_path / "out", attention="hedgehog", transfer_loss="weights")
     record = read_linearization(out)
-    assert record.stages[0].what.startswith("`feature_map`") and record.source_loss and record.swapped_loss
+    assert record.stages[0].what.startswith("`query_map`, `key_map`") and record.source_loss and record.swapped_loss
 
 
 def test_from_a_checkpoint_of_transformers(text, source, tmp_path):

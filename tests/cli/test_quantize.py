@@ -172,11 +172,16 @@ def test_a_language_model(tmp_path, capsys):
 
 
 def test_with_a_training_that_knows_of_it(source, data, tmp_path, capsys):
-    out, options = tmp_path / "out", {"num_train_epochs": 1, "weights": "int4", "disable_tqdm": "true"}
+    out, options = (
+        tmp_path / "out",
+        {"num_train_epochs": 1, "weights": "int4", "disable_tqdm": "true", "max_eval_rows": 5},
+    )
     assert quantize(source, out, "--quantization_aware", "--data", *data, **options) == 0
     assert (out / "trained" / "model.safetensors").is_file()
     assert all(tensor.dtype == torch.float32 for tensor in weights(out / "trained").values())
-    assert json.loads((out / "compression.json").read_text())["steps"][-1]["settings"]["quantization_aware"] is True
+    step = json.loads((out / "compression.json").read_text())["steps"][-1]
+    assert step["settings"]["quantization_aware"] is True
+    assert (5 * step["after"]["floor"]) % 1 == 0  # of all 24 rows it is 14/24
 
 
 def test_each_kind_by_itself():
