@@ -111,6 +111,17 @@ PLANS: dict[str, list[Plan]] = {
             even="as transformers",
         )
     ],
+    "gpu_models": [
+        Plan(
+            "dots",
+            ("model",),
+            {"against transformers": "tokens per second"},
+            axis="tokens per second / transformers' Bert or Llama",
+            group=("task", "T"),
+            log=True,
+            even="as transformers",
+        )
+    ],
     "linearization": [
         Plan(
             "lines",

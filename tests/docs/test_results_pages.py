@@ -11,7 +11,8 @@ from hf_xformers.variants import model_types
 from scripts.docs import pictures, results
 from scripts.docs.charts import PLANS, charts_of
 
-TABLES_ONLY = {"conversion"}  # differences from transformers, of which a chart would show nothing
+# Differences of which a chart would show nothing, and more cases than a chart can hold.
+TABLES_ONLY = {"conversion", "gpu_families", "gpu_layers"}
 FIGURE = re.compile(r"(?<![\w.])[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?(?![\w])")
 
 

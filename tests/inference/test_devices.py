@@ -41,8 +41,9 @@ def own(counter):
 
 
 @pytest.mark.parametrize("name", DECODERS)
-def test_a_generated_token_waits_once_and_copies_nothing(name, monkeypatch):
-    """Once, to see whether anything is padded; transformers waits once itself, to see whether all texts are done."""
+def test_a_generated_token_waits_for_its_mask_alone_and_copies_nothing(name, monkeypatch):
+    """Two looks at the mask, both before any layer runs: whether anything is padded, and whether between tokens.
+    transformers waits once itself, to see whether all texts are done."""
     with pretend_cuda(monkeypatch) as log:
         model = model_of(name, AutoModelForCausalLM, is_decoder=True).eval()
         ids, mask = batch(left=True)
@@ -55,7 +56,7 @@ def test_a_generated_token_waits_once_and_copies_nothing(name, monkeypatch):
             seen.append((own(log.waits), own(log.copies)))
             assert not own(log.mixed)
     _, (few_waits, few_copies), (waits, copies) = seen
-    assert sum(waits.values()) - sum(few_waits.values()) <= 2, waits
+    assert sum(waits.values()) - sum(few_waits.values()) <= 4, waits
     assert sum(copies.values()) <= sum(few_copies.values()), copies
 
 

@@ -28,6 +28,9 @@ def test_every_function_on_every_row():
             "up_to_last_real": [slot <= last for slot in range(4)],
             "real_first": own + slots(row, False),
             "real_last": slots(row, False) + own,
+            "real_together": [slot for slot in range(4) if slot < first]
+            + own
+            + [slot for slot in slots(row, False) if slot > first],
             "real_places": [max(sum(row[: slot + 1]) - 1, 0) for slot in range(4)],
         }
         assert {name: values[index].tolist() for name, values in found.items()} == expected

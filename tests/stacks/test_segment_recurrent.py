@@ -49,7 +49,7 @@ def dense_pass(model, ids, allowed):
     """One pass over the whole text, layer by layer from the equations, under the mask `allowed` [T, T]."""
     tower = model.model.trunk
     length = ids.shape[1]
-    states = tower.embedding.tokens(ids) * WIDTH**0.5
+    states = tower.embedding.tokens.weight[ids] * WIDTH**0.5
     biases = tower.layers[0].attention.content_bias, tower.layers[0].attention.position_bias
     for layer in tower.layers:
         attention = layer.attention
