@@ -6,6 +6,8 @@ from typing import Any
 
 import transformers
 
+from .compat import class_names
+
 # (Auto class, config class) -> the model classes entered for them, by name.
 _CLASSES: dict[tuple[str, Any], dict[str, Any]] = {}
 
@@ -21,7 +23,7 @@ def enter_name(auto_class: Any, name: str) -> None:
 
     Its key is the name itself: a family may be a decoder and an encoder-decoder, and who looks up a model type there,
     as lm-eval does, would take the one for the other."""
-    auto_class._model_mapping._model_mapping[name] = name
+    class_names(auto_class)[name] = name
 
 
 def register_model(auto: str, config_class: Any, model_class: Any) -> None:

@@ -69,11 +69,12 @@ HOOKS: dict[str, str] = {
     " is_distributed_loading_by_transformers maybe_distribute_model prepare_distribute_model"
     " supports_context_parallel",
     "transformers.GenerationMixin": "_expand_inputs_for_generation _prepare_cache_for_generation"
-    " _supports_default_dynamic_cache _validate_model_kwargs generate_batch init_continuous_batching",
+    " _prepare_position_ids_for_generation _supports_default_dynamic_cache _validate_generation_mode"
+    " _validate_model_kwargs generate_batch init_continuous_batching",
     "transformers.cache_utils.DynamicLayer": "batch_repeat_interleave batch_select_indices crop get_mask_sizes"
     " get_max_length is_croppable is_initialized lazy_initialization reorder_cache supports_early_init",
-    "transformers.Trainer": "_created_lr_scheduler _get_eval_sampler _get_num_items_in_batch _get_output_dir"
-    " _get_train_sampler _issue_warnings_after_load _load_best_model _load_from_checkpoint"
+    "transformers.Trainer": "_created_lr_scheduler _determine_best_metric _get_eval_sampler _get_num_items_in_batch"
+    " _get_output_dir _get_train_sampler _issue_warnings_after_load _load_best_model _load_from_checkpoint"
     " _load_optimizer_and_scheduler _load_rng_state _move_model_to_device _prepare_inputs _save_checkpoint"
     " _save_optimizer_and_scheduler _save_rng_state _set_signature_columns_if_needed _signature_columns"
     " _track_num_input_tokens _train_batch_size",
@@ -143,6 +144,28 @@ def registered_types(mapping: Any) -> dict[str, Any] | None:
 def set_registered_types(mapping: Any, types: dict[str, Any]) -> None:
     """Puts another dictionary in its place."""
     mapping._extra_content = types
+
+
+def class_names(auto_class: Any) -> dict[str, str]:
+    """The table of names of classes beside an Auto class, in which others look up what a class is for."""
+    return auto_class._model_mapping._model_mapping
+
+
+def left_on_load(model_class: Any) -> tuple[str, ...]:
+    """Patterns of the tensors of a checkpoint that a class of transformers leaves behind without a word."""
+    return tuple(model_class._keys_to_ignore_on_load_unexpected or ())
+
+
+def offloading_hook(module: Any) -> Any:
+    """Accelerate's hook, which brings a module's weights for its calls; None where there is none."""
+    return getattr(module, "_hf_hook", None)
+
+
+def graphs_at_most(count: int) -> Any:
+    """A context in which torch compiles a function as often, and then fails, where it would go on uncompiled."""
+    import torch
+
+    return torch._dynamo.config.patch(recompile_limit=count, fail_on_recompile_limit_hit=True)
 
 
 def has_adapter(model: Any) -> bool:

@@ -162,12 +162,14 @@ def make_plan(changed: list[str]) -> Plan:
     reach = distances(python, importers)
     own = {name for name in python if name.startswith(f"{PACKAGE}.")}
     quoted = [re.compile(rf"""["']{re.escape(name)}["']""") for name in component_names(own)] if own else []
+    namesakes = {f"test_{name.rpartition('.')[2]}" for name in own}
     files: dict[str, int] = {}
     for name, path in tests.items():
         if not path.name.startswith("test_"):
             continue
         text = path.read_text(encoding="utf-8")
-        distance = min(reach.get(name, FAR), 2 if any(pattern.search(text) for pattern in quoted) else FAR)
+        distance = 0 if path.stem in namesakes else FAR
+        distance = min(distance, reach.get(name, FAR), 2 if any(pattern.search(text) for pattern in quoted) else FAR)
         # A file that is read and not imported: a card, a script, the guide.
         if any(not entry.endswith(".py") and Path(entry).name in text for entry in changed):
             distance = min(distance, 1)

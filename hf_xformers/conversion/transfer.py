@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from ..compat import chosen
+from ..compat import chosen, left_on_load
 from ..configuration_xformer import XFormerConfig
 from ..variants import config_class, family
 from .base import Converter, Head
@@ -331,7 +331,7 @@ def _transfer(
 def _left_behind(converter: Converter, name: str) -> bool:
     """Whether a class of the family leaves a tensor of a checkpoint behind without a word."""
     classes = (converter.their_class(head.theirs) for head in converter.heads)
-    patterns = {pattern for made in classes for pattern in made._keys_to_ignore_on_load_unexpected or ()}
+    patterns = {pattern for made in classes for pattern in left_on_load(made)}
     return any(re.search(pattern, name) for pattern in patterns)
 
 

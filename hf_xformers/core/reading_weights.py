@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from ..compat import offloading_hook
+
 
 def weight_of(module: nn.Module, name: str = "weight") -> Tensor:
     """The parameter `name` of `module`, for what reads it outside of the module's own call.
@@ -12,11 +14,12 @@ def weight_of(module: nn.Module, name: str = "weight") -> Tensor:
     them away after it. Here the hook is asked for them in the same way.
     """
     weight: Tensor = getattr(module, name)
-    if not weight.is_meta or not hasattr(module, "_hf_hook"):
+    hook = offloading_hook(module) if weight.is_meta else None
+    if hook is None:
         return weight
-    module._hf_hook.pre_forward(module)  # type: ignore[union-attr, operator]
+    hook.pre_forward(module)
     weight = getattr(module, name)
-    module._hf_hook.post_forward(module, None)  # type: ignore[union-attr, operator]
+    hook.post_forward(module, None)
     return weight
 
 

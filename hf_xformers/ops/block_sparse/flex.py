@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from ...compat import graphs_at_most
 from ..common.kept import kept
 from .pattern_atoms import Band, BlockSets
 from .pattern_base import Pattern
@@ -150,7 +151,7 @@ def flex_block_sparse(
     else:
         kind = (*map(_kind, patterns), key_mask is None, segment_ids is None, needs_lse, cap, scale)
         # Beyond its limit torch would run the form that holds all T x T scores, without a word.
-        with torch._dynamo.config.patch(recompile_limit=GRAPHS, fail_on_recompile_limit_hit=True):
+        with graphs_at_most(GRAPHS):
             result = _compiled(kind)(q, k, v, **options)
     if not needs_lse:
         return result, None
