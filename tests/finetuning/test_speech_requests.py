@@ -246,8 +246,6 @@ def test_a_sound_of_a_low_rate(tmp_path):
 
 def test_what_other_commands_say_of_sounds(run, sounds, tmp_path, capsys):
     predict = ["predict", "--model", run, "--use_cpu", "--no_progress"]
-    said = refused([*predict, "--data", sounds / "0.wav"], capsys)
-    assert "is no table of rows" in said and "the folder that they are in" in said
     assert "reads none; give its rows with --data" in refused([*predict, "--text", "hello"], capsys)
     said = refused(["features", "--model", run, "--data", sounds, "--output", tmp_path / "features"], capsys)
     assert "reads sounds, and features are of texts or images" in said and "input_features" not in said
