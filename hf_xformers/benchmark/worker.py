@@ -30,9 +30,9 @@ def main() -> int:
 def failure(error: Exception) -> dict[str, str]:
     """What is reported about an error: whether memory was short, and one line."""
     text = " ".join(str(error).split())
-    short = is_out_of_memory(error)
+    short = is_out_of_memory(error) or isinstance(error, SystemError)  # of extensions that ask for memory in vain
     told = text if isinstance(error, ValueError) and text else ": ".join(filter(None, (type(error).__name__, text)))
-    if short and not text:
+    if short and (not text or isinstance(error, SystemError)):
         told = "memory ran out while the model was made or run"
     return {"status": "out of memory" if short else "failed", "error": told[:500]}
 

@@ -224,6 +224,7 @@ def test_death_without_a_word():
     assert found == {"status": "failed", "error": "the process ended with exit code 3: ImportError: no torch"}
     assert failure(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"))["status"] == "out of memory"
     assert failure(ValueError("no such\nthing")) == {"status": "failed", "error": "no such thing"}
+    assert failure(SystemError("error return without exception set"))["status"] == "out of memory"
     assert failure(KeyError("x"))["error"] == "KeyError: 'x'"
 
 
