@@ -252,7 +252,7 @@ class DecoderExitSpec(StackSpec):
         if self.halting == "gates" and self.training == "mixed":
             raise ValueError(
                 "decoder_exit's gates learn from what all layers predict, which `training='mixed'` does not compute;"
-                " train them with `training='aligned'`."
+                " choose `training='aligned'`."
             )
 
     def check(self, config) -> None:
