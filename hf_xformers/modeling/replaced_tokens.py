@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.utils import can_return_tuple
 
+from ..compat import shared_setting
 from ..core import outputs
 from ..core.inputs import check_token_labels
 from ..core.losses import step_share, token_binary_cross_entropy
@@ -52,7 +53,7 @@ class TextContext(nn.Module):
     def __init__(self, config):
         super().__init__()
         width = config.stack.output_width(config)
-        self.norm = nn.LayerNorm(width, eps=config.layer_norm_eps)
+        self.norm = nn.LayerNorm(width, eps=shared_setting(config, "layer_norm_eps"))
         self.dense = nn.Linear(width, width)
         self.activation = ACT2FN[config.classifier_activation]
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.utils import can_return_tuple
 
+from ..compat import shared_setting
 from ..core import outputs
 from ..core.inputs import check_token_labels
 from ..core.losses import step_share, token_cross_entropy
@@ -78,7 +79,7 @@ class XFormerForSpanBoundary(LanguageModel):
             config.vocab_size,
             self.settings.places,
             self.settings.place_width,
-            config.layer_norm_eps,
+            shared_setting(config, "layer_norm_eps"),
         )
         if "decoder.weight" in config.head.tied(config):
             self._tied_weights_keys["boundary_head.decoder.weight"] = "model.trunk.embedding.tokens.weight"

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..compat import shared_setting
 from ..core.components import register
 from ..core.context import LayerContext
 from ..core.hand_overs import HandOver
@@ -78,7 +79,9 @@ class TaskConditionedStack(PlainStack):
         self.task_table, self.task_proj = nn.Embedding(spec.num_tasks, width), nn.Linear(width, width)
         self.alignment = Alignment(width) if spec.alignment else None
         inner = None if spec.reduction is None else max(1, int(width // spec.reduction))
-        self.bottleneck = None if inner is None else ConditionalBottleneck(width, inner, config.layer_norm_eps)
+        self.bottleneck = (
+            None if inner is None else ConditionalBottleneck(width, inner, shared_setting(config, "layer_norm_eps"))
+        )
 
     def forward(
         self, layers: Sequence[Any], hidden_states: Tensor, context: LayerContext, **given: Any

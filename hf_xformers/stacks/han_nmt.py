@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from ..blocks.base import XFormerLayer
+from ..compat import shared_setting
 from ..core.cache import FollowsRows, KeepsMore
 from ..core.components import register
 from ..core.context import LayerContext, add_losses, self_attention_cache
@@ -73,7 +74,7 @@ class HierarchicalContext(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        width, eps = config.hidden_size, config.layer_norm_eps
+        width, eps = config.hidden_size, shared_setting(config, "layer_norm_eps")
         self.word_norm, self.sentence_norm, self.summary_norm, self.inner_norm, self.output_norm = (
             nn.LayerNorm(width, eps=eps) for _ in range(5)
         )

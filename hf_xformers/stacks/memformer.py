@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache
 
 from ..blocks.base import XFormerLayer
 from ..blocks.memformer import MEMORY_SLOTS
+from ..compat import shared_setting
 from ..core.components import register
 from ..core.context import LayerContext, self_attention_cache
 from ..core.hand_overs import HandOver
@@ -40,7 +41,7 @@ class SlotWriter(nn.Module):
     def __init__(self, config, spec: MemformerSpec):
         super().__init__()
         width, self.heads = config.hidden_size, config.num_attention_heads
-        self.head_dim, self.eps = width // self.heads, config.layer_norm_eps
+        self.head_dim, self.eps = width // self.heads, shared_setting(config, "layer_norm_eps")
         self.scaling = 1.0 / (spec.temperature * self.head_dim**0.5)
         self.q_proj = nn.Linear(width, width, bias=False)
         self.k_proj = nn.Linear(width, width, bias=False)

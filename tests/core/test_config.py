@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 import pytest
 from huggingface_hub.dataclasses import strict
+from torch import nn
 from transformers import AutoConfig
 
 from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerForMaskedLM, XFormerForSeq2SeqLM, build_spec
 from hf_xformers.attention.shared.base import AttentionSpec
 from hf_xformers.core.components import SLOTS, Spec
-from hf_xformers.variants import config_class, model_types
+from hf_xformers.variants import config_class, family, model_types
 
 SMALL = dict(vocab_size=40, hidden_size=16, num_attention_heads=4, num_hidden_layers=2, intermediate_size=16)
 
@@ -325,3 +326,15 @@ def test_foreign_keys_pass():
     """What the ecosystem adds to a config.json is no typo."""
     config = XFormerConfig(**SMALL, auto_map={"AutoModel": "x--y"}, quantization_config=None, max_length=7)
     assert config.auto_map == {"AutoModel": "x--y"}
+
+
+OUTSIDE = [("ca_mtl", "Model"), ("memformer", "Model"), ("han_nmt", "Model"), ("deberta", "ForReplacedTokenDetection")]
+
+
+@pytest.mark.parametrize("name, head", OUTSIDE)
+def test_norms_outside_of_layers_have_the_shared_eps(name, head):
+    """Where single layers have another one."""
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size"), 16) | {"num_attention_heads": 2, "vocab_size": 20}
+    made = config_class(name)(**sizes, num_hidden_layers=2, per_layer_config={0: {"layer_norm_eps": 1e-3}})
+    norms = [part for part in family(name)[head](made).modules() if isinstance(part, nn.LayerNorm)]
+    assert {part.eps for part in norms} == {1e-3, made.per_layer_config[1].layer_norm_eps}
