@@ -53,7 +53,10 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     @first_derivative_only("Cross-entropy of half-precision logits", "compute the logits in float32")
     def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor, None, None]:
         (grad,) = ctx.saved_tensors
-        return grad * grad_total.to(grad.dtype), None, None
+        scaled = torch.empty_like(grad)
+        for where in _pieces(grad):  # the factor, often one by many tokens, has too few digits in half precision
+            scaled[where] = grad[where].float().mul_(grad_total)
+        return scaled, None, None
 
 
 def takes_chunks(logits: Tensor) -> bool:

@@ -35,6 +35,16 @@ def test_equals_the_whole(shape, dtype, numbers, monkeypatch):
     torch.testing.assert_close(logits.grad.float(), wide.grad, rtol=bound, atol=1e-7)
 
 
+def test_gradients_are_rounded_once():
+    """Equal logits of 16 tokens have gradients of 1/16 and -15/16, which bfloat16 holds; the count does not."""
+    labels = torch.zeros(1, 1, dtype=torch.long)
+    for count in range(3, 60):
+        logits = torch.zeros(1, 1, 16, dtype=torch.bfloat16, requires_grad=True)
+        token_cross_entropy(logits, labels, count).backward()
+        expected = torch.tensor([-15 / 16] + 15 * [1 / 16]) / count
+        assert torch.equal(logits.grad[0, 0], expected.bfloat16()), count
+
+
 def test_next_tokens_without_a_copy_of_the_logits(monkeypatch):
     """The logits of all tokens but the last are no tensor in one piece; none of their size is made."""
     monkeypatch.setitem(chunked_loss._NUMBERS_AT_ONCE, "cpu", VOCAB)
