@@ -93,3 +93,46 @@ def test_dropout_says_what_it_costs(chosen):
         attention.block_sparse_attention(*inputs(), PATTERNS["band"], dropout=0.5)
     assert not chosen
     attention.block_sparse_attention(*inputs(), PATTERNS["band"])
+
+
+def blocks_of(counts, lists, head):
+    """{(block of queries, block of keys)} of one head."""
+    if counts is None:
+        return set()
+    counts, lists = counts[0, head % counts.shape[1]], lists[0, head % lists.shape[1]]
+    return {(row, int(key)) for row, count in enumerate(counts) for key in lists[row, :count]}
+
+
+@pytest.mark.parametrize("has_full", [True, False])
+@pytest.mark.parametrize("name", [*PATTERNS, "wide", "wide and narrow"])
+def test_lists_of_blocks(name, has_full, chosen):
+    """The uncompiled form does not read them: a block with an allowed pair is listed once, and as a whole one only if
+    all of its pairs are allowed."""
+    wide, offset = patterns.band(300, 300), 64
+    pattern = {"wide": wide, "wide and narrow": patterns.per_head(wide, patterns.band(9, 9)), **PATTERNS}[name].bind(
+        700
+    )
+    _, _, mask = flex._block_map(pattern, 2, (600, 700), (offset, 0), has_full, torch.device("cpu"))
+    q_at, k_at, size = torch.arange(600)[:, None] + offset, torch.arange(700)[None], flex.BLOCK
+    whole_blocks = 0
+    for head in range(2):
+        allowed = pattern.for_head(head).allows(q_at, k_at)
+        part = blocks_of(mask.kv_num_blocks, mask.kv_indices, head)
+        full = blocks_of(mask.full_kv_num_blocks, mask.full_kv_indices, head)
+        assert not part & full
+        for row, rows in enumerate(allowed.split(size)):
+            for key, pairs in enumerate(rows.split(size, dim=1)):
+                assert not pairs.any() or (row, key) in part | full
+                assert (row, key) not in full or pairs.all()
+        whole_blocks += len(full)
+    assert bool(whole_blocks) == (has_full and name.startswith("wide"))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"key_padding_mask": padding("left")}, {"segment_ids": torch.zeros(2, LENGTH)}]
+)
+def test_whole_blocks_skip_no_padding_and_no_documents(options, monkeypatch, chosen):
+    asked, make = [], flex._block_map
+    monkeypatch.setattr(flex, "_block_map", lambda *given: asked.append(given[4]) or make(*given))
+    attention.block_sparse_attention(*inputs(), PATTERNS["band"], **options)
+    assert asked == [not options]
