@@ -1,5 +1,5 @@
 """What sentence-transformers keeps beside a model: the modules that make one vector of a text's states (pooling, dense
-layers, normalisation), how much of a text is read, and prompts."""
+layers, normalization), how much of a text is read, and prompts."""
 
 from __future__ import annotations
 
