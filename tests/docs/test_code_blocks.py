@@ -156,6 +156,8 @@ def read(line: str) -> None:
         read_command(words[1:])
     elif launched(line) is not None:
         check_launch(launched(line))
+    elif words[:2] == ["python", "-c"]:
+        compile(words[2], line, "exec")
     elif words[0] in ("bash", "python"):
         assert (ROOT / words[1]).is_file(), line
     elif words[:3] == ["pip", "install", "-e"]:
