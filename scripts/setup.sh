@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes the virtual environment of this checkout and installs the package into it, editable.
+# Makes the virtual environment of this checkout and installs the package into it, editable, with the extra "train".
 #
 #   scripts/setup.sh [EXTRA ...]      for example: scripts/setup.sh test dev
 #
@@ -65,9 +65,9 @@ recorded=
 if [ -f "$stamp" ]; then
     { read -r recorded; read -r installed; } <"$stamp" || true
 fi
-wanted=$(printf '%s\n' $installed "$@" | sort -u | xargs)
+wanted=$(printf '%s\n' train $installed "$@" | sort -u | xargs)
 if [ "$fingerprint" = "$recorded" ] && [ "$wanted" = "$installed" ]; then
-    echo "setup: $venv is up to date (extras: ${installed:-none})"
+    echo "setup: $venv is up to date (extras: $installed)"
     exit 0
 fi
 
@@ -83,10 +83,10 @@ else
     echo "setup: installing $(grep '^torch==' "$constraints")"
     "${pip[@]}" "$(grep '^torch==' "$constraints")"
 fi
-echo "setup: installing hf_xformers (extras: ${wanted:-none})"
+echo "setup: installing hf_xformers (extras: $wanted)"
 # setuptools_scm: what some packages are built with, which without it have no version
 "${pip[@]}" -c "$constraints" setuptools setuptools_scm
-"${pip[@]}" -c "$constraints" --no-build-isolation --editable ".${wanted:+[${wanted// /,}]}"
+"${pip[@]}" -c "$constraints" --no-build-isolation --editable ".[${wanted// /,}]"
 # pip would compile every module of every package, nine tenths of which are never imported. What commands load is
 # compiled now, also for those whose environment forbids it later; the rest when it is first used.
 PYTHONDONTWRITEBYTECODE= HF_HUB_OFFLINE=1 "$venv/bin/python" -c 'import evaluate, peft, hf_xformers.cli.pretrain, \

@@ -1,4 +1,4 @@
-"""What the system says about files, disks and memory, in a sentence: one place for all commands."""
+"""What the system says about files, disks, memory and packages, in a sentence: one place for all commands."""
 
 from __future__ import annotations
 
@@ -34,12 +34,21 @@ _REMEDIES = {
 }
 
 
+_OF_TRAIN = ("accelerate", "datasets", "evaluate", "peft", "psutil")  # the packages of the extra
+
+
 def explain(error: BaseException) -> str | None:
-    """What to tell somebody about a failure of files, disks and memory; None for any other error.
+    """What to tell somebody about a failure of files, disks and memory, or a missing package; None for any other error.
 
     Libraries written in Rust (safetensors, tokenizers) give the system's number in their text alone, and torch's
     writer of archives no reason at all.
     """
+    if isinstance(error, ImportError):
+        # transformers says itself that its Trainer lacks accelerate
+        missing = error.name.partition(".")[0] if error.name else next((n for n in _OF_TRAIN if n in str(error)), "")
+        if missing in _OF_TRAIN:
+            return f"this command needs {missing}, which is not installed: pip install 'hf_xformers[train]'"
+        return None
     if isinstance(error, OSError) and error.errno is not None:
         name = error.filename2 or error.filename
         return _sentence(error.errno, None if name is None else os.fsdecode(name))

@@ -241,3 +241,17 @@ def test_convert(bert, tmp_path, capsys):
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "notes.txt").touch()
     assert "is not empty" in refused(capsys, "convert", "--from", bert, "--to", tmp_path / "used")
+
+
+@pytest.mark.parametrize("package", ["accelerate", "datasets", "peft"])
+def test_a_missing_package_of_an_extra_is_named(package, monkeypatch, capsys):
+    """Where the models alone are installed; transformers names accelerate in a text of its own."""
+
+    def run(argv):
+        if package == "accelerate":
+            raise ImportError("Using the `Trainer` with `PyTorch` requires `accelerate>=1.1.0`")
+        raise ModuleNotFoundError(f"No module named '{package}.parts'", name=f"{package}.parts")
+
+    monkeypatch.setattr("hf_xformers.cli._command", lambda name: run)
+    assert main(["pretrain"]) == 2
+    assert f"needs {package}, which is not installed: pip install 'hf_xformers[train]'" in capsys.readouterr().err
