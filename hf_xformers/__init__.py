@@ -32,6 +32,11 @@ _NAMES = {
     "to_transformers": "conversion",
     "convert_checkpoint": "conversion",
 }
+# public sub-packages, which `import hf_xformers` alone makes reachable
+_PACKAGES = (
+    *("adapters", "benchmark", "compression", "conversion", "data", "export", "extend", "finetuning", "hub"),
+    *("inference", "objectives", "training", "variants"),
+)
 
 
 def _variant_module(name: str) -> str | None:
@@ -54,6 +59,10 @@ def _variant_module(name: str) -> str | None:
 def __getattr__(name: str) -> Any:
     if name in _NAMES:
         return getattr(importlib.import_module(f"{__name__}.{_NAMES[name]}"), name)
+    if name in _PACKAGES:
+        return importlib.import_module(f"{__name__}.{name}")
+    if name == "__all__":
+        return _public()
     module = None if name.startswith("_") else _variant_module(name)
     if module is not None:
         found = getattr(importlib.import_module(module), name, None)
@@ -62,10 +71,15 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def __dir__() -> list[str]:
+def _public() -> list[str]:
+    """What this package exports; sub-packages have names of their own."""
     from .variants import public_names
 
-    return sorted({*globals(), *_NAMES, *(name for names in public_names().values() for name in names)})
+    return sorted({*_NAMES, *(name for names in public_names().values() for name in names)})
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PACKAGES, *_public()})
 
 
 class _Package(types.ModuleType):

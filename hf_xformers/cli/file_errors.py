@@ -38,7 +38,7 @@ _OF_TRAIN = ("accelerate", "datasets", "evaluate", "peft", "psutil")  # the pack
 
 
 def explain(error: BaseException) -> str | None:
-    """What to tell somebody about a failure of files, disks and memory, or a missing package; None for any other error.
+    """What to tell somebody about a failure of files, disks and memory, or a missing package; None for other errors.
 
     Libraries written in Rust (safetensors, tokenizers) give the system's number in their text alone, and torch's
     writer of archives no reason at all.

@@ -70,3 +70,6 @@ def family(name: str) -> dict[str, Any]:
     module = importlib.import_module(model_types()[config.model_type])
     prefix = config.__name__.removesuffix("Config")
     return {head: getattr(module, prefix + head) for head in config.heads}
+
+
+__all__ = ["config_class", "family", "model_types", "public_names", "resolve"]

@@ -1,0 +1,72 @@
+"""What components of your own are made of: stable names for modules outside of this package.
+
+```python
+from hf_xformers.extend import Position, PositionSpec, ScoreBias, register
+
+
+@register("position", "log_distance")
+class LogDistanceSpec(PositionSpec): ...
+```
+
+A component is a spec (a class under [`register`], whose typed fields are the settings) and the module that its `build`
+makes. `docs/guides/extend.md` goes through one; objectives have their own base classes in `hf_xformers.objectives`.
+"""
+
+from .attention.shared.base import Attention, AttentionSpec, literal_softmax_attention
+from .blocks.base import BlockSpec, SublayerPlan, XFormerLayer, unpack_layer
+from .configuration_xformer import XFormerConfig
+from .core.cache import RecurrentStateLayer, SlotStateLayer, appended
+from .core.components import SLOTS, Spec, SpecLike, aliased, build_spec, register
+from .core.context import LayerContext, SublayerOutput, add_losses
+from .core.reading_weights import weight_of
+from .core.visibility import boolean_mask, visible_pairs
+from .embedding.base import EmbeddingSpec
+from .families import VariantInfo, make_family
+from .feedforward.base import FeedForward, FeedForwardSpec
+from .heads.base import HeadSpec
+from .heads.language_model import LanguageModelHead
+from .normalization.base import NormSpec
+from .position.base import Position, PositionSpec, Rotation, ScoreBias
+from .stacks.base import Stack, StackOutput, StackSpec, memory_by_step
+
+__all__ = [
+    "SLOTS",
+    "Attention",
+    "AttentionSpec",
+    "BlockSpec",
+    "EmbeddingSpec",
+    "FeedForward",
+    "FeedForwardSpec",
+    "HeadSpec",
+    "LanguageModelHead",
+    "LayerContext",
+    "NormSpec",
+    "Position",
+    "PositionSpec",
+    "RecurrentStateLayer",
+    "Rotation",
+    "ScoreBias",
+    "SlotStateLayer",
+    "Spec",
+    "SpecLike",
+    "Stack",
+    "StackOutput",
+    "StackSpec",
+    "SublayerOutput",
+    "SublayerPlan",
+    "VariantInfo",
+    "XFormerConfig",
+    "XFormerLayer",
+    "add_losses",
+    "aliased",
+    "appended",
+    "boolean_mask",
+    "build_spec",
+    "literal_softmax_attention",
+    "make_family",
+    "memory_by_step",
+    "register",
+    "unpack_layer",
+    "visible_pairs",
+    "weight_of",
+]

@@ -1,0 +1,28 @@
+# Written by scripts/make_stubs.py.
+from .options import ModelOptions as ModelOptions
+from .options import RunOptions as RunOptions
+from .options import TaskData as TaskData
+from .options import TaskOptions as TaskOptions
+from .peft_methods import PEFT_METHODS as PEFT_METHODS
+from .peft_methods import add_adapter as add_adapter
+from .run import FineTuning as FineTuning
+from .run import finetune as finetune
+from .sources import load_rows as load_rows
+from .tasks import TASKS as TASKS
+from .tasks import Task as Task
+from .tasks import build_task as build_task
+
+__all__ = [
+    "FineTuning",
+    "ModelOptions",
+    "PEFT_METHODS",
+    "RunOptions",
+    "TASKS",
+    "Task",
+    "TaskData",
+    "TaskOptions",
+    "add_adapter",
+    "build_task",
+    "finetune",
+    "load_rows",
+]

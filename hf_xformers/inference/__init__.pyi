@@ -1,0 +1,16 @@
+# Written by scripts/make_stubs.py.
+from .batch_plan import BatchCosts as BatchCosts
+from .batch_plan import measure_batch_costs as measure_batch_costs
+from .batch_plan import plan_batches as plan_batches
+from .batch_plan import run_in_batches as run_in_batches
+from .fused_projections import fuse_projections as fuse_projections
+from .fused_projections import split_projections as split_projections
+
+__all__ = [
+    "BatchCosts",
+    "fuse_projections",
+    "measure_batch_costs",
+    "plan_batches",
+    "run_in_batches",
+    "split_projections",
+]
