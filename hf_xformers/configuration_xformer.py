@@ -18,11 +18,9 @@ from .compat import LAYER_SETTINGS, has_own_code, shared_setting
 from .core.components import SLOTS, Spec, SpecLike, build_spec, check_components, check_shared, resolve_field_types
 from .core.parallel_plans import expert_parallel_plan, fully_sharded_plan, tensor_parallel_plan
 from .core.pretraining_specs import (
-    EARLIER_FIELDS,
     PretrainingSpec,
     changed_pretraining,
     settled_pretraining,
-    take_earlier_fields,
 )
 from .core.serving import pipeline_plan
 from .core.sharing import Order, Part, check_layer_drop, check_sharing
@@ -268,12 +266,6 @@ class XFormerConfig(PreTrainedConfig):
             changes = {**changes, "pretraining": changed_pretraining(chosen["pretraining"], changes["pretraining"])}
         return cls(**{**chosen, **changes})
 
-    @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        # transformers sets an option only where the config that was read has it.
-        earlier = {name: kwargs.pop(name) for name in list(kwargs) if name in EARLIER_FIELDS}
-        return super().from_dict({**config_dict, **earlier}, **kwargs)
-
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
         _strict_config(cls)
@@ -283,12 +275,6 @@ class XFormerConfig(PreTrainedConfig):
             value = build_spec(key, value)
         elif key == "pretraining":
             value = settled_pretraining(default_of(type(self), key), value)
-        elif key in EARLIER_FIELDS:
-            now = take_earlier_fields({key: value})
-            raise ValueError(
-                f"`{key}` is among the settings of pretraining now, which a head reads when it is made; before that,"
-                f" assign `config.pretraining = {now!r}`."
-            )
         elif key == "per_layer_config" and value is not None:
             value = self._layers_with_specs(value)
             count = shared_setting(self, "num_hidden_layers")
@@ -306,9 +292,6 @@ class XFormerConfig(PreTrainedConfig):
         super().__setattr__(key, value)
 
     def __post_init__(self, **kwargs):
-        earlier = take_earlier_fields(kwargs)
-        if earlier:
-            self.pretraining = changed_pretraining(self.pretraining, earlier)
         self._refuse_typos(kwargs)
         self._check_base_fields()
         super().__post_init__(**kwargs)
@@ -337,7 +320,7 @@ class XFormerConfig(PreTrainedConfig):
 
     def _refuse_typos(self, kwargs: dict[str, Any]) -> None:
         """transformers keeps unknown keyword arguments as attributes; one that nearly names a field is a typo."""
-        valid = [*(field.name for field in dataclasses.fields(self)), *EARLIER_FIELDS]
+        valid = [field.name for field in dataclasses.fields(self)]
         for key in kwargs:
             if key in _FOREIGN_KEYS:
                 continue

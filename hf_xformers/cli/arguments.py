@@ -22,7 +22,6 @@ from transformers.hf_argparser import HfArgumentParser
 from ..core.changes import class_of_change, components_of, merge_changes
 from ..core.components import SLOTS, SpecLike, build_spec, did_you_mean
 from ..core.precision import allow_tf32
-from ..core.pretraining_specs import EARLIER_FIELDS, PRETRAINING
 from ..core.specs import TypedSpec, default_of, field_aliases
 from .parser import RefusingParser
 from .values import annotation, parse
@@ -302,23 +301,6 @@ def offered_fields(config_class: type[XFormerConfig]) -> list[str]:
     return [name for name in names if name in declared and name not in withheld] + ["per_layer_config"]
 
 
-def earlier_options() -> list[str]:
-    """Fields of earlier configs that were options of their own: of the settings that no objective decides by itself.
-    They still are, though no help shows them."""
-    from ..objectives import OBJECTIVES
-
-    decided = {name for cls in OBJECTIVES.values() for name in cls().config_fields().get("pretraining", {})}
-    return [name for name, places in EARLIER_FIELDS.items() if not decided & {spec for spec, _ in places}]
-
-
-def field_annotation(config_class: type[XFormerConfig], name: str) -> Any:
-    """What a field of a config takes, also under the name that it had in earlier ones."""
-    if name not in EARLIER_FIELDS:
-        return annotation(config_class, name)
-    spec, field = EARLIER_FIELDS[name][0]
-    return annotation(PRETRAINING.get(spec), field)
-
-
 def add_model_options(parser: Parser, config_class: type[XFormerConfig]) -> None:
     """Adds the slots (for the help; they are taken out before) and the configuration fields, as text."""
     slots = parser.add_argument_group(
@@ -346,9 +328,6 @@ def add_model_options(parser: Parser, config_class: type[XFormerConfig]) -> None
             text = "by layer, as JSON" if name == "per_layer_config" else f"default: {default_of(config_class, name)}"
             text = text.replace("%", "%%")
             fields.add_argument(*flags, dest=f"field:{name}", metavar="VALUE", default=argparse.SUPPRESS, help=text)
-    for name in earlier_options():
-        flags = list(dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")))
-        parser.add_argument(*flags, dest=f"field:{name}", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
 
 def parse_fields(config_class: type[XFormerConfig], namespace: Any) -> dict[str, Any]:
@@ -360,7 +339,7 @@ def parse_fields(config_class: type[XFormerConfig], namespace: Any) -> dict[str,
             layers = parse(text, dict[str, Any], f"--{name}")
             fields[name] = {int(layer): changes for layer, changes in layers.items()}
         elif name != key:
-            fields[name] = parse(text, field_annotation(config_class, name), f"--{name}")
+            fields[name] = parse(text, annotation(config_class, name), f"--{name}")
     return fields
 
 

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..core.components import SLOTS, did_you_mean
-from ..core.pretraining_specs import EARLIER_FIELDS
 from .console import cell_text, error_console, print_table, say
 from .parser import CommandParser
 from .values import parse
@@ -265,7 +264,7 @@ def read_entries(variants: str, changes: Sequence[str]) -> list[Entry]:
 
 def _changes(config_class: Any, label: str, texts: dict[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
     from ..training.building import with_changes
-    from .arguments import field_annotation, parse_changes
+    from .arguments import annotation, parse_changes
 
     slots: dict[str, dict[str, str]] = {}
     fields: dict[str, Any] = {}
@@ -274,14 +273,14 @@ def _changes(config_class: Any, label: str, texts: dict[str, str]) -> tuple[dict
         name, _, field = option.partition(".")
         if name in SLOTS:
             slots.setdefault(name, {})[field or "type"] = text
-        elif field or (name not in known and name not in EARLIER_FIELDS):
+        elif field or name not in known:
             near = [*SLOTS, *known]
             raise ValueError(
                 f"argument --set: {config_class.model_type} has no component or field"
                 f" {option!r}.{did_you_mean(name, near)} See `hf-xformers list --components`"
             )
         else:
-            fields[name] = parse(text, field_annotation(config_class, name), f"--set {label}.{name}")
+            fields[name] = parse(text, annotation(config_class, name), f"--set {label}.{name}")
     components = parse_changes(config_class, slots)
     with_changes(config_class, components, {})  # refuses unknown names and fields before anything is measured
     return components, fields

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..core.changes import components_of
 from ..core.components import SLOTS
-from .arguments import Parser, field_annotation, parse_command, parse_component, parse_fields_of, parse_objective
+from .arguments import Parser, annotation, parse_command, parse_component, parse_fields_of, parse_objective
 from .console import print_facts, print_table, say
 from .pretrain import quiet_libraries
 from .values import parse
@@ -106,7 +106,7 @@ def student_options(texts: Mapping[str, Any], teacher: str) -> Any:
         elif field or head == "decoder":
             raise ValueError(f"there is no --student.{path}; give components and fields of the configuration")
         else:
-            plain[head] = parse(text, field_annotation(cls, head), f"--student.{head}")
+            plain[head] = parse(text, annotation(cls, head), f"--student.{head}")
     components = {slot: parse_component(slot, given, there[slot], "student.") for slot, given in nested.items()}
     return StudentChoice(start=start, components=components, fields=plain)
 

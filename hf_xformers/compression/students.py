@@ -16,7 +16,6 @@ from ..configuration_xformer import XFormerConfig
 from ..conversion.swap import swap_components
 from ..conversion.swap_config import swapped_config
 from ..conversion.transfer import our_head_of
-from ..core.pretraining_specs import EARLIER_FIELDS
 from ..core.sharing import part_owners, shares_parts
 from ..core.specs import did_you_mean
 from ..finetuning.loading import has_head, load_model, open_config, saved_config_with
@@ -94,7 +93,7 @@ def build_student(teacher: PreTrainedModel, choice: StudentChoice, seed: int) ->
 
 def _check_fields(config: XFormerConfig, choice: StudentChoice) -> None:
     """Refuses fields that there are not, or that decide what is read and said."""
-    known = {item.name for item in dataclasses.fields(config)} | set(EARLIER_FIELDS)
+    known = {item.name for item in dataclasses.fields(config)}
     for name in choice.fields:
         if name in (*_MEANING, "num_labels"):
             raise ValueError(

@@ -148,9 +148,8 @@ class Converter:
     those of the rules; layout: the fields of their config with which their class has a place for
     these names.
 
-    Several families may share one variant. formerly: variants that models of it were made as by earlier releases, with
-    the same names of tensors; they convert back, too. native: this one is what a model of the variant goes back to
-    unless another is asked for. components: by slot, the component types that the family's config can say; needed
+    Several families may share one variant. native: this one is what a model of the variant goes back to unless another
+    is asked for. components: by slot, the component types that the family's config can say; needed
     where the variant is the free mix, which may have any. remarks: what the report says of a model with their config,
     beside what gets lost. per_layer: layers may differ; `to_ours` gives a `per_layer_config` then, and
     `to_theirs` reads the views of the layers. layouts: this package's own classes for the tensors of files that
@@ -173,7 +172,6 @@ class Converter:
     idle: Callable[[PreTrainedConfig], tuple[str, ...]] | None = None
     renamed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     layout: Mapping[str, Any] = field(default_factory=dict)
-    formerly: tuple[str, ...] = ()
     native: bool = True
     components: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     per_layer: bool = False
@@ -436,11 +434,7 @@ def converter_back(config: XFormerConfig, model_type: str | None = None, origin:
         ValueError: no family fits, or several do.
     """
     known = converters()
-    of_variant = [
-        entry
-        for entry in known.values()
-        if config.model_type in (entry.variant, *entry.formerly) and not entry.layouts
-    ]
+    of_variant = [entry for entry in known.values() if entry.variant == config.model_type and not entry.layouts]
     if model_type is not None:
         found = known.get(model_type)
         if found is None or found not in of_variant:

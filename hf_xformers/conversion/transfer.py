@@ -65,10 +65,8 @@ class _Side:
 
 
 def our_head(converter: Converter, model: PreTrainedModel) -> str | None:
-    """The head name of one of our models, or None if it is no model of this variant, nor of one that such models had
-    in earlier releases."""
-    variants = (converter.variant, *converter.formerly)
-    return next((name for one in variants for name, made in family(one).items() if type(model) is made), None)
+    """The head name of one of our models, or None if it is no model of this variant."""
+    return next((name for name, made in family(converter.variant).items() if type(model) is made), None)
 
 
 def our_head_of(model: PreTrainedModel) -> str:

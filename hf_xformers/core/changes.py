@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from .components import SLOTS, Spec, SpecLike, build_spec, canonical_fields
-from .pretraining_specs import changed_pretraining, take_earlier_fields
+from .pretraining_specs import changed_pretraining
 from .specs import default_of
 
 # What a component of another type takes over from the one in whose place it is put: (that one, the new class) ->
@@ -66,8 +66,8 @@ def merge_changes(
 
     Components are merged with those in `fields` ([`changed_component`]). `decoder` adds to the overrides that are
     there, and its components, like those of single layers (`per_layer_config`), change what the tower has below them.
-    Settings of pretraining are merged with those that are there ([`changed_pretraining`]), also where they have the
-    names of earlier configs. Other fields stay as they are given.
+    Settings of pretraining are merged with those that are there ([`changed_pretraining`]). Other fields stay as they
+    are given.
 
     Raises:
         ValueError, TypeError: as [`changed_component`].
@@ -76,10 +76,8 @@ def merge_changes(
     for slot in SLOTS:
         if slot in changes:
             merged[slot] = changed_component(slot, changes[slot], fields[slot], take_over=take_over)
-    earlier = take_earlier_fields(merged)
-    if earlier or "pretraining" in changes:
-        given = changed_pretraining(fields.get("pretraining"), changes.get("pretraining", {}))
-        merged["pretraining"] = changed_pretraining(given, earlier)
+    if "pretraining" in changes:
+        merged["pretraining"] = changed_pretraining(fields.get("pretraining"), changes["pretraining"])
     below = {**fields, **merged}
     decoder, layers = changes.get("decoder"), changes.get("per_layer_config")
     if isinstance(decoder, Mapping):

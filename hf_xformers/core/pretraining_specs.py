@@ -4,15 +4,12 @@ A *pretraining spec* is a small frozen dataclass that stands in the file of the 
 there under the file's name. A config holds those that its variant has decided, and those that differ from the defaults
 ([`settled_pretraining`]); a head reads its own by [`PretrainingSpec.of`]. Specs do not change, so that configs which
 hold the same one cannot change one another.
-
-Configs of earlier days had these settings as fields of their own. [`EARLIER_FIELDS`] says where each is now.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, ClassVar, Self, TypeVar, cast, dataclass_transform
 
 from .specs import Registry, TypedSpec, aliased, build_in, check_types, register_in
@@ -60,36 +57,6 @@ class PretrainingSpec(TypedSpec):
 
 
 PRETRAINING: Registry[PretrainingSpec] = Registry("pretraining", room="modeling", kind="pretraining spec")
-
-# Field of earlier configs -> (spec, its field), two where two heads read one field.
-EARLIER_FIELDS: Mapping[str, tuple[tuple[str, str], ...]] = MappingProxyType(
-    {
-        "pair_classes": (("sentence_pairs", "classes"),),
-        "generator_size": (("replaced_tokens", "generator_size"),),
-        "generator_depth": (("replaced_tokens", "generator_depth"),),
-        "generator_sharing": (("replaced_tokens", "generator_sharing"),),
-        "generator_temperature": (("replaced_tokens", "generator_temperature"),),
-        "generator_avoids_original": (("replaced_tokens", "generator_avoids_original"),),
-        "detection_weight": (("replaced_tokens", "detection_weight"),),
-        "detection_context": (("replaced_tokens", "detection_context"),),
-        "contrast_loss": (("text_contrast", "loss"),),
-        "contrast_temperature": (("text_contrast", "temperature"),),
-        "contrast_margin": (("text_contrast", "margin"),),
-        "contrast_noise_power": (("text_contrast", "noise_power"),),
-        "gather_negatives": (("text_contrast", "gather_negatives"), ("phrase_contrast", "gather_negatives")),
-        "phrase_temperature": (("phrase_contrast", "temperature"),),
-        "phrase_contrast_weight": (("phrase_contrast", "contrast_weight"),),
-        "masked_lm_weight": (("phrase_contrast", "masked_lm_weight"),),
-        "share_directions_embedding": (("bidirectional_lm", "share_embedding"),),
-        "share_directions_softmax": (("bidirectional_lm", "share_softmax"),),
-        "direction_mix": (("bidirectional_lm", "mix"),),
-        "reorder_chunks": (("reordering", "chunks"),),
-        "span_places": (("span_boundary", "places"),),
-        "span_place_width": (("span_boundary", "place_width"),),
-        "span_boundary_weight": (("span_boundary", "weight"),),
-        "cpc_weight": (("contrastive_prediction", "weight"),),
-    }
-)
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(aliased,))
@@ -143,22 +110,10 @@ def settled_pretraining(own: Mapping[str, Any], given: Mapping[str, Any]) -> dic
     return {name: spec for name, spec in specs.items() if name in own or spec != type(spec)()}
 
 
-def take_earlier_fields(fields: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Takes the fields of earlier configs out of `fields`, and gives them as changes to `pretraining`."""
-    changes: dict[str, dict[str, Any]] = {}
-    for name in [name for name in fields if name in EARLIER_FIELDS]:
-        value = fields.pop(name)
-        for spec, field in EARLIER_FIELDS[name]:
-            changes.setdefault(spec, {})[field] = value
-    return changes
-
-
 __all__ = [
-    "EARLIER_FIELDS",
     "PRETRAINING",
     "PretrainingSpec",
     "changed_pretraining",
     "register_pretraining",
     "settled_pretraining",
-    "take_earlier_fields",
 ]

@@ -12,7 +12,6 @@ from typing import Any
 
 from ..auto_classes import registered
 from ..core.components import record_lookups
-from ..core.pretraining_specs import take_earlier_fields
 from ..core.saved_files import read_object, saving_into, write_text
 from ..families import HEADS, SERVED
 from .checkpoint_card import checkpoint_card
@@ -204,13 +203,8 @@ def kept_heads(config: Any, architecture: str | None = None, *, all_heads: bool 
 
 
 def with_auto_map(config_json: str, config: Any, heads: tuple[str, ...]) -> str:
-    """The text of `config.json` with the entries by which the Auto classes find the code.
-
-    Fields of earlier configs are put where they stand now: only the specs that the config holds have their code here.
-    """
+    """The text of `config.json` with the entries by which the Auto classes find the code."""
     fields = json.loads(config_json)
-    if take_earlier_fields(fields):
-        fields["pretraining"] = config.to_dict().get("pretraining", {})
     config_class = _installed(type(config))
     classes = fields.get("architectures") or ()  # before others that the same Auto class would find
     entries = auto_map(

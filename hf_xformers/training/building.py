@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.changes import changed_component, components_of, merge_changes
 from ..core.components import SLOTS, Spec, build_spec, did_you_mean
-from ..core.pretraining_specs import EARLIER_FIELDS
 from ..objectives import OBJECTIVES, Objective
 from .presets import size_fields, size_named
 
@@ -162,7 +161,7 @@ def build_config(
     shape = SHAPES[objective.shape]
     given = dict(fields or {})
     valid = {field.name for field in dataclasses.fields(config_class)}
-    unknown = [name for name in given if name not in valid and name not in EARLIER_FIELDS]
+    unknown = [name for name in given if name not in valid]
     if unknown:
         raise ValueError(f"{config_class.__name__} has no field {unknown[0]!r}; see `hf-xformers pretrain --help`")
     values: dict[str, Any] = {"vocab_size": size_named(size).vocab_size, **shape}

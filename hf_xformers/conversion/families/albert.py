@@ -72,7 +72,6 @@ CONVERTER = register(
     Converter(
         model_type="albert",
         variant="xf_albert",
-        formerly=("xformer",),
         fields={
             mine: theirs
             for mine, theirs in FIELDS.items()

@@ -64,7 +64,6 @@ CONVERTER = register(
     Converter(
         model_type="electra",
         variant="xf_electra",
-        formerly=("xformer",),
         fields=FIELDS,
         to_ours=to_ours,
         to_theirs=to_theirs,

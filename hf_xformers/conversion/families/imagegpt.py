@@ -59,7 +59,6 @@ CONVERTER = register(
     Converter(
         model_type="imagegpt",
         variant="xf_image_gpt",
-        formerly=("xformer",),
         fields=FIELDS,
         to_ours=to_ours,
         to_theirs=to_theirs,
