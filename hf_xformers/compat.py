@@ -168,6 +168,20 @@ def graphs_at_most(count: int) -> Any:
     return torch._dynamo.config.patch(recompile_limit=count, fail_on_recompile_limit_hit=True)
 
 
+def asked_to_shard(depth: int) -> bool:
+    """Whether it is Accelerate's FSDP that called the function so many calls above the one that asks here, through
+    peft's and torch's wrappers of a model or without them."""
+    if "accelerate" not in sys.modules:
+        return False
+    frame = sys._getframe(depth + 2)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(("peft.", "torch.")):
+        frame = frame.f_back
+    return frame is not None and (
+        frame.f_globals.get("__name__") == "accelerate.utils.fsdp_utils"
+        or frame.f_code.co_name == "set_auto_wrap_policy"
+    )
+
+
 def has_adapter(model: Any) -> bool:
     """Whether `from_pretrained` put an adapter of peft into a model."""
     return model._hf_peft_config_loaded

@@ -539,11 +539,9 @@ class XFormerConfig(PreTrainedConfig):
         fields = self._plain_fields(super().to_dict())
         # Absent rather than None where that says the same: generic code (peft's prefix tuning) multiplies by what it
         # finds.
-        if (
-            fields.get("num_key_value_heads", 0) is None
-            and type(self).__dataclass_fields__["num_key_value_heads"].default is None
-        ):
-            del fields["num_key_value_heads"]
+        for name in ("num_key_value_heads", "head_dim"):
+            if fields.get(name, 0) is None and type(self).__dataclass_fields__[name].default is None:
+                del fields[name]
         return fields
 
     def to_diff_dict(self) -> dict[str, Any]:

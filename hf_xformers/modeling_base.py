@@ -24,6 +24,7 @@ from .core.precision import computing_dtype, float32_names
 from .core.sequence_sharding import why_not_context_parallel
 from .core.serving import ServedByEngines
 from .core.weight_decay import declared_undecayed
+from .core.whole_modules import KeptWhole, end_for, whole_on_a_device
 from .feedforward.experts import divide_once
 from .ops.common.real_tokens import up_to_last_real
 
@@ -35,7 +36,7 @@ class XFormerPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
-    _no_split_modules = ["XFormerLayer"]  # of the class alone; a model knows the classes of its own layers
+    _no_split_modules = KeptWhole()  # type: ignore[assignment]
     _supports_sdpa = True
     _supports_flex_attn = True
     _supports_flash_attn = True
@@ -84,10 +85,11 @@ class XFormerPreTrainedModel(PreTrainedModel):
 
     def post_init(self) -> None:
         super().post_init()
-        # What Accelerate's FSDP wraps by name, which it must find.
+        # What device maps keep together and what Accelerate's FSDP wraps, by names, which these must find.
         models = [module for module in self.modules() if isinstance(module, XFormerPreTrainedModel)]
         layers = {type(layer).__name__ for model in models for layer in model.own_layers()}
-        self._no_split_modules = layers if layers_apart(self.config) else set()
+        apart = layers if layers_apart(self.config) else set()
+        self._no_split_modules = apart, whole_on_a_device(self, XFormerLayer)
         self._keep_in_fp32_modules_strict = float32_names(self)
 
     def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> nn.Embedding:
@@ -108,6 +110,13 @@ class XFormerPreTrainedModel(PreTrainedModel):
             if hasattr(module, "resize_vocabulary"):
                 module.resize_vocabulary(self.config.vocab_size)
         return table
+
+    def get_input_embeddings(self) -> nn.Module:
+        return end_for(self, super().get_input_embeddings())
+
+    def get_submodule(self, target: str) -> nn.Module:
+        # peft asks for the token table by BERT's name, and otherwise guesses it by its size.
+        return self.get_input_embeddings() if target == "embeddings.word_embeddings" else super().get_submodule(target)
 
     def own_layers(self) -> Iterable[nn.Module]:
         """The layers that this model runs itself: a tower's; what stands around towers has none."""

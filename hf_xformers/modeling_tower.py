@@ -19,7 +19,7 @@ from .core.choices import LOG_PROBS
 from .core.components import refuse_packing, refuse_unpadding
 from .core.context import LayerContext, document_numbers, segments_from_positions, self_attention_cache
 from .core.extent import can_inspect, extent_of, read_masks, token_positions
-from .core.holes import Moves, make_ready, movable, moves_of_call, settle
+from .core.holes import Moves, make_ready, movable, moves_of_call, padding_behind, settle
 from .core.inputs import check_axes
 from .core.outputs import TowerOutput
 from .core.paging import PagedTexts, literal_name
@@ -169,11 +169,16 @@ class XFormerTower(XFormerPreTrainedModel):
     def _moves(
         self, given: Mapping[str, Any], mask: Tensor | None, past_key_values: Cache | None, use_cache: bool | None
     ) -> Moves | None:
-        """Where padding between tokens goes, if a row has any (`core/holes.py`). A graph that is being recorded cannot
-        ask for it, and what describes pairs of tokens or watches them keeps their places."""
-        if mask is None or not can_inspect() or division_in_force() is not None or sharding_in_force():
+        """Where padding goes that stands between tokens, or before those of a stack that wants it behind
+        (`core/holes.py`). A graph that is being recorded cannot ask for holes, and what describes pairs of tokens
+        or watches them keeps their places."""
+        if mask is None or division_in_force() is not None or sharding_in_force():
             return None
         tokens = given["inputs_embeds"] if given["input_ids"] is None else given["input_ids"]
+        if self.config.stack.padding_last and tokens is not None:
+            return padding_behind(mask, tokens)
+        if not can_inspect():
+            return None
         cache = self_attention_cache(past_key_values)
         keeps = self.config.use_cache if use_cache is None else use_cache
         fills = cache is not None or (self.config.is_decoder and keeps and not self.training)

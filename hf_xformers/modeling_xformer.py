@@ -21,6 +21,7 @@ from .core.inputs import refuse_unread
 from .core.outputs import TowerOutput, XFormerModelOutput, XFormerSeq2SeqModelOutput
 from .core.pooling import Pooler, TextPooler
 from .core.serving import taken_by_back_end
+from .core.whole_modules import end_for
 from .modeling_base import XFormerPreTrainedModel
 from .modeling_tower import XFormerTower
 from .ops.common.real_tokens import from_first_real, is_first_real, up_to_last_real
@@ -69,7 +70,7 @@ class XFormerModel(XFormerPreTrainedModel):
         return self.shared_tables()
 
     def get_input_embeddings(self) -> nn.Module:
-        return self.trunk.get_input_embeddings()
+        return end_for(self, self.trunk.get_input_embeddings())
 
     def set_input_embeddings(self, value: nn.Module) -> None:
         self.trunk.set_input_embeddings(value)

@@ -236,6 +236,19 @@ def _told(name: str):
     return told
 
 
+def _beside(make):
+    """A function that makes numbers where its first argument is; what it makes of Python's is a copy."""
+
+    def made(x, *args, **kwargs):
+        if not isinstance(x, OnGPU):
+            return make(x, *args, **kwargs)
+        if make.__name__ == "new_tensor":
+            LOG.note(LOG.copies, "new_tensor")
+        return OnGPU(make(x.inner, *args, **kwargs))
+
+    return made
+
+
 class _Generator:
     real = torch.Generator
 
@@ -275,6 +288,8 @@ def pretend_cuda(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "to", _moves())
     monkeypatch.setattr(torch.Tensor, "cpu", lambda self, *a, **k: self.to("cpu"))
     monkeypatch.setattr(torch.Tensor, "cuda", lambda self, *a, **k: self.to(GPU))
+    for owner, name in ((torch.Tensor, "new_tensor"), (torch.nn.functional, "one_hot")):
+        monkeypatch.setattr(owner, name, _beside(getattr(owner, name)))
     for name in ("tolist", "numpy"):
         monkeypatch.setattr(torch.Tensor, name, _told(name))
     LOG.clear()

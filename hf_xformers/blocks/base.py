@@ -117,6 +117,13 @@ class XFormerLayer(GradientCheckpointingLayer):
             return config.cross_attention.build(config, layer_idx=layer_idx, cross=True)
         return config.attention.build(config, layer_idx=layer_idx)
 
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple:
+        """[`forward`], whose results come back to where `hidden_states` are from the device that the layer is on."""
+        output, device = super().__call__(hidden_states, *args, **kwargs), hidden_states.device
+        if output[0].device == device:
+            return output
+        return tuple(part.to(device) if isinstance(part, Tensor) else part for part in output)
+
     def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
         """Lets every sublayer put what can be shared into the context."""
         for entry in self.plan:

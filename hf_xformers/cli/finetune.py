@@ -169,7 +169,7 @@ def report(summary: Mapping[str, Any], folder: str) -> None:
             for key, value in summary.items()
             if key.startswith(f"{prefix}_") and not key.endswith("_rows")
         }
-        shown = beside_floor(metrics, summary.get(f"floor_{split}", {}), None, summary.get("f1_class"))
+        shown = beside_floor(metrics, summary.get(f"floor_{split}", {}), None, summary.get("f1_name"))
         held_out |= {f"{name} ({split})": text for name, text in shown.items()}
     before, reach = summary.get("intermediate"), summary.get("adapter_reach")
     facts = {

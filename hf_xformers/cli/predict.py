@@ -39,7 +39,7 @@ def run(argv: Sequence[str]) -> int:
         write_predictions(wanted.output, found.rows)
         say(f"{len(found.rows):,} predictions of {found.trained.task.id} written to {wanted.output}")
     if found.metrics:
-        shown = beside_floor(found.metrics, found.floor, None, found.trained.task.f1_class())
+        shown = beside_floor(found.metrics, found.floor, None, found.trained.task.f1_name())
         figures = ", ".join(f"{name} {value}" for name, value in shown.items())
         say(f"measured on these rows: {figures}" + (f"; floor: {found.rule}" if found.rule else ""))
     return 0
@@ -70,19 +70,19 @@ def run_evaluation(argv: Sequence[str]) -> int:
         floor = {"rule": found.rule, **found.floor} if found.rule else None
         print(json.dumps({**facts, "data": wanted.data, **found.metrics, "floor": floor}, indent=2))
         return 0
-    shown = beside_floor(found.metrics, found.floor, found.rule, found.trained.task.f1_class())
+    shown = beside_floor(found.metrics, found.floor, found.rule, found.trained.task.f1_name())
     data = " ".join(wanted.data) or "of the training"
     print_facts("evaluated", {**facts, "data": data, **shown, "predictions": wanted.output})
     return 0
 
 
 def beside_floor(
-    metrics: Mapping[str, float], floor: Mapping[str, float], rule: str | None, f1_class: str | None = None
+    metrics: Mapping[str, float], floor: Mapping[str, float], rule: str | None, f1_name: str | None = None
 ) -> dict[str, str]:
-    """Metrics as text, each with the trivial one, and what that is. f1_class: the class that F1 is of."""
+    """Metrics as text, each with the trivial one, and what that is. f1_name: what F1 is of."""
 
     def called(name: str) -> str:
-        return f"f1 of {f1_class!r}" if name == "f1" and f1_class is not None else name.replace("_", " ")
+        return f1_name if name == "f1" and f1_name is not None else name.replace("_", " ")
 
     def text(name: str, value: float) -> str:
         return share_text(value) if name == "accuracy" else f"{value:.4g}"

@@ -146,7 +146,7 @@ def report(summary: Mapping[str, Any], folder: str) -> None:
                 for key, value in about.items()
                 if key.startswith(f"{prefix}_") and not key.endswith("_rows")
             }
-            shown = beside_floor(metrics, about.get(f"floor_{split}", {}), None, about.get("f1_class"))
+            shown = beside_floor(metrics, about.get(f"floor_{split}", {}), None, about.get("f1_name"))
             held_out |= {f"{name} {metric} ({split})": text for metric, text in shown.items()}
     facts = {
         "variant": summary["variant"],

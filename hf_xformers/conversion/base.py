@@ -301,6 +301,7 @@ class Converter:
         for mine, names in self.fields.items():
             values[mine] = getattr(config, names if isinstance(names, str) else names[0])
         values["name_or_path"] = config.name_or_path
+        values |= {name: getattr(config, name) for name in self._further_ids() if name not in values}
         return config_class(self.variant)(**{**values, **self.to_ours(config)})
 
     def _their_config(self, config: XFormerConfig) -> PreTrainedConfig:
@@ -310,11 +311,19 @@ class Converter:
             for name in (names,) if isinstance(names, str) else names:
                 values[name] = getattr(config, mine)
         values["name_or_path"] = config.name_or_path
+        values |= {name: getattr(config, name) for name in self._further_ids() if hasattr(config, name)}
         values |= self.to_theirs(config)
         try:
             return self.their_config(**values)
         except StrictDataclassError as error:
             raise ValueError(f"No {self.model_type!r} config says what this model is: {one_line(error)}.") from error
+
+    def _further_ids(self) -> list[str]:
+        """Fields of their config that name a special token which no model of ours reads; they are kept for the way
+        back. What generation is forced to write stands in the generation config."""
+        own = {entry.name for entry in dataclasses.fields(XFormerConfig)}
+        names = [entry.name for entry in dataclasses.fields(self.their_config) if entry.name not in own]
+        return [name for name in names if name.endswith("_token_id") and not name.startswith("forced_")]
 
     # ------------------------------------------------------------------------------------------------ heads and rules
 

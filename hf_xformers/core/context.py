@@ -7,6 +7,7 @@ many times (shared weights): nothing that depends on the call lives on a module.
 from __future__ import annotations
 
 import copy
+from collections.abc import MutableMapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
+from .elsewhere import MOVED, context_on
 from .text_parts import TextParts
 from .unpadding import Unpadding
 
@@ -73,7 +75,7 @@ class LayerContext:
     position_ids: Tensor | None = None
     back_end: dict[str, Any] = field(default_factory=dict)
     inputs: dict[str, Any] = field(default_factory=dict)
-    shared: dict[str, Any] = field(default_factory=dict)
+    shared: MutableMapping[str, Any] = field(default_factory=dict)
     streams: dict[str, Tensor] = field(default_factory=dict)
 
     def __copy__(self) -> LayerContext:
@@ -82,6 +84,12 @@ class LayerContext:
         seen = object.__new__(type(self))
         seen.__dict__.update(self.__dict__)
         return seen
+
+    def to(self, device: torch.device | str | int, **_: Any) -> LayerContext:
+        """This call on another device; this very object, if all of it is there."""
+        device = torch.device(device)
+        there = self.positions.device == device and MOVED not in self.shared
+        return self if there else context_on(self, device)
 
     @property
     def query_padding_mask(self) -> Tensor | None:

@@ -5,6 +5,8 @@ So a tower moves the tokens of such rows together before its layers see them, an
 continued tokens stand last, in the order of the text, wherever the caller's mask has its padding. Behind a text padded
 on the right a cache of keys and values is brought to that when a later call needs it; one that drops tokens is
 filled so at once.
+
+A stack may want all padding behind its tokens, and is given it there.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from ..ops.common.real_tokens import real_first, real_last
 from .cache import RecurrentStateLayer
+from .extent import can_inspect
 from .paging import PagedTexts
 
 _MOVED = "tokens_stand_last"  # of a cache, once a call has moved tokens; else its slots stand as the mask has them
@@ -130,6 +133,18 @@ def moves(mask: Tensor, cached: int, drops: bool) -> Moves | None:
     keys = torch.cat((first, cached + keys), dim=1)
     seen = mask.gather(1, keys)
     return Moves(seen, order, keys, real_last(seen) if behind else None)
+
+
+def padding_behind(mask: Tensor, tokens: Tensor) -> Moves | None:
+    """What a call without a cache has to move so that padding stands behind each row's tokens; None: nothing, or a
+    mask that says it of no tokens. mask: [B, T]; tokens: [B, T, ...]."""
+    if mask.shape != tokens.shape[:2]:
+        return None
+    mask = mask.to(tokens.device) != 0
+    if can_inspect() and not bool((~mask[:, :-1] & mask[:, 1:]).any()):
+        return None
+    order = real_first(mask)
+    return Moves(mask.gather(1, order), order, order, None)
 
 
 def movable(layer: Any) -> bool:

@@ -182,8 +182,8 @@ register_memory(SegmentMemory)
 
 
 def take_slots(states: Tensor, order: Tensor) -> Tensor:
-    """states [B, S, D] in the order [B, S] of slots."""
-    return states.gather(1, order.unsqueeze(-1).expand(-1, -1, states.shape[-1]))
+    """states [B, S, D] in the order [B, S] of slots, which may have been told on another device."""
+    return states.gather(1, order.to(states.device).unsqueeze(-1).expand(-1, -1, states.shape[-1]))
 
 
 def join_masks(first: Tensor | None, length: int, second: Tensor | None, like: Tensor) -> Tensor | None:

@@ -392,7 +392,7 @@ class MultiTaskTuning:
             groups=groups,
             ensemble=ensemble,
         )
-        speak_plainly(trainer)
+        speak_plainly(trainer, {f"{name}_f1": f"{name} {part.task.f1_name()}" for name, part in self.parts.items()})
         summary = self._plan(prepared, model)
         if args.should_save:
             write_json(self.folder / SUMMARY_FILE, summary)

@@ -12,18 +12,12 @@ from torch import nn
 from .._registration import PROJECTIONS
 from ..attention.shared.base import Attention
 from ..blocks.base import XFormerLayer
+from ..modeling.told_adapters import TASK_TYPES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_TASK_TYPES = {
-    "SequenceClassification": "SEQ_CLS",
-    "TokenClassification": "TOKEN_CLS",
-    "QuestionAnswering": "QUESTION_ANS",
-    "CausalLM": "CAUSAL_LM",
-    "Seq2SeqLM": "SEQ_2_SEQ_LM",
-}
-_OF_TEXT = (*_TASK_TYPES, "MultipleChoice", "MaskedLM", "ClozeWriting")
+_OF_TEXT = (*TASK_TYPES, "MultipleChoice", "MaskedLM", "ClozeWriting")
 _OF_IMAGES = ("ImageClassification",)
 _OF_ALL = (*_OF_TEXT, *_OF_IMAGES, "CTC")
 BOTTLENECKS = ("houlsby", "pfeiffer", "fusion", "k_adapter")  # this package's own
@@ -111,7 +105,9 @@ def add_adapter(model: PreTrainedModel, method: str, head: str, new: Iterable[st
             fields.setdefault("modules_to_save", _modules_to_save(model, new))
         if method == "prefix":
             fields = {**_cache_shape(model), **fields}
-    config = cls(task_type=_TASK_TYPES.get(head), **fields)
+        elif isinstance(table := model.get_input_embeddings(), nn.Embedding):
+            fields.setdefault("token_dim", table.embedding_dim)  # which a factorized table has below the hidden size
+    config = cls(task_type=TASK_TYPES.get(head), **fields)
     try:
         return peft.get_peft_model(model, config)
     except (TypeError, KeyError) as error:

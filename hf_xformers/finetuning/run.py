@@ -330,8 +330,8 @@ class FineTuning:
         classes = self.task.class_names()
         if classes is not None:
             plan["labels"] = classes
-        if self.task.f1_class() is not None:
-            plan["f1_class"] = self.task.f1_class()
+        if "f1" in self.task.metric_names:
+            plan["f1_name"] = self.task.f1_name()
         if self.options.class_balance:
             plan["class_balance"] = self.options.class_balance
         plan |= self.run_options.layerwise_record() | self.run_options.self_ensemble_record()
@@ -397,7 +397,7 @@ class FineTuning:
             compute_loss_func=self._loss(prepared, model),
             **self.run_options.devices(),
         )
-        speak_plainly(trainer)
+        speak_plainly(trainer, {"f1": task.f1_name()})
         trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
         summary = {**prepared.plan, "parameters": model.num_parameters(), "trained_parameters": trainable}
         if self.run_options.peft in ("lora", "ia3"):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..data.delimited import text_lines
+from ..data.delimited import reading_as, text_lines
 from ..data.local_files import SPLIT_WORDS
 from ..data.splitting import check_fraction
 from .origin import RowNames, with_origins
@@ -39,8 +39,8 @@ def load_sounds(source: TaskData, *, transcripts: bool = True) -> dict[str, Data
     transcripts: whether they are needed; else those of a folder are left out where they are not whole.
 
     Raises:
-        ValueError: as `load_rows`; files without transcripts beside others that have one, transcripts that are not
-            UTF-8, and folders without sound.
+        ValueError: as `load_rows`; files without transcripts beside others that have one, transcripts in
+            another encoding, and folders without sound.
     """
     check_fraction(source.validation_fraction)
     written: dict[str, Any] = {
@@ -56,7 +56,8 @@ def load_sounds(source: TaskData, *, transcripts: bool = True) -> dict[str, Data
             f"{str(folders[0])!r} is a folder of sound without a table, and other data is not; give the one kind or"
             " the other"
         )
-    return _of_folders(source, written, transcripts)
+    with reading_as(source.encoding):
+        return _of_folders(source, written, transcripts)
 
 
 def _beside_table(rows: Dataset, table: Path) -> Dataset:
@@ -123,7 +124,7 @@ def _of_files(paths: Sequence[Path], transcripts: bool) -> Dataset:
 def _transcripts_beside(paths: Sequence[Path]) -> list[str] | None:
     """What is said in each sound, by the file of its name in .txt; None where no sound has one.
 
-    Raises ValueError where some have none, and for what is not UTF-8.
+    Raises ValueError where some have none, and for what is not in the encoding that files are read in.
     """
     texts = [path.with_suffix(".txt") for path in paths]
     missing = [path for path, text in zip(paths, texts) if not text.is_file()]

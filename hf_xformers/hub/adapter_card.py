@@ -9,18 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from ..core.saved_files import read_object
+from ..modeling.told_adapters import TASK_TYPES
 from .checkpoint_files import MARK, PEFT, Kind
 from .training_record import is_hub_id, read_summary_of
 
 CONFIGS: dict[str, str] = {"peft": "adapter_config.json", "bottleneck": "bottleneck_config.json"}
 _BASE = {"peft": "base_model_name_or_path", "bottleneck": "base_model"}
-_HEAD_OF_TASK = {
-    "SEQ_CLS": "ForSequenceClassification",
-    "TOKEN_CLS": "ForTokenClassification",
-    "QUESTION_ANS": "ForQuestionAnswering",
-    "CAUSAL_LM": "ForCausalLM",
-    "SEQ_2_SEQ_LM": "ForSeq2SeqLM",
-}
+_HEAD_OF_TASK = {task: f"For{head}" for head, task in TASK_TYPES.items()}
 _LABELLED = ("ForSequenceClassification", "ForTokenClassification", "ForImageClassification")
 _CLASSIFIERS = re.compile(r"(^|\.)(classifier|score)(\.out_proj)?\.weight$")
 _CARD_ID = re.compile(r'from_pretrained\("([\w.-]+/[\w.-]+)"')

@@ -209,7 +209,7 @@ def _parameters(folder: Path) -> int | None:
 
 def _evaluation(record: TrainingRecord) -> list[str]:
     """A table of the scores, beside their floors where these are known, and what the floor is."""
-    told = {} if record.f1_class is None else {"f1": f"f1 of {record.f1_class!r}"}
+    told = {} if record.f1_name is None else {"f1": record.f1_name}
     rows = [
         {"split": split, "metric": told.get(metric, metric), "value": _figure(value)}
         for (split, metric), value in record.scores.items()

@@ -22,7 +22,7 @@ HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 @dataclass
 class TrainingRecord:
     """facts: what was trained on what, in words and figures. scores: (split, metric) -> value. floors:
-    the same of what can be said without the model, which floor_rule says of a task. f1_class: the class that F1 is of.
+    the same of what can be said without the model, which floor_rule says of a task. f1_name: what F1 is of.
     datasets: Hub ids. data: the data in words. base_model: the Hub id of what training started from. language: of the
     data."""
 
@@ -30,7 +30,7 @@ class TrainingRecord:
     scores: dict[tuple[str, str], float] = field(default_factory=dict)
     floors: dict[tuple[str, str], float] = field(default_factory=dict)
     floor_rule: str | None = None
-    f1_class: str | None = None
+    f1_name: str | None = None
     datasets: list[str] = field(default_factory=list)
     data: list[str] = field(default_factory=list)
     task: str | None = None
@@ -74,7 +74,7 @@ def read_record(folder: Path) -> TrainingRecord:
     figures = {**_last_evaluation(state), **_scores(results), **({} if run != folder else _scores(summary))}
     record.scores = {key: float(value) for key, value in figures.items() if not key[1].startswith(_FLOOR)}
     record.floors = _floors(figures, summary if run == folder else {})
-    record.f1_class = summary.get("f1_class")
+    record.f1_name = summary.get("f1_name")
     record.floor_rule = (summary.get("trivial") or {}).get("rule")
     return record
 

@@ -21,15 +21,16 @@ from ..modeling_base import XFormerPreTrainedModel
 from ..modeling_xformer import XFormerModel
 from .classifier_transform import build_transform
 from .crf import LinearChainCRF
-from .label_layer import LabelLayer, LabelsOfAdapters
+from .label_layer import LabelLayer
+from .told_adapters import TellsAdapters
 
 
-class Classifier(LabelsOfAdapters, XFormerPreTrainedModel):
+class Classifier(TellsAdapters, XFormerPreTrainedModel):
     """A base model and a linear classifier, with a hidden layer before the labels where the config says so
     (`classifier_transform`). An encoder-decoder reads the input on both sides and classifies the decoder's states, as
     BART does."""
 
-    reads_pooler = True
+    reads_pooler = has_labels = True
     # Losses that are means over rows, whatever else `forward` takes: Trainer has to divide them by accumulation steps.
     accepts_loss_kwargs = False
 

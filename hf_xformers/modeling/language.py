@@ -22,8 +22,10 @@ from ..core.paging import PagedTexts, check_paged
 from ..core.sequence_parallel import next_tokens
 from ..core.sequence_sharding import sharding_in_force
 from ..core.text_parts import division_in_force
+from ..core.whole_modules import end_for
 from ..modeling_base import XFormerPreTrainedModel
 from ..modeling_xformer import XFormerModel
+from .told_adapters import TellsAdapters
 
 logger = logging.get_logger(__name__)
 
@@ -66,7 +68,7 @@ class LanguageModel(XFormerPreTrainedModel):
         return {}
 
     def get_output_embeddings(self) -> nn.Module | None:
-        return self.lm_head.decoder
+        return end_for(self, self.lm_head.decoder)
 
     def set_output_embeddings(self, value: nn.Module) -> None:
         self.lm_head.decoder = value
@@ -98,7 +100,7 @@ class LanguageModel(XFormerPreTrainedModel):
         return self.model.get_decoder()
 
 
-class _Generative(LanguageModel, GenerationMixin):
+class _Generative(TellsAdapters, LanguageModel, GenerationMixin):
     """Generation with the cache that the config's mechanisms declare."""
 
     def __init__(self, config):

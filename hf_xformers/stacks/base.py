@@ -99,10 +99,11 @@ class StackSpec(Spec):
     the ids of the call's tokens and of the one before, too. replays_memory: gradients go through the segment memory to
     the segments before, which a trainer may replay. passes_log_probs: it adds up what its layers hand out, row by row
     and as it is, so that probabilities of choices come through (`core/choices.py`). drops_layers: a layer may be left
-    out of a training step (`layer_drop`)."""
+    out of a training step (`layer_drop`). padding_last: it is given padding behind the tokens of each row."""
 
     passes_log_probs: ClassVar[bool] = False
     drops_layers: ClassVar[bool] = False
+    padding_last: ClassVar[bool] = False
     gives_memories: ClassVar[bool] = False
     feeds_gates: ClassVar[bool] = False
     unpads: ClassVar[bool] = False

@@ -15,8 +15,6 @@ from ..attention.transformer_xl import GRID, KEY_COUNT, KEY_REAL, KEY_STATES, TO
 from ..blocks.base import XFormerLayer, unpack_layer
 from ..core.components import register
 from ..core.context import LayerContext, add_losses
-from ..core.segment_memory import take_slots
-from ..ops.common.real_tokens import real_first
 from ..position.base import PositionActs
 from .base import Stack, StackOutput, StackSpec
 
@@ -32,9 +30,9 @@ class FunnelStack(Stack):
     the tokens it stands for and added to the first block's output, which `decoder_layers` more layers read (section
     2.3).
 
-    Padding is moved behind each row's tokens before the first layer and back after the last (in between, what is
-    recorded of layers stands in that order), and a pair with one real token is that token, so what a row gets does not
-    depend on padding. Texts of two tokens and less are pooled like any other (the released code stops there).
+    Padding stands behind each row's tokens here (`padding_last`), and a pair with one real token is that token, so
+    what a row gets does not depend on padding. Texts of two tokens and less are pooled like any other (the released
+    code stops there).
     """
 
     def __init__(self, config, spec: FunnelSpec):
@@ -52,11 +50,7 @@ class FunnelStack(Stack):
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,
     ) -> StackOutput:
-        real, order, types = context.padding_mask, None, context.inputs.get("token_type_ids")
-        if real is not None:
-            order = real_first(real)
-            hidden_states, real = take_slots(hidden_states, order), real.gather(1, order)
-            types = None if types is None else types.gather(1, order)
+        real, types = context.padding_mask, context.inputs.get("token_type_ids")
         run = _Run(layers, context, self.spec)
         first, first_real, first_types = hidden_states, real, types
         index = 0
@@ -87,8 +81,6 @@ class FunnelStack(Stack):
         inner = run.context(hidden_states, first_real, grid, (first_types, first_types))
         for layer in layers[index:]:
             hidden_states = run(layer, hidden_states, inner)
-        if order is not None:
-            hidden_states = take_slots(hidden_states, order.argsort(1))
         return StackOutput(hidden_states, context, run.losses)
 
     def pool(self, states: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -192,6 +184,7 @@ class FunnelSpec(StackSpec):
     powers of two."""
 
     passes_streams = keeps_tokens = False
+    padding_last = True
 
     summary = "sequence halved from block to block, then brought back to its length"
 

@@ -18,7 +18,6 @@ _NAMES = {
     "SegmentCarrier": "segments",
     "EpochCallback": "callbacks",
     "ExactSaves": "callbacks",
-    "ends_in_one_unit": "devices",
     "checkpoint_to_resume": "checkpoints",
     "newest_complete": "checkpoints",
     "token_statistics": "evaluation",

@@ -8,7 +8,6 @@ from .callbacks import EpochCallback as EpochCallback
 from .callbacks import ExactSaves as ExactSaves
 from .checkpoints import checkpoint_to_resume as checkpoint_to_resume
 from .checkpoints import newest_complete as newest_complete
-from .devices import ends_in_one_unit as ends_in_one_unit
 from .distillation import Distillation as Distillation
 from .distillation import DistillationTrainer as DistillationTrainer
 from .evaluation import summarise as summarise
@@ -46,7 +45,6 @@ __all__ = [
     "build_config",
     "build_model",
     "checkpoint_to_resume",
-    "ends_in_one_unit",
     "linearize",
     "newest_complete",
     "pretrain",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from transformers.trainer_callback import (
@@ -82,9 +84,10 @@ class EpochCallback(TrainerCallback):
 _NOT_SHOWN = ("perplexity", "tokens", "runtime", "samples_per_second", "steps_per_second", "model_preparation_time")
 
 
-def log_line(logs: dict[str, Any], state: TrainerState) -> str:
-    """What Trainer logged, as a line for people: held-out figures (loss and accuracy first, then a task's others)
-    beside the floor, what token frequencies alone reach."""
+def log_line(logs: dict[str, Any], state: TrainerState, called: Mapping[str, str] | None = None) -> str:
+    """What Trainer logged, as a line for people: held-out figures (loss and accuracy first, then a task's others), by
+    the names that they are `called`, beside the floor, what token frequencies alone reach."""
+    names = called or {}
     parts = [f"step {state.global_step}/{state.max_steps}"]
     held_out = {name.removeprefix("eval_"): value for name, value in logs.items() if name.startswith("eval_")}
     if held_out:
@@ -94,7 +97,7 @@ def log_line(logs: dict[str, Any], state: TrainerState) -> str:
             form = ".1%" if name.endswith("accuracy") else {"loss": ".3f"}.get(name, ".4g")
             value, floor = held_out.get(name), held_out.get(f"floor_{name}")
             beside = "" if floor is None else f" (floor {floor:{form}})"
-            figures += [] if value is None else [f"{name.replace('_', ' ')} {value:{form}}{beside}"]
+            figures += [] if value is None else [f"{names.get(name, name.replace('_', ' '))} {value:{form}}{beside}"]
         parts.append(f"held out: {', '.join(figures)}" if figures else "held out")
         prefix = "eval_"
     elif "train_runtime" in logs:
@@ -112,25 +115,32 @@ def log_line(logs: dict[str, Any], state: TrainerState) -> str:
 class LogLines(PrinterCallback):
     """Prints [`log_line`] where Trainer prints a dict."""
 
+    called: Mapping[str, str] = MappingProxyType({})
+
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
     ) -> None:
         if state.is_local_process_zero and logs:
-            print(log_line(logs, state), flush=True)
+            print(log_line(logs, state, self.called), flush=True)
 
 
 class LogLinesUnderBar(ProgressCallback):
     """The same above a progress bar."""
 
+    called: Mapping[str, str] = MappingProxyType({})
+
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
     ) -> None:
         if state.is_world_process_zero and self.training_bar is not None and logs:
-            self.training_bar.write(log_line(logs, state))
+            self.training_bar.write(log_line(logs, state, self.called))
 
 
-def speak_plainly(trainer: Any) -> None:
-    """Puts lines for people in place of the dicts that a Trainer prints."""
+def speak_plainly(trainer: Any, called: Mapping[str, str] | None = None) -> None:
+    """Puts lines for people in place of the dicts that a Trainer prints. called: held-out figures by the names that
+    say more."""
     for theirs, ours in ((PrinterCallback, LogLines), (ProgressCallback, LogLinesUnderBar)):
         if trainer.pop_callback(theirs) is not None:
-            trainer.add_callback(ours)
+            line = ours()
+            line.called = called or {}
+            trainer.add_callback(line)

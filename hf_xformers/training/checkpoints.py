@@ -95,7 +95,7 @@ def check_processes(checkpoint: str | Path, world_size: int) -> None:
     if saved not in (None, world_size) and (folder / STATE_FILE).is_file():
         raise ValueError(
             f"{str(checkpoint)!r} was saved by a run with `num_processes` {saved}, and this one has {world_size};"
-            f" start {saved}, or start a new run in another --output_dir"
+            f" start {saved}, or start a new run in another output folder"
         )
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,40 +80,6 @@ def processes_of(option: str, given: bool | int, world_size: int) -> int:
     return processes
 
 
-def ties_beyond_ends(model: Any) -> bool:
-    """Whether a parameter of the token table, or of the output matrix, stands in other modules too: in the table of a
-    second tower, in a generator or in a further head."""
-    table: Any = getattr(model, "get_input_embeddings", lambda: None)()
-    output: Any = getattr(model, "get_output_embeddings", lambda: None)()
-    ends = [module for module in (table, output) if module is not None]
-    tied = getattr(table, "weight", None) is not None and table.weight is getattr(output, "weight", None)
-    own = [{id(parameter) for parameter in module.parameters()} for module in ends]
-    inside = {id(module) for end in ends for module in end.modules()}
-    rest = {
-        id(parameter)
-        for module in model.modules()
-        if id(module) not in inside
-        for parameter in module.parameters(recurse=False)
-    }
-    units = [set().union(*own)] if tied else own
-    return any(one & other for one, other in itertools.combinations([*units, rest], 2))
-
-
-@contextlib.contextmanager
-def ends_in_one_unit(model: Any) -> Iterator[None]:
-    """Inside, `accelerator.prepare(model)` shards the token table and all that is tied to it together with what stands
-    outside of layers. Accelerate's FSDP2 makes a unit of the table and one output matrix, and torch refuses a
-    parameter that is in two units. A model without further ties is left to Accelerate."""
-    if not ties_beyond_ends(model):
-        yield
-        return
-    model.get_input_embeddings = model.get_output_embeddings = lambda: None  # by which Accelerate finds them
-    try:
-        yield
-    finally:
-        del model.get_input_embeddings, model.get_output_embeddings
-
-
 def _processes(name: str, given: str | None) -> bool | int:
     word = (given or "false").lower()
     if word in ("true", "yes", "on", "false", "no", "off"):
@@ -126,4 +89,4 @@ def _processes(name: str, given: str | None) -> bool | int:
     raise ValueError(f"--{name} {given} is no number of processes; give one, or none for all")
 
 
-__all__ = ["DeviceOptions", "ExpertOptions", "ends_in_one_unit", "processes_of"]
+__all__ = ["DeviceOptions", "ExpertOptions", "processes_of"]

@@ -24,7 +24,8 @@ from ..core.saved_files import SHARDED_OPTIMIZER, STATE_FILE
 from ..core.sequence_sharding import check_sharding, sharding_in_force
 from ..core.weight_decay import declared_undecayed
 from ..data.batching import LengthGroupedBatchSampler
-from .devices import ends_in_one_unit, processes_of
+from .checkpoints import check_processes
+from .devices import processes_of
 from .evaluation import (
     IGNORE_INDEX,
     frequency_floor,
@@ -131,17 +132,6 @@ class XFormerTrainer(Trainer):
             self.experts = ExpertParts(self, config, parts)
         if self.label_smoother is not None and self.compute_loss_func is None:
             self.compute_loss_func = self._smoothed_loss
-
-    def create_accelerator_and_postprocess(self) -> None:
-        super().create_accelerator_and_postprocess()
-        if self.is_fsdp_enabled:
-            prepare = self.accelerator.prepare
-
-            def prepare_in_units(*args: Any, **kwargs: Any) -> Any:
-                with ends_in_one_unit(self.model):
-                    return prepare(*args, **kwargs)
-
-            self.accelerator.prepare = prepare_in_units
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         if processes_of("expert_parallel", self._expert_parallel, self.args.world_size) > 1:
@@ -384,6 +374,7 @@ class XFormerTrainer(Trainer):
         super().log(logs, start_time)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        check_processes(resume_from_checkpoint, self.args.world_size)
         if self.experts is None:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         else:

@@ -119,12 +119,12 @@ def test_figures_of_predictions_have_names_and_floors(runs, capsys, tmp_path):
 def test_f1_names_its_class(runs, capsys):
     """Of two classes it is that of one: which one, every table says."""
     folder, data, summary = runs("text-classification")
-    assert summary["f1_class"] == "1"
+    assert summary["f1_name"] == "f1 of '1'"
     finetune_report(summary, str(folder))
     assert "f1 of '1' (validation)" in capsys.readouterr().out
     assert "f1 of '1'" in run(capsys, "evaluate", "--model", folder, "--data", data[1])[0]
     assert "| f1 of '1' |" in str(checkpoint_card(folder, "mine"))
-    assert "f1_class" not in runs("token-classification")[2]
+    assert runs("token-classification")[2]["f1_name"] == "entity f1"
 
 
 def test_the_floor_of_classes_and_of_numbers(runs):

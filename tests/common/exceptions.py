@@ -89,10 +89,6 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
             "later blocks attend among fewer states, and pooled queries among more keys (section 2.2)"
         ),
         "hidden_states": "states inside the stack have the length of their block (section 2.2)",
-        "what_is_recorded_stands_where_its_tokens_do": (
-            "pairs of states are pooled and repeated from each row's first token on, so that padding stands behind it"
-            " in all layers; the last states are where tokens are"
-        ),
     },
     "stack:reversible": {
         "gradient_checkpointing": "its layers run twice without it; tests/stacks/test_reversible.py tests it",

@@ -54,7 +54,11 @@ def test_weights_come_for_each_call(case):
             close(case.run(model, ids, given), wanted, 1e-5)
 
 
-SOME = [case for case in CASES if str(case) in ("xf_bert-encoder", "xf_t5-seq2seq", "modern-decoder")]
+SHARES = {  # of a model that may stay in memory: layers are divided where nothing else is left
+    "xf_bert-encoder": 0.55, "xf_t5-seq2seq": 0.55, "modern-decoder": 0.55, "xf_reformer-decoder": 0.35,
+    "xf_reformer-seq2seq": 0.55, "adaptive_vocabulary-encoder": 0.35,
+}  # fmt: skip
+SOME = [case for case in CASES if str(case) in SHARES]
 
 
 @pytest.mark.parametrize("case", SOME, ids=str)
@@ -62,8 +66,9 @@ def test_a_part_on_the_disk(case, tmp_path):
     model, ids = case.shared(torch.float32), tokens(9)[None]
     model.save_pretrained(tmp_path)
     size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    memory = {"cpu": int(SHARES[str(case)] * size)}
     loaded = case.family[case.head].from_pretrained(
-        tmp_path, device_map="auto", max_memory={"cpu": int(0.55 * size)}, offload_folder=tmp_path / "elsewhere"
+        tmp_path, device_map="auto", max_memory=memory, offload_folder=tmp_path / "elsewhere"
     )
     assert any(parameter.is_meta for parameter in loaded.parameters())
     with torch.no_grad():

@@ -398,3 +398,16 @@ def test_a_chain_of_tags_has_no_counterpart():
     with pytest.raises(ValueError, match="tag_decoder='crf' has no counterpart: BertForTokenClassification labels"):
         to_transformers(model)
     assert type(to_transformers(model, head="Model")).__name__ == "BertModel"
+
+
+@pytest.mark.parametrize("model_type", ["modernbert", "eurobert", "longformer", "xlm"])
+def test_ids_of_special_tokens_come_back(model_type):
+    """Those that no model of ours reads, too: another tokenizer's would lie beyond the vocabulary."""
+    theirs = transformers.CONFIG_MAPPING[model_type]
+    names = [entry.name for entry in dataclasses.fields(theirs) if entry.name.endswith("_token_id")]
+    ids = {name: 3 + number for number, name in enumerate(names)}
+    config = theirs(vocab_size=40, **ids)
+    converter = base.converters()[model_type]
+    ours = converter.config_to_ours(config)
+    back = converter.config_to_theirs(type(ours).from_dict(ours.to_dict()))
+    assert {name: getattr(back, name) for name in names} == ids

@@ -1,13 +1,17 @@
 """Files that are not UTF-8 are read when their encoding is named, and else refused with the remedy."""
 
+import dataclasses
 import json
 
+import numpy as np
 import pytest
 from datasets import Dataset
 
 from hf_xformers.data import load_text_dataset
 from hf_xformers.data.delimited import reading_as, text_lines
+from hf_xformers.data.sounds import write_wav
 from hf_xformers.finetuning.options import TaskData
+from hf_xformers.finetuning.sound_rows import load_sounds
 from hf_xformers.finetuning.sources import load_rows
 
 TEXTS = ["Zoë naïve", "Größe", "déjà vu"]
@@ -41,3 +45,13 @@ def test_refusals(tmp_path):
     for encoding, said in (("latn", "--encoding 'latn' is unknown"), ("ascii", "cannot be read as ascii")):
         with pytest.raises(ValueError, match=said):
             load_rows(TaskData(data=[str(tmp_path / "a.csv")], encoding=encoding))
+
+
+def test_transcripts_beside_sounds(tmp_path):
+    for number, text in enumerate(TEXTS):
+        write_wav(tmp_path / f"{number}.wav", np.zeros(80), 8000)
+        (tmp_path / f"{number}.txt").write_text(text, encoding="latin-1")
+    source = TaskData(data=[str(tmp_path)], validation_fraction=0, encoding="latin-1")
+    assert list(load_sounds(source)["train"]["text"]) == TEXTS
+    with pytest.raises(ValueError, match="not UTF-8.*--encoding latin-1"):
+        load_sounds(dataclasses.replace(source, encoding="utf-8"))

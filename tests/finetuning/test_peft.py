@@ -9,12 +9,15 @@ import torch
 from peft import (
     AutoPeftModelForSequenceClassification,
     AutoPeftModelForTokenClassification,
+    LoraConfig,
     PrefixTuningConfig,
+    PromptTuningConfig,
     get_peft_model,
 )
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
+from hf_xformers import XFormerConfig, XFormerForCausalLM
 from hf_xformers.adapters import load_adapter
 from hf_xformers.data import load_tokenizer, train_tokenizer
 from hf_xformers.finetuning import PEFT_METHODS, add_adapter
@@ -252,3 +255,52 @@ def test_keys_that_say_nothing_are_left_out_of_dicts():
     kind = config_class("xformer")
     assert "num_key_value_heads" not in kind().to_dict() and kind(**kind().to_dict()).num_key_value_heads is None
     assert kind(num_key_value_heads=2).to_dict()["num_key_value_heads"] == 2
+
+
+@pytest.mark.parametrize("head", ["ForCausalLM", "ForSequenceClassification", "ForTokenClassification"])
+def test_an_adapter_without_a_task_is_told_it(head, tmp_path):
+    """peft's Auto classes load such a one by its model's class, and only of transformers."""
+    torch.manual_seed(0)
+    variant, first = ("gpt2", head) if head == "ForCausalLM" else ("bert", "ForMaskedLM")
+    family(variant)[first](config_class(variant)(**SHAPE)).save_pretrained(tmp_path / "base")
+    names = {0: "a", 1: "b", 2: "c"}
+    more, saved = ({}, None) if head == "ForCausalLM" else ({"id2label": names}, ["classifier", "pooler"])
+    model = family(variant)[head].from_pretrained(tmp_path / "base", **more)
+    config = LoraConfig(target_modules=["v_proj"], modules_to_save=saved, init_lora_weights=False)
+    adapted = get_peft_model(model, config).eval()
+    adapted.save_pretrained(tmp_path / "adapter")
+    loaded = getattr(peft, f"AutoPeftModel{head}").from_pretrained(tmp_path / "adapter").eval()
+    ids = tokens(2, 5)
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(ids).logits, adapted(ids).logits)
+    assert not saved or loaded.config.id2label == names
+
+
+def test_prompts_on_a_vocabulary_in_clusters():
+    """peft guesses the token table by its size, which no cluster has."""
+    fields = {"embedding": {"type": "adaptive", "cutoffs": [8, 16], "factor": 2}, "head": "adaptive"}
+    fields["head"] = {"type": "adaptive", "cutoffs": [8, 16], "factor": 2}
+    model = XFormerForCausalLM(XFormerConfig(**{**SHAPE, **fields}, is_decoder=True))
+    model = get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)).eval()
+    ids = tokens(2, 5)
+    vectors = torch.cat((model.get_prompt(batch_size=2), model.base_model.get_input_embeddings()(ids)), dim=1)
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    with torch.no_grad():
+        torch.testing.assert_close(model(**given).logits, model.base_model(inputs_embeds=vectors).logits)
+
+
+def test_prefixes_where_a_layer_differs():
+    fields = {"per_layer_config": {1: {"feedforward": "relu"}}, "num_key_value_heads": 2}
+    model = XFormerForCausalLM(XFormerConfig(**{**SHAPE, **fields}, is_decoder=True))
+    model = get_peft_model(model, PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)).eval()
+    ids = tokens(2, 5)
+    assert model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits.shape[:2] == ids.shape
+
+
+def test_prompts_on_a_table_of_another_width():
+    """peft takes the hidden size for that of token vectors, unless it is told theirs; the command tells it."""
+    model = family("albert")["ForCausalLM"](config_class("albert")(**SHAPE, is_decoder=True))
+    assert model.get_input_embeddings().embedding_dim != model.config.hidden_size
+    model = add_adapter(model, "prompt", "CausalLM", num_virtual_tokens=3)
+    ids = tokens(2, 5)
+    assert model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits.shape[:2] == (2, 8)

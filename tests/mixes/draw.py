@@ -246,6 +246,7 @@ SOMETIMES: dict[str, tuple[Any, ...]] = {
     "passes": (1, 2, 3),
     "layers_per_step": (1, 2, 3),
     "universal.groups": (1, 2, 5),
+    "universal.act_halting_bias_init": (1.0, 0, 2, -1),  # at 8 all tokens halt before the layers of later groups run
     "base": (100.0, 10000, 1),
     "theta": (100.0, 10000, 0),
     "dropout": (0.0,),

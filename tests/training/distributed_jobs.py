@@ -179,6 +179,7 @@ RUNS: dict[str, tuple[str, str, dict[str, Any], int, dict[str, Any]]] = {
     ),
     "centroids": ("xf_routing_transformer", "encoder", ROUTING, 22, {}),
     "two towers": ("xf_t5", "seq2seq", {}, 22, {}),
+    "two towers, plain trainer": ("xf_t5", "seq2seq", {}, 24, PLAIN),
 }  # fmt: skip
 SAVED = 5  # the step of the checkpoint, inside the second epoch (or the first, with accumulation)
 
@@ -396,7 +397,9 @@ def fully_sharded(rank: int, world: int, folder: str) -> dict[str, Any]:
     return found
 
 
-SHARDED_RUNS = ("uneven", "uneven, accumulated, checkpointed", "reversible", "two towers")
+SHARDED_RUNS = (
+    *("uneven", "uneven, accumulated, checkpointed", "reversible", "two towers", "two towers, plain trainer"),
+)
 
 
 def sharded_trainer(rank: int, world: int, folder: str) -> dict[str, Any]:

@@ -4,8 +4,12 @@ import warnings
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import TrainingArguments
 
+from hf_xformers.training import XFormerTrainer
 from hf_xformers.training.checkpoints import checkpoint_to_resume, checkpoints, defect, newest_complete
+from hf_xformers.variants import config_class, family
+from tests.training.runs import SHAPE
 
 
 def write_checkpoint(run, step, ranks=1):
@@ -121,3 +125,19 @@ def test_an_interrupted_save_of_several_is_passed_over(tmp_path):
     (cut / "rng_state_1.pth").unlink()
     with pytest.warns(UserWarning, match="checkpoint-6 is passed over: it has no rng_state_1.pth"):
         assert newest_complete(tmp_path, 2) == whole
+
+
+def test_the_trainer_refuses_another_number_too(tmp_path):
+    model = family("gpt2")["ForCausalLM"](config_class("gpt2")(**SHAPE, is_decoder=True))
+    rows = [{"input_ids": torch.arange(5), "labels": torch.arange(5)}] * 4
+    arguments = TrainingArguments(
+        str(tmp_path), max_steps=2, save_steps=1, report_to="none", use_cpu=True, disable_tqdm=True
+    )
+    XFormerTrainer(model=model, args=arguments, train_dataset=rows).train()
+    checkpoint = tmp_path / "checkpoint-1"
+    state = checkpoint / "rng_state.pth"
+    for name in ("rng_state_0.pth", "rng_state_1.pth"):
+        (checkpoint / name).write_bytes(state.read_bytes())
+    state.unlink()
+    with pytest.raises(ValueError, match="`num_processes` 2, and this one has 1; start 2,"):
+        XFormerTrainer(model=model, args=arguments, train_dataset=rows).train(resume_from_checkpoint=str(checkpoint))

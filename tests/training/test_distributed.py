@@ -10,13 +10,14 @@ from re import fullmatch
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
 from hf_xformers import XFormerConfig, XFormerForSeq2SeqLM
 from hf_xformers.blocks.base import XFormerLayer
 from hf_xformers.blocks.vanilla import VanillaBlockSpec
 from hf_xformers.core.components import SLOTS, register
 from hf_xformers.core.parallel_plans import check_tensor_parallel, layers_apart, tensor_parallel_plan
-from hf_xformers.training.devices import ends_in_one_unit, ties_beyond_ends
+from hf_xformers.core.whole_modules import ties_beyond_ends
 from hf_xformers.variants import config_class, family
 from tests.helpers import tiny_fields
 from tests.training.distributed_jobs import (
@@ -255,7 +256,8 @@ def test_plans_name_what_is_there(case):
     assert split | tied == set(model.tp_plan) | set(model.fsdp_plan)
     # Accelerate looks the layers up by name.
     assert model._no_split_modules <= {type(module).__name__ for module in model.modules()}
-    assert bool(model._no_split_modules) == layers_apart(model.config)
+    units = eval("model._no_split_modules", {"__name__": "accelerate.utils.fsdp_utils", "model": model})
+    assert bool(units) == layers_apart(model.config)
     if layers_apart(model.config):  # then no parameter is read in the calls of two layers
         layers = [module for name, module in model.named_modules() if fullmatch(r"model\.(\w+)\.layers\.\d+", name)]
         parameters = [id(parameter) for layer in layers for parameter in layer.parameters()]
@@ -284,9 +286,23 @@ def test_what_shares_a_table_under_accelerates_fsdp(case):
     model = family(name)[head](config_class(name)(**tiny_fields(config_class(name), kind, **changes)))
     assert ties_beyond_ends(model) != fits
     table = model.get_input_embeddings()
-    with ends_in_one_unit(model):
-        assert model.get_input_embeddings() is (table if fits else None)
-    assert model.get_input_embeddings() is table
+    for wrapped in (model, get_peft_model(model, LoraConfig(target_modules=["q_proj"]))):
+        # as `fsdp2_prepare_model` does
+        asked = {"__name__": "accelerate.utils.fsdp_utils", "model": wrapped}
+        assert eval("model.get_input_embeddings()", asked) is (table if fits else None)
+        assert wrapped.get_input_embeddings() is table
+        output = model.get_output_embeddings()
+        assert eval("model.get_output_embeddings()", asked) is (output if fits else None)
+
+
+def test_units_of_fsdp_and_parts_of_device_maps():
+    """Layers that run in pieces are no units; a device map may divide them, but no module with tensors of its own."""
+    model = family("xf_reformer")["ForMaskedLM"](
+        config_class("xf_reformer")(**tiny_fields(config_class("xf_reformer"), "encoder"))
+    )
+    asked = {"__name__": "accelerate.utils.fsdp_utils", "model": model}
+    assert eval("model._no_split_modules", asked) == set()
+    assert model._no_split_modules == {"ReformerAttention"}
 
 
 def test_layers_of_a_class_from_elsewhere_are_found():

@@ -352,4 +352,5 @@ def test_lines_of_a_task():
     logs = {"eval_exact_match": 12.345678, "eval_f1": 0.5, "eval_accuracy": 0.25, "eval_runtime": 3.0, "epoch": 1.0}
     state = TrainerState(global_step=4, max_steps=9)
     assert log_line(logs, state) == "step 4/9, held out: accuracy 25.0%, exact match 12.35, f1 0.5"
+    assert log_line(logs, state, {"f1": "macro f1"}).endswith("exact match 12.35, macro f1 0.5")
     assert log_line({"loss": 1.0, "grad_norm": 2.0, "epoch": 0.5}, state) == "step 4/9, loss 1.000, epoch 0.50"

@@ -135,9 +135,9 @@ class Task:
         none."""
         return None
 
-    def f1_class(self) -> str | None:
-        """The class that the metric `f1` is of, where it is of one."""
-        return None
+    def f1_name(self) -> str:
+        """What the metric `f1` is of, or how it is averaged."""
+        return "f1"
 
     def facts(self) -> dict[str, Any]:
         """What else `settle` learnt from training rows, as JSON can hold it, for `restore`."""

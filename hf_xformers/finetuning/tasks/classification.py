@@ -97,8 +97,8 @@ class OneClass(Task):
     def class_names(self) -> list[str] | None:
         return self.labels.names
 
-    def f1_class(self) -> str | None:
-        return self.labels.names[1] if len(self.labels.names) == 2 else None
+    def f1_name(self) -> str:
+        return f"f1 of {self.labels.names[1]!r}" if len(self.labels.names) == 2 else "macro f1"
 
     def config_fields(self) -> dict[str, Any]:
         return {**self.labels.config_fields(), "problem_type": "single_label_classification"}

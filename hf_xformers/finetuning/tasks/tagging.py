@@ -203,6 +203,9 @@ class TokenClassification(Task):
     def guess(self, answer: Any, row: Mapping[str, Any]) -> Any:
         return [answer] * len(row["tokens"])
 
+    def f1_name(self) -> str:
+        return "entity f1" if self.entities else "macro f1"
+
     def score(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         guess, gold = [row["prediction"] for row in rows], [row["reference"] for row in rows]
         if self.entities:

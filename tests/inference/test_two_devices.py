@@ -1,0 +1,93 @@
+"""A model whose later layers are on another device, as Accelerate dispatches it: the second one is pretended."""
+
+import pytest
+import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
+from accelerate.utils import send_to_device
+from torch import nn
+
+from hf_xformers.core.context import LayerContext
+from hf_xformers.modeling_tower import XFormerTower
+from tests.common.cases import CASES, components, covering
+from tests.helpers import close, pad, tokens
+from tests.pretend_cuda import GPU, LOG, OnGPU, on_gpu, pretend_cuda
+
+HOST = torch.device("cpu")
+COVER = covering(CASES, lambda case: {(slot, name, is_decoder) for slot, name, _, is_decoder in components(case)})
+
+
+class MovesArguments(ModelHook):
+    """Accelerate's `AlignDevicesHook`, beside what it does to weights."""
+
+    def __init__(self, device):
+        self.device = device
+
+    def pre_forward(self, module, *args, **kwargs):
+        return send_to_device(args, self.device), send_to_device(kwargs, self.device)
+
+
+def divided(model):
+    """The first layer and what stands before it on the host, all other layers on the pretended device, with Accelerate's
+    hooks on every module that has tensors."""
+    first, *others = [tower for tower in model.modules() if isinstance(tower, XFormerTower)]
+    away: set[nn.Module] = set()
+    for tower, begin in ((first, 1), *((tower, 0) for tower in others)):
+        for part in (*tower.layers[begin:], tower.stack, tower.final_norm):
+            away |= set() if part is None else set(on_gpu(part).modules())
+
+    around = (model, getattr(model, "model", None), first, *others)
+    for module in model.modules():
+        if module not in around and module.state_dict():
+            add_hook_to_module(module, MovesArguments(GPU if module in away else HOST))
+    return model
+
+
+def mixed():
+    """Operations of this package with operands on both devices."""
+    between = [name for name in LOG.copies if name.startswith(("index", "_index", "copy_", "_to_copy"))]
+    return [name for name in (*LOG.mixed, *between) if "transformers/" not in name]
+
+
+def run(case, model):
+    ids, mask = pad([tokens(9), tokens(5, seed=1)], 9, "left")
+    with torch.no_grad():
+        found = [case.run(model, ids, given) for given in (None, mask)]
+    return [logits.inner if isinstance(logits, OnGPU) else logits for logits in found]
+
+
+@pytest.mark.parametrize("case", COVER, ids=str)
+def test_the_call_s_context_goes_along(case, monkeypatch):
+    expected = run(case, case.build(dtype=torch.float32).eval())
+    with pretend_cuda(monkeypatch):
+        model = divided(case.build(dtype=torch.float32).eval())
+        LOG.clear()
+        found = run(case, model)
+        assert not mixed()
+    for one, other in zip(found, expected, strict=True):
+        close(one, other, 1e-5)
+
+
+def test_gradients_come_back(monkeypatch):
+    """Through a bias of scores, which all layers read from a module of the first device; layers run twice."""
+    case = next(case for case in CASES if str(case) == "score_bias_post_ln-encoder")
+    grads = []
+    for there in (False, True):
+        model = case.build(dtype=torch.float32).train()
+        model.gradient_checkpointing_enable()
+        if not there:
+            case.run(model, tokens(2, 9)).square().sum().backward()
+            grads.append({name: one.grad for name, one in model.named_parameters()})
+            continue
+        with pretend_cuda(monkeypatch):
+            case.run(divided(model), tokens(2, 9)).square().sum().backward()
+            assert not mixed()
+            found = {name: one.grad for name, one in model.named_parameters()}
+            grads.append({name: one.inner if isinstance(one, OnGPU) else one for name, one in found.items()})
+    for name, one in grads[0].items():
+        close(grads[1][name], one, 1e-4)
+
+
+def test_what_is_there_already_stays():
+    index = torch.arange(3)
+    context = LayerContext(None, index[None], index, index, causal=True, fresh=True)
+    assert context.to("cpu") is context
