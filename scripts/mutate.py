@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """Breaks the package in one place at a time, and lists the places that no test notices.
 
-    python scripts/mutate.py --seed 0 --n 40 --paths hf_xformers/position --tests tests/position --json new
-    python scripts/mutate.py --seed 0 --n 40 --paths hf_xformers/position --tests tests/position --json old --suite main
+    python scripts/mutate.py --seed 0 --n 40 --paths hf_xformers/data --tests tests/data --json new
+    python scripts/mutate.py --seed 0 --n 40 --paths hf_xformers/data --tests tests/data --json old --suite main
     python scripts/mutate.py --compare old new
 
 Without --tests, each mutation meets what `scripts/affected.py` selects for its file, nearest first; tests marked slow
@@ -37,7 +37,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -53,6 +53,7 @@ COMPARISONS = {
 }  # fmt: skip
 SYMBOL = re.compile(r"is\s+not\b|not\s+in\b|is\b|in\b|and\b|or\b|\*\*|//|<<|>>|[<>=!]=|[-+*/%@&|^<>]")
 TALK = {"warn", "warning", "warning_once", "warning_advice", "info", "debug", "error", "print"}
+QUIET = ["-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", "--no-header", "--tb=no", "--timeout=120"]
 # Imports first, as tests that never meet the module would not tell; 99 is no exit code of pytest's.
 RUN = """
 import importlib, sys
@@ -76,22 +77,24 @@ class Mutation:
     end: int
     text: str
     diff: str = ""
-    outcome: str = ""
+    outcome: str = "planned"
     test: str = ""
     seconds: float = 0
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line} {self.category}: {self.outcome or 'planned'} {self.test}".rstrip()
+        return f"{self.file}:{self.line} {self.category}: {self.outcome} {self.test}".rstrip()
+
+    def applied(self, before: bytes) -> bytes:
+        return before[: self.start] + self.text.encode() + before[self.end :]
 
 
-class Places(ast.NodeVisitor):
-    """Every mutation of one file."""
+class Places:
+    """found: every mutation of one file."""
 
     def __init__(self, file: str, source: bytes):
         self.file, self.source, self.found = file, source, []
         self.lines = [0, *itertools.accumulate(len(line) for line in source.splitlines(keepends=True))]
-        self.inside: list[ast.AST] = []  # functions and classes around
-        self.visit(ast.parse(source))
+        self.visit(ast.parse(source), None)
 
     def start(self, node) -> int:
         return self.lines[node.lineno - 1] + node.col_offset
@@ -115,151 +118,109 @@ class Places(ast.NodeVisitor):
         between = self.source[start : self.start(right)].decode()
         match = SYMBOL.search(between)
         if match and "#" not in between and (found := re.sub(r"\s+", " ", match[0])) in table:
-            first = start + len(between[: match.start()].encode())
-            self.add(category, first, first + len(match[0].encode()), table[found])
+            self.add(category, start + match.start(), start + match.end(), table[found])
 
-    # What stays: texts, annotations, decorators, defaults of settings.
-    def visit_JoinedStr(self, node) -> None: ...
+    def visit(self, node, scope) -> None:
+        """scope: the function or class that a node is in, None outside."""
+        for child in self.within(node, scope):
+            self.visit(child, node if isinstance(node, (ast.FunctionDef, ast.ClassDef)) else scope)
 
-    def visit_Raise(self, node) -> None:
-        self.replace("statement", node, "pass")
+    def within(self, node, scope) -> Iterable[ast.AST]:
+        """Adds the mutations of a node; returns its parts that may have more: no annotation, decorator or text."""
+        match node:
+            case (
+                ast.JoinedStr()
+                | ast.Assign(targets=[ast.Name(id="__all__")])
+                | ast.If(test=ast.Name(id="TYPE_CHECKING"))
+            ):
+                return []
+            case ast.ClassDef():
+                return node.body
+            case ast.FunctionDef(args=arguments):
+                return [*arguments.defaults, *filter(None, arguments.kw_defaults), *node.body]
+            case ast.Raise():
+                self.replace("statement", node, "pass")
+                return []
+            case ast.Break() | ast.Continue():
+                self.replace("statement", node, "pass")
+            case ast.AnnAssign(value=value):
+                setting = isinstance(scope, ast.ClassDef) and not isinstance(getattr(value, "value", None), bool)
+                return [] if setting or value is None else [value]
+            case ast.Assign(targets=[target], value=value):
+                # Anything but a change of what is there already would be missed at once.
+                again = isinstance(target, ast.Name) and re.search(rf"\b{target.id}\b", self.text(value))
+                if scope and (again or isinstance(target, ast.Subscript)):
+                    self.replace("statement", node, "pass")
+                return [value]
+            case ast.AugAssign(target=target, value=value):
+                self.symbol("operator", OPERATORS, target, value)
+                self.replace("statement", node, "pass")
+                return [value]
+            case ast.Expr(value=ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name))):
+                if name in TALK:
+                    return []
+                if scope:
+                    self.replace("statement", node, "pass")
+            case ast.If(test=test) | ast.IfExp(test=test) | ast.comprehension(ifs=[test, *_]):
+                self.replace("branch", test, f"not ({self.text(test)})")
+            case ast.BinOp(left=left, right=right):
+                self.symbol("operator", OPERATORS, left, right)
+            case ast.BoolOp(values=values):
+                for pair in itertools.pairwise(values):
+                    self.symbol("operator", OPERATORS, *pair)
+            case ast.UnaryOp(operand=operand) if not isinstance(operand, ast.Constant):
+                length = 3 if isinstance(node.op, ast.Not) else 1
+                self.add("operator", self.start(node), self.start(node) + length, "")
+            case ast.Compare(left=left, comparators=others):
+                for pair in itertools.pairwise([left, *others]):
+                    self.symbol("comparison", COMPARISONS, *pair)
+            case ast.Constant(value=bool(value)):
+                self.replace("constant", node, str(not value))
+            case ast.Constant(value=int(value)):
+                self.replace("constant", node, str(value + 1))
+            case ast.Constant(value=float(value)):
+                self.replace("constant", node, repr(value * 2 or 1.0))
+            case ast.Call() if scope:
+                self.arguments(node)
+        return ast.iter_child_nodes(node)
 
-    def visit_AnnAssign(self, node) -> None:
-        declares = self.inside and isinstance(self.inside[-1], ast.ClassDef)
-        if node.value and (not declares or getattr(node.value, "value", None) in (True, False)):
-            self.visit(node.value)
-
-    def visit_ClassDef(self, node) -> None:
-        self.inside.append(node)
-        for child in node.body:
-            self.visit(child)
-        self.inside.pop()
-
-    def visit_FunctionDef(self, node) -> None:
-        self.inside.append(node)
-        for child in [*node.args.defaults, *filter(None, node.args.kw_defaults), *node.body]:
-            self.visit(child)
-        self.inside.pop()
-
-    # What changes.
-    def visit_Assign(self, node) -> None:
-        target = node.targets[0]
-        if getattr(target, "id", None) == "__all__":
-            return
-        again = isinstance(target, ast.Name) and any(
-            isinstance(child, ast.Name) and child.id == target.id for child in ast.walk(node.value)
-        )
-        if self.inside and (again or isinstance(target, ast.Subscript)):  # anything else is missed at once
-            self.replace("statement", node, "pass")
-        self.visit(node.value)
-
-    def visit_AugAssign(self, node) -> None:
-        self.symbol("operator", OPERATORS, node.target, node.value)
-        self.replace("statement", node, "pass")
-        self.visit(node.value)
-
-    def visit_Expr(self, node) -> None:
-        if isinstance(node.value, ast.Constant):
-            return
-        call = node.value.func if isinstance(node.value, ast.Call) else None
-        if getattr(call, "attr", getattr(call, "id", None)) in TALK:
-            return
-        if self.inside and isinstance(node.value, ast.Call):
-            self.replace("statement", node, "pass")
-        self.visit(node.value)
-
-    def visit_Continue(self, node) -> None:
-        self.replace("statement", node, "pass")
-
-    visit_Break = visit_Continue
-
-    def visit_If(self, node) -> None:
-        if getattr(node.test, "id", None) == "TYPE_CHECKING":
-            return
-        self.replace("branch", node.test, f"not ({self.text(node.test)})")
-        self.generic_visit(node)
-
-    visit_IfExp = visit_If
-
-    def visit_comprehension(self, node) -> None:
-        for test in node.ifs:
-            self.replace("branch", test, f"not ({self.text(test)})")
-        self.generic_visit(node)
-
-    def visit_BinOp(self, node) -> None:
-        self.symbol("operator", OPERATORS, node.left, node.right)
-        self.generic_visit(node)
-
-    def visit_BoolOp(self, node) -> None:
-        for left, right in itertools.pairwise(node.values):
-            self.symbol("operator", OPERATORS, left, right)
-        self.generic_visit(node)
-
-    def visit_UnaryOp(self, node) -> None:
-        if not isinstance(node.operand, ast.Constant):
-            length = 3 if isinstance(node.op, ast.Not) else 1
-            self.add("operator", self.start(node), self.start(node) + length, "")
-        self.generic_visit(node)
-
-    def visit_Compare(self, node) -> None:
-        for left, right in itertools.pairwise([node.left, *node.comparators]):
-            self.symbol("comparison", COMPARISONS, left, right)
-        self.generic_visit(node)
-
-    def visit_Constant(self, node) -> None:
-        if isinstance(node.value, bool):
-            self.replace("constant", node, str(not node.value))
-        elif isinstance(node.value, int):
-            self.replace("constant", node, str(node.value + 1))
-        elif isinstance(node.value, float):
-            self.replace("constant", node, repr(node.value * 2 or 1.0))
-
-    def visit_Call(self, node) -> None:
-        if any(isinstance(around, ast.FunctionDef) for around in self.inside):
-            swaps = () if getattr(node.func, "id", None) in ("min", "max", "isinstance") else node.args
-            for first, second in itertools.pairwise(swaps):
-                if not {type(first), type(second)} & {ast.Starred} and ast.dump(first) != ast.dump(second):
-                    between = self.source[self.end(first) : self.start(second)].decode()
-                    swapped = self.text(second) + between + self.text(first)
-                    self.add("argument", self.start(first), self.end(second), swapped)
-            for index, keyword in enumerate(node.keywords):
-                if isinstance(keyword.value, ast.JoinedStr) or " " in str(getattr(keyword.value, "value", "")):
-                    continue  # a text
-                later = node.keywords[index + 1 :]
-                self.add("argument", self.start(keyword), self.start(later[0]) if later else self.end(node) - 1, "")
-        self.generic_visit(node)
+    def arguments(self, node: ast.Call) -> None:
+        swaps = () if getattr(node.func, "id", None) in ("min", "max") else node.args
+        for first, second in itertools.pairwise(swaps):
+            if not isinstance(first, ast.Starred) and not isinstance(second, ast.Starred):
+                between = self.source[self.end(first) : self.start(second)].decode()
+                swapped = self.text(second) + between + self.text(first)
+                self.add("argument", self.start(first), self.end(second), swapped)
+        for keyword, after in zip(node.keywords, [*node.keywords[1:], None]):
+            if not isinstance(keyword.value, ast.JoinedStr) and " " not in str(getattr(keyword.value, "value", "")):
+                self.add("argument", self.start(keyword), self.start(after) if after else self.end(node) - 1, "")
 
 
 def mutations(root: Path, paths: list[str], seed: int, number: int) -> list[Mutation]:
     """`number` mutations of files under `paths`, of each category in turn."""
-    files: set[Path] = set()
+    places: dict[str, list[Mutation]] = {}
     for path in paths:
         if not (root / path).exists():
             raise ValueError(f"there is no {path} below {root}; --paths are files and folders of the package.")
-        files |= set((root / path).rglob("*.py")) if (root / path).is_dir() else {root / path}
-    places: dict[str, list[Mutation]] = {}
-    for file in sorted(files):
-        for mutation in Places(str(file.relative_to(root)), file.read_bytes()).found:
-            places.setdefault(mutation.category, []).append(mutation)
+        for file in sorted((root / path).rglob("*.py")) if (root / path).is_dir() else [root / path]:
+            for mutation in Places(str(file.relative_to(root)), file.read_bytes()).found:
+                places.setdefault(mutation.category, []).append(mutation)
     for category, found in places.items():
         random.Random(f"{seed} {category}").shuffle(found)
-    order = [place for turn in itertools.zip_longest(*(places[name] for name in sorted(places))) for place in turn]
-    return list(itertools.islice(changed(root, filter(None, order)), number))
+    turns = itertools.zip_longest(*(places[category] for category in sorted(places)))
+    return list(itertools.islice((one for turn in turns for one in turn if one and changes(root, one)), number))
 
 
-def changed(root: Path, places: Iterator[Mutation]) -> Iterator[Mutation]:
-    """Those that are Python and mean something else, with their diffs."""
-    for place in places:
-        before = (root / place.file).read_bytes()
-        after = before[: place.start] + place.text.encode() + before[place.end :]
-        try:
-            if ast.dump(ast.parse(after)) == ast.dump(ast.parse(before)):
-                continue
-        except SyntaxError:
-            continue
-        lines = difflib.unified_diff(before.decode().splitlines(), after.decode().splitlines(), lineterm="", n=0)
-        place.diff = "\n".join(list(lines)[3:])
-        yield place
+def changes(root: Path, mutation: Mutation) -> bool:
+    """Whether the outcome is Python and means something else; fills the diff in."""
+    before = (root / mutation.file).read_bytes()
+    after = mutation.applied(before)
+    lines = difflib.unified_diff(before.decode().splitlines(), after.decode().splitlines(), lineterm="", n=0)
+    mutation.diff = "\n".join(list(lines)[3:])
+    try:
+        return ast.dump(ast.parse(after)) != ast.dump(ast.parse(before))
+    except SyntaxError:
+        return False
 
 
 class Copy:
@@ -278,21 +239,19 @@ class Copy:
 
     def pytest(self, module: str, words: list[str], limit: float) -> tuple[int | None, str]:
         """Exit code (None: unfinished) and the first failed test, or what was printed last."""
-        quiet = ["-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", "--no-header", "--tb=no", "--timeout=120"]
         command = [
             sys.executable,
             "-c",
             RUN,
             module,
-            *quiet,
+            *QUIET,
             *(f"--deselect={test}" for test in self.left_out),
             *words,
         ]
-        settings = dict(PYTHONPATH=str(self.root), OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
-        environment = {**os.environ, **settings, "TOKENIZERS_PARALLELISM": "false"}
+        settings = dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
         process = subprocess.Popen(
-            command, cwd=self.root, env=environment, text=True, start_new_session=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            command, cwd=self.root, env={**os.environ, "PYTHONPATH": str(self.root), **settings}, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         try:
             printed, _ = process.communicate(timeout=limit)
@@ -313,11 +272,12 @@ class Copy:
         before, began = path.read_bytes(), time.monotonic()
         module = mutation.file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
         while True:
-            path.write_bytes(before[: mutation.start] + mutation.text.encode() + before[mutation.end :])
-            try:
-                code, test = self.first_failure(module, selections, limit)
-            finally:
-                path.write_bytes(before)
+            path.write_bytes(mutation.applied(before))
+            for words in selections:
+                code, test = self.pytest(module, words, limit)
+                if code not in (0, 5):
+                    break
+            path.write_bytes(before)
             if code not in (1, 2, 3, 4) or test in self.passed:
                 break
             # A failed test alone; of a file that could not be read, whether it can.
@@ -331,14 +291,6 @@ class Copy:
         mutation.outcome, mutation.seconds = named.get(code, CAUGHT), round(time.monotonic() - began, 1)
         mutation.test = test if code not in (0, 5, None) else ""
 
-    def first_failure(self, module, selections, limit):
-        code, test = 0, ""
-        for words in selections:
-            code, test = self.pytest(module, words, limit)
-            if code not in (0, 5):
-                break
-        return code, test
-
 
 def selections_for(file: str) -> list[list[str]]:
     """What `scripts/affected.py` would run for this file, in one list of words for each call of pytest."""
@@ -349,29 +301,22 @@ def selections_for(file: str) -> list[list[str]]:
     return [words for words in (plan.files, common) if words]
 
 
-def summary(done: Iterable[Mutation]) -> str:
-    """Counts, and the survivors with what changed."""
-    done = list(done)
-    counts = {name: sum(one.outcome == name for one in done) for name in (CAUGHT, SURVIVED, NO_IMPORT, UNFINISHED)}
-    survivors = [f"{one}\n{one.diff}" for one in done if one.outcome == SURVIVED]
-    return "\n".join([*survivors, ", ".join(f"{number} {name}" for name, number in counts.items())])
-
-
 def compare(old: str, new: str) -> str:
     """What two runs of the same mutations say differently."""
-    runs = [json.loads(Path(path).read_text()) for path in (old, new)]
-    first, second = ({one["file"] + str(one["start"]) + one["diff"]: one for one in run["mutations"]} for run in runs)
-    if first.keys() != second.keys():
+    runs = [[Mutation(**one) for one in json.loads(Path(path).read_text())["mutations"]] for path in (old, new)]
+    if [(one.file, one.start, one.diff) for one in runs[0]] != [(one.file, one.start, one.diff) for one in runs[1]]:
         raise ValueError(f"{old} and {new} hold different mutations; run both with the same --seed, --n and --paths.")
-    lines = []
-    for key, one in first.items():
-        other = second[key]["outcome"]
-        if one["outcome"] != other:
-            lines.append(f"{one['file']}:{one['line']} {one['outcome']} -> {other} ({one['test']})\n{one['diff']}")
-    for path, run in zip((old, new), (first, second)):
-        counted = [one["outcome"] for one in run.values() if one["outcome"] in (CAUGHT, SURVIVED)]
-        lines.append(f"{path}: {counted.count(CAUGHT)} of {len(counted)} caught")
-    return "\n".join(lines)
+    differing = [
+        f"{one} -> {other.outcome} {other.test}\n{one.diff}"
+        for one, other in zip(*runs)
+        if one.outcome != other.outcome
+    ]
+    return "\n".join([*differing, *(f"{path}: {counts(run)}" for path, run in zip((old, new), runs))])
+
+
+def counts(done: list[Mutation]) -> str:
+    outcomes = [one.outcome for one in done]
+    return ", ".join(f"{outcomes.count(name)} {name}" for name in (CAUGHT, SURVIVED, NO_IMPORT, UNFINISHED))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -406,7 +351,7 @@ def main(argv: list[str] | None = None) -> int:
                     Path(options.json).write_text(json.dumps(record, indent=1))
         if copy.left_out:
             print("left out, as they fail on the unchanged package:", *copy.left_out)
-        print(summary(chosen))
+        print(*(f"{one}\n{one.diff}" for one in chosen if one.outcome == SURVIVED), counts(chosen), sep="\n")
     except ValueError as error:
         parser.error(str(error))
     return 0
