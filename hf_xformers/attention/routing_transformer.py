@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from ..core.cache import appended
-from ..core.components import aliased, register
+from ..core.components import aliased, bounded, register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..core.initialization import seeded_normal, start_projections
 from ..ops.block_sparse.attention import block_sparse_attention
@@ -458,8 +458,8 @@ class RoutingSpec(BucketedSpec):
     num_routing_heads: int | None = None
     first_routing_layer: int = 0
     block_size: int = 256
-    ema_decay: float | int = 0.999
-    commitment_weight: float | int = 1e-4
+    ema_decay: float | int = bounded(0.999, least=0, below=1)
+    commitment_weight: float | int = bounded(1e-4, least=0)
     share_qk: bool | None = None
     rotates_routed: bool = False
 
@@ -469,10 +469,6 @@ class RoutingSpec(BucketedSpec):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"routing_transformer needs `{name}` >= {least}, got {value}.")
-        if not 0 <= self.ema_decay < 1:
-            raise ValueError(f"routing_transformer needs 0 <= `ema_decay` < 1, got {self.ema_decay}.")
-        if self.commitment_weight < 0:
-            raise ValueError(f"routing_transformer needs `commitment_weight` >= 0, got {self.commitment_weight}.")
 
     def check(self, config) -> None:
         heads = config.num_attention_heads

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, dataclass_transform
 
+from .bounds import bounded
 from .hand_overs import HandOver, check_hand_overs
 from .specs import (
     Registry,
@@ -108,7 +109,7 @@ SLOTS: dict[str, Slot] = {
 SLOTS["cross_attention"] = SLOTS["attention"]  # one registry: a mechanism says itself whether it can read a memory
 
 
-@dataclass_transform(kw_only_default=True, field_specifiers=(field, aliased))
+@dataclass_transform(kw_only_default=True, field_specifiers=(field, aliased, bounded))
 def register(slot: str, name: str, *, aliases: tuple[str, ...] = ()):
     """Class decorator: makes `cls` a strict dataclass and registers it as component `name` of `slot`."""
 
@@ -343,6 +344,7 @@ __all__ = [
     "Spec",
     "SpecLike",
     "aliased",
+    "bounded",
     "build_spec",
     "canonical_fields",
     "check_components",

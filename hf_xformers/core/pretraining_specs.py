@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar, Self, TypeVar, cast, dataclass_transform
 
+from .bounds import bounded
 from .specs import Registry, TypedSpec, aliased, build_in, check_types, register_in
 
 AnyPretraining = TypeVar("AnyPretraining", bound="PretrainingSpec")
@@ -33,7 +34,7 @@ class PretrainingSpec(TypedSpec):
 
     def __post_init__(self) -> None:
         check_types(self)
-        self.check_fields()
+        self.check_values()
 
     @classmethod
     def of(cls, config: Any) -> Self:
@@ -92,7 +93,7 @@ EARLIER_FIELDS: Mapping[str, tuple[tuple[str, str], ...]] = MappingProxyType(
 )
 
 
-@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(aliased,))
+@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(aliased, bounded))
 def register_pretraining(name: str) -> Callable[[type[AnyPretraining]], type[AnyPretraining]]:
     """Class decorator: makes `cls` a frozen dataclass with checked fields and registers it as `name`."""
 

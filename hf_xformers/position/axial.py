@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from ..core.components import register
+from ..core.components import bounded, register
 from ..core.reading_weights import weight_of
 from ..ops.common.token_grid import TokenGrid
 from .base import Position, PositionSpec
@@ -64,7 +64,7 @@ class AxialSpec(PositionSpec):
     shape: tuple[int, ...] | None = None
     widths: tuple[int, ...] | None = None
     combine: Literal["concatenation", "sum"] = "concatenation"
-    std: float | int = 1.0
+    std: float | int = bounded(1.0, least=0)
 
     def check_fields(self) -> None:
         for name in ("shape", "widths"):
@@ -75,8 +75,6 @@ class AxialSpec(PositionSpec):
             raise ValueError(
                 f"axial with combine='sum' has vectors of one width, so leave out `widths` {self.widths}."
             )
-        if self.std < 0:
-            raise ValueError(f"axial needs `std` >= 0, got {self.std}.")
 
     def check(self, config) -> None:
         if config.max_position_embeddings < 1:

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
 from ..blocks.base import XFormerLayer
-from ..core.components import register
+from ..core.components import bounded, register
 from ..core.context import LayerContext
 from ..core.extent import can_inspect
 from ..core.losses import token_cross_entropy
@@ -229,9 +229,9 @@ class DecoderExitSpec(StackSpec):
     exit_threshold: float | int | None = None
     training: Literal["aligned", "mixed"] = "aligned"
     loss_weights: Literal["uniform", "depth"] = "uniform"
-    exit_weight: float | int = 0.1
-    smoothing: float | int = 0.0
-    depth_penalty: float | int = 0.0
+    exit_weight: float | int = bounded(0.1, least=0)
+    smoothing: float | int = bounded(0.0, least=0)
+    depth_penalty: float | int = bounded(0.0, least=0)
 
     @property
     def threshold(self) -> float | None:
@@ -246,9 +246,6 @@ class DecoderExitSpec(StackSpec):
                 f"decoder_exit compares probabilities with `exit_threshold`, got {self.exit_threshold}; give a number"
                 " from 0 to 1, or None."
             )
-        for name in ("exit_weight", "smoothing", "depth_penalty"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"decoder_exit needs `{name}` >= 0, got {getattr(self, name)}.")
         if self.halting == "gates" and self.training == "mixed":
             raise ValueError(
                 "decoder_exit's gates learn from what all layers predict, which `training='mixed'` does not compute;"

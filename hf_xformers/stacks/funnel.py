@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache
 from ..attention.shared.query_grid import Grid
 from ..attention.transformer_xl import GRID, KEY_COUNT, KEY_REAL, KEY_STATES, TOKEN_TYPES
 from ..blocks.base import XFormerLayer, unpack_layer
-from ..core.components import register
+from ..core.components import bounded, register
 from ..core.context import LayerContext, add_losses
 from ..core.segment_memory import take_slots
 from ..ops.common.real_tokens import real_first
@@ -202,7 +202,7 @@ class FunnelSpec(StackSpec):
     separate_cls: bool = True
     truncate: bool = True
     upsample: bool = True
-    decoder_layers: int | None = None
+    decoder_layers: int | None = bounded(None, least=0)
 
     def after(self, config) -> int:
         """Layers after up-sampling."""
@@ -234,8 +234,6 @@ class FunnelSpec(StackSpec):
             value = getattr(self, name)
             if value is not None and (not value or min(value) < 1):
                 raise ValueError(f"funnel needs `{name}` of numbers >= 1, one per block, got {value}.")
-        if self.decoder_layers is not None and self.decoder_layers < 0:
-            raise ValueError(f"funnel needs `decoder_layers` >= 0, got {self.decoder_layers}.")
 
     def check(self, config) -> None:
         blocks = self.blocks(config)

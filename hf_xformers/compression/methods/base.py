@@ -10,6 +10,7 @@ from typing import Any, ClassVar, dataclass_transform
 import torch
 from torch import Tensor, nn
 
+from ...core.bounds import bounded
 from ...core.specs import Catalog, Registry, TypedSpec, build_in, register_in
 from ..heads import Heads, has_scores, self_attentions
 from ..predictions import prediction_loss, widened
@@ -162,7 +163,7 @@ class DistillationMethod(TypedSpec):
 METHODS = Catalog(_REGISTRY)
 
 
-@dataclass_transform(kw_only_default=True)
+@dataclass_transform(kw_only_default=True, field_specifiers=(bounded,))
 def register(name: str, *aliases: str):
     """Class decorator: makes `cls` a strict dataclass and registers it as the method `name`."""
 
