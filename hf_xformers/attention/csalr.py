@@ -69,14 +69,8 @@ class CSALRSpec(AttentionSpec):
     why_not_causal = "its landmarks are means over all tokens, later ones too."
 
     num_landmarks: int = bounded(64, "landmarks", least=1)
-    ridge: float | int = 1.0
+    ridge: float | int = bounded(1.0, above=0)
     renormalize: bool = False
-
-    def check_fields(self) -> None:
-        if not self.ridge > 0:
-            raise ValueError(
-                f"csalr needs `ridge` > 0, or the landmarks' attention may have no inverse, got {self.ridge}."
-            )
 
     def weighs(self, config) -> bool:
         return False

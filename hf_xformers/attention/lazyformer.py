@@ -145,7 +145,7 @@ class LazyFormerSpec(AttentionSpec):
     runs_through = True
 
     block_size: int = bounded(2, least=1)
-    block_sizes: tuple[int, ...] | None = None
+    block_sizes: tuple[int, ...] | None = bounded(None, least=1)
     hand_on: Literal["auto", "weights", "projections"] = "auto"
 
     def first_layers(self, layers: int) -> set[int]:
@@ -153,12 +153,6 @@ class LazyFormerSpec(AttentionSpec):
         if self.block_sizes is not None:
             return {0, *accumulate(self.block_sizes[:-1])}
         return set(range(0, layers, self.block_size))
-
-    def check_fields(self) -> None:
-        if self.block_sizes is not None and (not self.block_sizes or min(self.block_sizes) < 1):
-            raise ValueError(
-                f"lazyformer needs at least one layer in each of its `block_sizes`, got {list(self.block_sizes)}."
-            )
 
     def check(self, config) -> None:
         sizes, layers = self.block_sizes, config.num_hidden_layers

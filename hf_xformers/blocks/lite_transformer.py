@@ -96,7 +96,7 @@ class LiteTransformerBlockSpec(BlockSpec):
 
     attn_channels: int | None = None
     conv_heads: int | None = bounded(None, least=1)
-    kernel_sizes: tuple[int, ...] | None = None
+    kernel_sizes: tuple[int, ...] | None = bounded(None, least=1)
     conv_type: Literal["dynamic", "lightweight"] = "dynamic"
     conv_glu: bool = True
     conv_weight_softmax: bool = True
@@ -115,12 +115,6 @@ class LiteTransformerBlockSpec(BlockSpec):
     def kernel(self, layer_idx: int) -> int:
         kernels = KERNELS if self.kernel_sizes is None else self.kernel_sizes
         return kernels[min(layer_idx, len(kernels) - 1)]
-
-    def check_fields(self) -> None:
-        if self.kernel_sizes is not None and (not self.kernel_sizes or min(self.kernel_sizes) < 1):
-            raise ValueError(
-                f"block 'lite_transformer' needs sizes of 1 or more under `kernel_sizes`, got {self.kernel_sizes}."
-            )
 
     def check(self, config) -> None:
         width, heads = self.attention_width(config), self.heads_of_convolution(config)

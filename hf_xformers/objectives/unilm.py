@@ -164,7 +164,7 @@ class UniLMObjective(SentencePairObjective):
     mode_probs: tuple[float | int, float | int, float | int, float | int] = (1 / 3, 1 / 3, 1 / 6, 1 / 6)
     segment_ids_per_mode: bool = True
     ngram_prob: float | int = bounded(0.2, least=0, most=1)
-    target_mask_prob: float | int | None = None
+    target_mask_prob: float | int | None = bounded(None, above=0, most=1)
     random_prob: float | int = bounded(0.5, least=0, most=1)
 
     summary: ClassVar[str] = "masked tokens, read from both sides, either side, or as a target (UniLM)"
@@ -192,7 +192,6 @@ class UniLMObjective(SentencePairObjective):
             f"mode_probs are four shares with the sum 1, not {self.mode_probs}",
         )
         share = self.target_mask_prob
-        self._require(share is None or 0 < share <= 1, f"target_mask_prob must lie in (0, 1] or be None, not {share}")
         self._require(
             share is None or self.mode_probs[1] > 0,
             "target_mask_prob is of rows of source and target: give them a share in mode_probs (0,1,0,0)",

@@ -226,7 +226,7 @@ class DecoderExitSpec(StackSpec):
     layers_apart = False  # keys of tokens that have left are made outside of a layer's call
 
     halting: Literal["confidence", "gates"] = "confidence"
-    exit_threshold: float | int | None = None
+    exit_threshold: float | int | None = bounded(None, least=0, most=1)
     training: Literal["aligned", "mixed"] = "aligned"
     loss_weights: Literal["uniform", "depth"] = "uniform"
     exit_weight: float | int = bounded(0.1, least=0)
@@ -241,11 +241,6 @@ class DecoderExitSpec(StackSpec):
         return self.exit_threshold
 
     def check_fields(self) -> None:
-        if self.exit_threshold is not None and not 0 <= self.exit_threshold <= 1:
-            raise ValueError(
-                f"decoder_exit compares probabilities with `exit_threshold`, got {self.exit_threshold}; give a number"
-                " from 0 to 1, or None."
-            )
         if self.halting == "gates" and self.training == "mixed":
             raise ValueError(
                 "decoder_exit's gates learn from what all layers predict, which `training='mixed'` does not compute;"

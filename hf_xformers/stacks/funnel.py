@@ -195,8 +195,8 @@ class FunnelSpec(StackSpec):
 
     summary = "sequence halved from block to block, then brought back to its length"
 
-    block_sizes: tuple[int, ...] | None = None
-    block_repeats: tuple[int, ...] | None = None
+    block_sizes: tuple[int, ...] | None = bounded(None, least=1)
+    block_repeats: tuple[int, ...] | None = bounded(None, least=1)
     pooling: Literal["mean", "max"] = "mean"
     pool_query_only: bool = True
     separate_cls: bool = True
@@ -228,12 +228,6 @@ class FunnelSpec(StackSpec):
     def num_steps(self, config) -> int:
         runs = sum(size * repeat for size, repeat in zip(self.blocks(config), self.repeats(config), strict=True))
         return runs + self.after(config)
-
-    def check_fields(self) -> None:
-        for name in ("block_sizes", "block_repeats"):
-            value = getattr(self, name)
-            if value is not None and (not value or min(value) < 1):
-                raise ValueError(f"funnel needs `{name}` of numbers >= 1, one per block, got {value}.")
 
     def check(self, config) -> None:
         blocks = self.blocks(config)

@@ -100,7 +100,7 @@ class VotingExitSpec(EarlyExitSpec):
 
     summary = "a text leaves when enough of the classifiers so far agree"
 
-    vote_threshold: float | int | None = None
+    vote_threshold: float | int | None = bounded(None, above=0)
     vote_lambda: float | int = bounded(0.5, least=0, most=1)
     min_layers: int = bounded(2, least=1)
     diversity_weight: float | int = bounded(0.1, least=0)
@@ -118,8 +118,6 @@ class VotingExitSpec(EarlyExitSpec):
         return {"vote_threshold": (math.inf, *(round(depth ** (1 - self.vote_lambda), 4) for depth in depths))}
 
     def check_fields(self) -> None:
-        if self.vote_threshold is not None and not self.vote_threshold > 0:
-            raise ValueError(f"voting_exit needs `vote_threshold` > 0, got {self.vote_threshold}.")
         if self.vote_lambda == 1 and 1 < (self.vote_threshold or 0) < math.inf:
             raise ValueError(
                 f"voting_exit with `vote_lambda` 1 compares the share of votes, which is never {self.vote_threshold};"
