@@ -71,12 +71,7 @@ def check_bounds(spec: Any) -> None:
     for name, bounds in field_bounds(type(spec)).items():
         value = getattr(spec, name)
         if value == () or not all(map(bounds.hold, _numbers(value))):
-            raise ValueError(f"{spec.type} needs {bounds.demand(name)}{_or_none(spec, name)}, got {value}.")
-
-
-def _or_none(spec: Any, name: str) -> str:
-    """What a message adds where the field may be left out."""
-    return " or None" if spec.__dataclass_fields__[name].default is None else ""
+            raise ValueError(f"{spec.type} needs {bounds.demand(name)}, got {value}.")
 
 
 def _numbers(value: Any) -> Iterator[float]:
