@@ -68,7 +68,8 @@ def field_bounds(spec_class: type) -> dict[str, Bounds]:
 
 def check_bounds(spec: Any) -> None:
     """Raises `ValueError` for the first field that is out of its bounds."""
-    for name, bounds in field_bounds(type(spec)).items():
+    spec_class: Any = type(spec)
+    for name, bounds in field_bounds(spec_class).items():
         value = getattr(spec, name)
         if value == () or not all(map(bounds.hold, _numbers(value))):
             raise ValueError(f"{spec.type} needs {bounds.demand(name)}, got {value}.")

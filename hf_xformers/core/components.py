@@ -109,7 +109,7 @@ SLOTS: dict[str, Slot] = {
 SLOTS["cross_attention"] = SLOTS["attention"]  # one registry: a mechanism says itself whether it can read a memory
 
 
-@dataclass_transform(kw_only_default=True, field_specifiers=(field, aliased, bounded))
+@dataclass_transform(kw_only_default=True, field_specifiers=(field, aliased))
 def register(slot: str, name: str, *, aliases: tuple[str, ...] = ()):
     """Class decorator: makes `cls` a strict dataclass and registers it as component `name` of `slot`."""
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar, Self, TypeVar, cast, dataclass_transform
 
-from .bounds import bounded
 from .specs import Registry, TypedSpec, aliased, build_in, check_types, register_in
 
 AnyPretraining = TypeVar("AnyPretraining", bound="PretrainingSpec")
@@ -93,7 +92,7 @@ EARLIER_FIELDS: Mapping[str, tuple[tuple[str, str], ...]] = MappingProxyType(
 )
 
 
-@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(aliased, bounded))
+@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(aliased,))
 def register_pretraining(name: str) -> Callable[[type[AnyPretraining]], type[AnyPretraining]]:
     """Class decorator: makes `cls` a frozen dataclass with checked fields and registers it as `name`."""
 

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..core.bounds import bounded
 from ..core.specs import Catalog, Registry, TypedSpec, aliased, build_in, check_types, register_in
 
 IGNORE_INDEX = -100  # label of a position that is no target
@@ -141,7 +140,7 @@ _REGISTRY: Registry[Objective] = Registry("objective", room="objectives")
 OBJECTIVES: Mapping[str, type[Objective]] = Catalog(_REGISTRY)
 
 
-@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(aliased, bounded))
+@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(aliased,))
 def register(name: str, *, aliases: tuple[str, ...] = ()) -> Callable[[type[AnyObjective]], type[AnyObjective]]:
     """Class decorator: makes `cls` a frozen dataclass with checked fields and enters it in `OBJECTIVES` as `name`."""
 

@@ -46,7 +46,7 @@ class RotaryScaling(TypedSpec):
 SCALINGS: Registry[RotaryScaling] = Registry("scaling", room="position", kind="rotary scaling")
 
 
-@dataclass_transform(kw_only_default=True, field_specifiers=(bounded,))
+@dataclass_transform(kw_only_default=True)
 def _register(name: str):
     def wrap(cls: type[RotaryScaling]) -> type[RotaryScaling]:
         return register_in(SCALINGS, cls, name)

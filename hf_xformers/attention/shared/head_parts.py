@@ -13,7 +13,6 @@ from typing import Any, ClassVar, Protocol, dataclass_transform
 import torch
 from torch import Tensor, nn
 
-from ...core.bounds import bounded
 from ...core.context import LayerContext
 from ...core.distributed import sum_over_processes
 from ...core.specs import Registry, TypedSpec, build_in, register_in
@@ -167,7 +166,7 @@ AGGREGATIONS: Registry[HeadAggregation] = Registry("aggregation", room="attentio
 HEAD_LOSSES: Registry[HeadLoss] = Registry("losses", room="attention", kind="loss on heads")
 
 
-@dataclass_transform(kw_only_default=True, field_specifiers=(bounded,))
+@dataclass_transform(kw_only_default=True)
 def register_aggregation(name: str):
     """Class decorator: makes `cls` a strict dataclass and registers it as an aggregation of heads."""
 
@@ -177,7 +176,7 @@ def register_aggregation(name: str):
     return wrap
 
 
-@dataclass_transform(kw_only_default=True, field_specifiers=(bounded,))
+@dataclass_transform(kw_only_default=True)
 def register_loss(name: str):
     """Class decorator: makes `cls` a strict dataclass and registers it as a loss on heads."""
 

@@ -10,7 +10,6 @@ from typing import Any, ClassVar, dataclass_transform
 import torch
 from torch import Tensor, nn
 
-from ...core.bounds import bounded
 from ...core.specs import Catalog, Registry, TypedSpec, build_in, register_in
 from ..heads import Heads, has_scores, self_attentions
 from ..predictions import prediction_loss, widened
@@ -154,7 +153,7 @@ class DistillationMethod(TypedSpec):
 METHODS = Catalog(_REGISTRY)
 
 
-@dataclass_transform(kw_only_default=True, field_specifiers=(bounded,))
+@dataclass_transform(kw_only_default=True)
 def register(name: str, *aliases: str):
     """Class decorator: makes `cls` a strict dataclass and registers it as the method `name`."""
 
