@@ -68,8 +68,7 @@ class Progress:
         if report.skipped:
             self.skipped[str(report.longrepr[2]).removeprefix("Skipped: ")] += 1
         if report.failed:
-            self.failed.append(f"{report.nodeid} ({report.when})")
-            self.say(f"FAILED {self.failed[-1]}", red=True)
+            self.fail(f"{report.nodeid} ({report.when})")
         self.passed += report.passed and report.when == "call"
         if report.when == "teardown":
             self.done += 1
@@ -89,11 +88,16 @@ class Progress:
         else:
             self.terminal.write_line(line)
 
-    def say(self, line: str, **markup) -> None:
+    def pytest_collectreport(self, report):
+        if report.failed:
+            self.fail(f"{report.nodeid} (collection)")
+
+    def fail(self, name: str) -> None:
+        self.failed.append(name)
         if self.moves:
             self.terminal.rewrite("", erase=True)
             self.terminal.write("\r")
-        self.terminal.write_line(line, **markup)
+        self.terminal.write_line(f"FAILED {name}", red=True)
 
     def pytest_unconfigure(self):
         self.file.write_text(self.summary())

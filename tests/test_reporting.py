@@ -59,3 +59,9 @@ def test_a_first_look_takes_one_case_of_two_functions(run):
     done = run("--quick", "--collect-only")
     found = re.findall(r"^tests/test_some.py::(\S+)", done.stdout, re.MULTILINE)
     assert found == ["test_numbers[0]", "test_two"] and done.returncode == 0
+
+
+def test_a_file_that_cannot_be_read_is_a_failure(run, tmp_path):
+    (tmp_path / "tests" / "test_some.py").write_text("import nothing_of_that_name\n")
+    assert run("--progress", str(tmp_path / "end")).returncode == 2
+    assert "  FAILED tests/test_some.py (collection)\n" in (tmp_path / "end").read_text()
