@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import json
 import subprocess
 import sys
@@ -33,20 +32,20 @@ def f(x: int, y=2):
 
 @pytest.fixture(scope="module")
 def mutate():
-    spec = importlib.util.spec_from_file_location("mutate", ROOT / "scripts" / "mutate.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["mutate"] = module  # where dataclasses look annotations up
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["mutate"]
+    before = list(sys.path)
+    sys.path.insert(0, str(ROOT / "scripts"))
+    import mutate
+
+    yield mutate
+    sys.path[:] = before
 
 
 def test_places(mutate):
     """All of them, and nothing in texts, annotations, decorators or defaults of settings."""
+    from mutations import Places
+
     source = SOURCE.encode()
-    found = [
-        (one.category, source[one.start : one.end].decode(), one.text) for one in mutate.Places("a", source).found
-    ]
+    found = [(one.category, source[one.start : one.end].decode(), one.text) for one in Places("a", source).found]
     assert sorted(found) == sorted(
         [
             ("constant", "7", "8"),
@@ -90,8 +89,8 @@ def test_outcomes(mutate, tmp_path):
         "    assert squad(['a b'], [['a b']]) == {'exact_match': 100.0, 'f1': 100.0}\n"
     )
     source = (ROOT / "hf_xformers/metrics/squad.py").read_bytes()
-    places = mutate.Places("hf_xformers/metrics/squad.py", source).found
-    hundred = next(one for one in places if source[one.start : one.end] == b"100.0")
+    found = mutate.mutations(ROOT, ["hf_xformers/metrics/squad.py"], 0, 100)
+    hundred = next(one for one in found if source[one.start : one.end] == b"100.0")
     broken = mutate.Mutation(hundred.file, 1, "constant", 0, 0, "import nothing_of_that_name\n")
     other = mutate.mutations(ROOT, ["hf_xformers/metrics/rouge.py"], 0, 1)[0]
     for one in (hundred, broken, other):
