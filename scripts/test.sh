@@ -3,12 +3,13 @@
 #
 #   scripts/test.sh                 the whole suite, then transformers' common tests over one family for each engine and stack
 #                                   (over all of them: scripts/conformance.py -n 2)
+#   scripts/test.sh --quick         a first look in less than two minutes: a few tests of every file
 #   scripts/test.sh --changed [REVISION]   in less than three minutes: what the files that differ from REVISION can reach
 #                                   (without it: from where the branch left main); says first what it will run
 #   scripts/test.sh ARGUMENT ...    pytest alone, with these arguments: scripts/test.sh tests/attention -k performer
 #
-# The tests need no network. The second step downloads transformers' source archive once, and passes over itself with a
-# message where it cannot.
+# The tests need no network. After the whole suite, transformers' source archive is downloaded once for its tests, which
+# are passed over with a message where that cannot be.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -29,7 +30,22 @@ if [ "${1:-}" = --changed ]; then
 fi
 # worksteal: each worker begins with half of the tests in their order, and goes on with a part of what the other has
 # left, so that what a file makes for all of its tests is made once.
-"$python" -m pytest -n 2 --dist worksteal "$@"
-if [ $# -eq 0 ]; then
-    "$python" scripts/conformance.py -n 2 --sample
+run=("$python" -m pytest -n 2 --dist worksteal)
+case "${1:-}" in
+    "") printf '%s\n' 'Runs all tests in two processes, then a sample of the tests of transformers: about 25 minutes on two cores.' \
+        'A first look takes two (--quick), the tests for your changes three (--changed).' ;;
+    --quick) echo 'Runs a few tests of every file in two processes: less than two minutes on two cores.' ;;
+    *) exec "${run[@]}" "$@" ;;
+esac
+
+summary=$(mktemp)
+trap 'rm -f "$summary"' EXIT
+code=0
+"${run[@]}" -q --progress "$summary" "$@" || code=$?
+if [ $# -eq 0 ] && [ "$code" -lt 2 ]; then # beyond 1 it was stopped
+    "$python" scripts/conformance.py -n 2 --sample && theirs=passed || { theirs=failed code=1; }
+    echo "the tests of transformers: $theirs, as said above" >>"$summary"
 fi
+printf '\n'
+cat "$summary"
+exit "$code"

@@ -2,15 +2,21 @@
 named when they happen."""
 
 import gc
+from pathlib import Path
 
 import pytest
+
+from tests.reporting import Failures, Progress, first_look
 
 # Files whose first test makes, in several processes, what all their tests read. At the start of a run one worker gets
 # them whole; near its end, where the workers share out what is left, each would make it for itself.
 FIRST = ("test_distributed.py", "test_expert_parallel.py", "test_sequence_parallel.py")
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("quick"):
+        items[:], left_out = first_look(items)
+        config.hook.pytest_deselected(items=left_out)
     items.sort(key=lambda item: item.path.name not in FIRST)
 
 
@@ -41,16 +47,10 @@ class Files:
             out_of_sight()
 
 
-class Failures:
-    """Names a failed test at once: pytest does so at the end, which a run that is stopped never reaches."""
-
-    def __init__(self, terminal):
-        self.terminal = terminal
-
-    def pytest_runtest_logreport(self, report):
-        if report.failed:
-            self.terminal.ensure_newline()
-            self.terminal.write_line(f"FAILED {report.nodeid} ({report.when})", red=True)
+def pytest_addoption(parser):
+    group = parser.getgroup("hf_xformers")
+    group.addoption("--quick", action="store_true", help="a first look: a few tests of every file")
+    group.addoption("--progress", metavar="FILE", help="say how far the run is, and write a summary to FILE")
 
 
 @pytest.hookimpl(trylast=True)
@@ -59,4 +59,6 @@ def pytest_configure(config):
     config.pluginmanager.register(Files(), "what files leave")
     terminal = config.pluginmanager.get_plugin("terminalreporter")
     if terminal is not None and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(Failures(terminal), "failures as they come")
+        file = config.getoption("progress")
+        plugin = Progress(terminal, Path(file)) if file else Failures(terminal)
+        config.pluginmanager.register(plugin, "failures as they come")

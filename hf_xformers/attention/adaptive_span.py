@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindowLayer
 
-from ..core.components import register
+from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..core.segment_memory import SegmentCacheLayer, take_slots
 from ..core.visibility import visible_block, visible_pairs
@@ -421,10 +421,10 @@ class AdaptiveSpanSpec(AttentionSpec):
     knows_order = True
     reads_segment_memory = True
 
-    max_span: int | None = None
-    ramp: int = 32
-    start: float | int = 0.0
-    loss_coef: float | int = 5e-7
+    max_span: int | None = bounded(None, least=1)
+    ramp: int = bounded(32, least=1)
+    start: float | int = bounded(0.0, least=0, most=1)
+    loss_coef: float | int = bounded(5e-7, least=0)
     include_self: bool = False
     relative_keys: bool = True
     dynamic: bool = False
@@ -451,16 +451,6 @@ class AdaptiveSpanSpec(AttentionSpec):
                 f" position {config.position.type!r} to turn; use position 'none' and its own relative keys, or a"
                 " score bias."
             )
-
-    def check_fields(self) -> None:
-        if self.max_span is not None and self.max_span < 1:
-            raise ValueError(f"adaptive_span needs `max_span` >= 1, got {self.max_span}.")
-        if self.ramp < 1:
-            raise ValueError(f"adaptive_span needs `ramp` >= 1 token, got {self.ramp}.")
-        if not 0 <= self.start <= 1:
-            raise ValueError(f"adaptive_span needs `start` in [0, 1] (a part of `max_span`), got {self.start}.")
-        if self.loss_coef < 0:
-            raise ValueError(f"adaptive_span needs `loss_coef` >= 0, got {self.loss_coef}.")
 
     def weighs(self, config) -> bool:
         return self.include_self

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..core.components import register
+from ..core.components import bounded, register
 from ..core.context import LayerContext
 from ..core.visibility import last_key, visible_block, visible_pairs
 from ..ops.common.products import wide_products, widened
@@ -123,13 +123,11 @@ class AdaptivelySparseSpec(AttentionSpec):
     normalizes_heads = True
     keeps_keys_alone = True
 
-    alpha: float | int | None = None
+    alpha: float | int | None = bounded(None, least=1, most=2)
     alpha_min: float = 1.01
     share_alpha: bool = False
 
     def check_fields(self) -> None:
-        if self.alpha is not None and not 1 <= self.alpha <= 2:
-            raise ValueError(f"adaptively_sparse needs `alpha` from 1 (softmax) to 2 (sparsemax), got {self.alpha}.")
         if not 1.001 <= self.alpha_min <= 2:
             raise ValueError(
                 f"adaptively_sparse needs `alpha_min` from 1.001 to 2, got {self.alpha_min}; an alpha of 1 has no"

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from ..core.components import register
+from ..core.components import bounded, register
 from ..core.context import LayerContext
 from ..core.visibility import boolean_mask
 from .shared.base import Attention, AttentionSpec, literal_softmax_attention
@@ -76,15 +76,11 @@ class AllAttentionSpec(AttentionSpec):
     packed = True
     maps_tokens = True
 
-    memory_size: int | None = None
+    memory_size: int | None = bounded(None, least=1)
 
     def slots(self, config) -> int:
         """N for this config."""
         return config.intermediate_size if self.memory_size is None else self.memory_size
-
-    def check_fields(self) -> None:
-        if self.memory_size is not None and self.memory_size < 1:
-            raise ValueError(f"all_attention: `memory_size` must be at least 1, got {self.memory_size}.")
 
     def weighs(self, config) -> bool:
         return False

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..core.components import aliased, register
+from ..core.components import bounded, register
 from ..core.context import LayerContext
 from ..ops.linear.feature_maps import unit_vectors
 from ..ops.linear.feature_pullbacks import ReluFeatures
 from .shared.linear import LinearAttention, LinearSpec
-from .shared.random_rows import RandomRows, check_rows
+from .shared.random_rows import RandomRows
 
 
 class ArccosAttention(RandomRows, LinearAttention):
@@ -56,19 +56,15 @@ class ArccosSpec(LinearSpec):
     rotation = True
     normalizes_heads = True
 
-    num_features: int | None = aliased(256, "features")
+    num_features: int | None = bounded(256, "features", least=1)
     normalize_qk: bool = False
-    kernel_eps: float | int = 1e-3
+    kernel_eps: float | int = bounded(1e-3, least=0)
     orthogonal: bool = True
-    redraw_interval: int = 0
-    seed: int = 0
+    redraw_interval: int = bounded(0, least=0)
+    seed: int = bounded(0, least=0)
     chunk_size: int = 64
 
     def check_fields(self) -> None:
-        super().check_fields()
-        check_rows(self)
-        if self.kernel_eps < 0:
-            raise ValueError(f"arccos_attention needs `kernel_eps` >= 0, got {self.kernel_eps}.")
         if not self.kernel_eps and (self.num_features is None or self.num_features < 32):
             raise ValueError(
                 "arccos_attention with few features and without `kernel_eps` leaves some queries nothing to read;"

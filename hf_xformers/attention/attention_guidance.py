@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..core.bounds import bounded
 from ..core.context import LayerContext
 from ..core.distributed import sum_over_processes
 from ..ops.common.real_tokens import is_first_real
@@ -107,12 +108,12 @@ class GuidanceSpec(HeadLoss):
     pulls at each token with alpha / T. constant_passes: training passes with that weight. total_passes: pass at which
     it has fallen to zero (`None`: it stays). layers: those that are guided (`None`: all)."""
 
-    same: int = 0
-    next: int | None = None
-    previous: int | None = None
-    first: int | None = None
-    weight: float | int = 100.0
-    constant_passes: int = 20000
+    same: int = bounded(0, least=0)
+    next: int | None = bounded(None, least=0)
+    previous: int | None = bounded(None, least=0)
+    first: int | None = bounded(None, least=0)
+    weight: float | int = bounded(100.0, least=0)
+    constant_passes: int = bounded(20000, least=0)
     total_passes: int | None = None
     layers: tuple[int, ...] | None = None
 
@@ -133,10 +134,6 @@ class GuidanceSpec(HeadLoss):
         return given
 
     def check_fields(self) -> None:
-        for name in (*PATTERNS, "constant_passes", "weight"):
-            value = getattr(self, name)
-            if value is not None and value < 0:
-                raise ValueError(f"attention_guidance needs `{name}` >= 0, got {value}.")
         if self.total_passes is not None and self.total_passes < self.constant_passes:
             raise ValueError(
                 f"attention_guidance needs `total_passes` >= `constant_passes` {self.constant_passes}, got"

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
 from ..core.cache import RecurrentStateLayer
-from ..core.components import register
+from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput
 from ..core.initialization import start_linear
 from ..core.sublayer import Sublayer
@@ -119,15 +119,13 @@ class AverageAttentionSpec(AttentionSpec):
     rotation = False
 
     use_ffn: bool = True
-    ffn_size: int | None = None
+    ffn_size: int | None = bounded(None, least=1)
     use_gate: bool = True
 
     def inner_width(self, config) -> int:
         return config.intermediate_size if self.ffn_size is None else self.ffn_size
 
     def check_fields(self) -> None:
-        if self.ffn_size is not None and self.ffn_size < 1:
-            raise ValueError(f"average_attention needs `ffn_size` >= 1, got {self.ffn_size}.")
         if self.ffn_size is not None and not self.use_ffn:
             raise ValueError(
                 f"average_attention has no feed-forward with `use_ffn=False`, but got `ffn_size={self.ffn_size}`;"

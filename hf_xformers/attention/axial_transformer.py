@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 
-from ..core.components import register
+from ..core.components import bounded, register
 from ..ops.block_sparse import patterns
 from ..ops.block_sparse.patterns import Pattern
 from ..ops.common.token_grid import TokenGrid
 from .shared.block_sparse import BlockSparseAttention
-from .shared.pattern_spec import BlockSparseSpec, check_at_least
+from .shared.pattern_spec import BlockSparseSpec
 
 
 class AxialAttention(BlockSparseAttention):
@@ -41,11 +41,8 @@ class AxialTransformerSpec(BlockSparseSpec):
     reads_axes = True
     keeps_rotated = True  # finished rows stay what they were
 
-    columns: int | None = None
+    columns: int | None = bounded(None, least=2)
     sum_axial: bool = False
-
-    def check_fields(self) -> None:
-        check_at_least("axial_transformer", 2, columns=self.columns)
 
     def check(self, config) -> None:
         if config.modality == "image":

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from transformers.cache_utils import CacheLayerMixin
 
-from ..core.components import aliased, register
+from ..core.components import bounded, register
 from ..core.sequence_parallel import SequenceForm, Unserved
 from ..ops.block_sparse.patterns import Pattern
-from .shared.pattern_spec import BlockSparseSpec, check_at_least, check_layers, largest, of_layer, window, window_cache
+from .shared.pattern_spec import BlockSparseSpec, check_layers, largest, of_layer, window, window_cache
 from .shared.window_parts import form_of_window
 
 
@@ -23,10 +23,7 @@ class BandSpec(BlockSparseSpec):
     packed = True
     learns_sinks = True
 
-    window_size: int | tuple[int, ...] = aliased(256, "window")
-
-    def check_fields(self) -> None:
-        check_at_least(self.type, 1, window_size=self.window_size)
+    window_size: int | tuple[int, ...] = bounded(256, "window", least=1)
 
     def check(self, config) -> None:
         check_layers(self.type, "window_size", self.window_size, config)

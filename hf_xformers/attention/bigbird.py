@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from ..core.components import aliased, register
+from ..core.components import bounded, register
 from ..core.context import LayerContext
 from ..ops.block_sparse import patterns
 from ..ops.block_sparse.patterns import Pattern
@@ -16,7 +16,6 @@ from ..ops.common.real_tokens import first_real
 from .shared.base import AttentionSpec
 from .shared.block_sparse import BlockSparseAttention
 from .shared.global_tokens import given_globals
-from .shared.pattern_spec import check_at_least
 
 
 class BigBirdAttention(BlockSparseAttention):
@@ -94,27 +93,19 @@ class BigBirdSpec(AttentionSpec):
     )
     inputs: ClassVar[tuple[str, ...]] = ("global_attention_mask", "max_global_tokens")
 
-    block_size: int = 64
-    window_blocks: int = 3
-    num_random_blocks: int = aliased(3, "random_blocks")
-    num_global_blocks: int = aliased(1, "global_blocks")
+    block_size: int = bounded(64, least=1)
+    window_blocks: int = bounded(3, least=1)
+    num_random_blocks: int = bounded(3, "random_blocks", least=0)
+    num_global_blocks: int = bounded(1, "global_blocks", least=0)
     global_mode: Literal["itc", "etc"] = "itc"
     random_seed: int = 0
     attention_type: Literal["block_sparse", "original_full"] = "block_sparse"
-    dense_length: int = 0
+    dense_length: int = bounded(0, least=0)
 
     def takes_global_tokens(self) -> bool:
         return self.global_mode == "etc"
 
     def check_fields(self) -> None:
-        check_at_least("bigbird", 1, block_size=self.block_size, window_blocks=self.window_blocks)
-        check_at_least(
-            "bigbird",
-            0,
-            num_random_blocks=self.num_random_blocks,
-            num_global_blocks=self.num_global_blocks,
-            dense_length=self.dense_length,
-        )
         if self.dense_length and self.global_mode == "etc":
             raise ValueError(
                 f"bigbird's `dense_length` ({self.dense_length}) needs global_mode='itc'; with 'etc' the stack chooses"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ..core.components import register
+from ..core.components import bounded, register
 from ..core.sequence_parallel import SequenceForm, Unserved
 from ..ops.block_sparse import patterns
 from ..ops.block_sparse.patterns import Pattern
-from .shared.pattern_spec import BlockSparseSpec, check_at_least
+from .shared.pattern_spec import BlockSparseSpec
 from .shared.window_parts import form_of_window
 
 
@@ -24,14 +24,10 @@ class BlockLocalSpec(BlockSparseSpec):
 
     summary = "blocks that read themselves and their neighbours"
 
-    block_size: int = 256
-    blocks_before: int = 0
-    blocks_after: int = 0
+    block_size: int = bounded(256, least=1)
+    blocks_before: int = bounded(0, least=0)
+    blocks_after: int = bounded(0, least=0)
     ring: bool = False
-
-    def check_fields(self) -> None:
-        check_at_least(self.type, 1, block_size=self.block_size)
-        check_at_least(self.type, 0, blocks_before=self.blocks_before, blocks_after=self.blocks_after)
 
     def check(self, config) -> None:
         if config.is_decoder and self.blocks_after:

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ..core.cache import KeepsMore
-from ..core.components import aliased, register
+from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..core.extent import can_inspect
 from ..core.pooling import TextPooler, pool
@@ -274,19 +274,13 @@ class BPTransformerSpec(AttentionSpec):
     why_one_length = "its tree is that of a text of one length."
 
     bias: bool = False
-    nodes_per_level: int = aliased(4, "step")
-    max_level: int = aliased(10, "clip_dist")
+    nodes_per_level: int = bounded(4, "step", least=1)
+    max_level: int = bounded(10, "clip_dist", least=0)
     relative_labels: bool = True
 
     @property
     def labels(self) -> int:
         return (2 * self.nodes_per_level + 1) * (self.max_level + 1)
-
-    def check_fields(self) -> None:
-        if self.nodes_per_level < 1:
-            raise ValueError(f"bp_transformer needs `nodes_per_level` >= 1, got {self.nodes_per_level}.")
-        if self.max_level < 0:
-            raise ValueError(f"bp_transformer needs `max_level` >= 0, got {self.max_level}.")
 
     def check(self, config) -> None:
         if not config.block.takes_spans:

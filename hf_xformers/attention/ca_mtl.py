@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from ..core.components import register
+from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput
 from ..core.extent import can_inspect
 from ..core.hand_overs import HandOver
@@ -136,8 +136,8 @@ class ConditionalBlockSpec(AttentionSpec):
     keeps_keys_alone = True
     normalizes_heads = True
 
-    num_tasks: int = 1
-    num_blocks: int | None = None
+    num_tasks: int = bounded(1, least=1)
+    num_blocks: int | None = bounded(None, least=1)
 
     def block(self, config) -> int:
         """w, positions of a block."""
@@ -153,12 +153,6 @@ class ConditionalBlockSpec(AttentionSpec):
 
     def hands_on(self, config) -> bool:
         return not _is_given(config)
-
-    def check_fields(self) -> None:
-        for name in ("num_tasks", "num_blocks"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"ca_mtl needs `{name}` >= 1, got {value}.")
 
     def check(self, config) -> None:
         longest = config.max_position_embeddings

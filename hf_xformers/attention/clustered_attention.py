@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..core.components import aliased, register
+from ..core.components import bounded, register
 from ..core.context import LayerContext
 from ..core.initialization import seeded_normal
 from ..ops.bucketed.attention import clustered_attention
@@ -18,7 +18,6 @@ from ..ops.common.row_lookup import take_rows
 from ..ops.landmarks import masked_softmax
 from .shared.base import Attention, AttentionSpec
 from .shared.multihead_block import masked_attention
-from .shared.pattern_spec import check_at_least
 
 
 class ClusteredAttention(Attention):
@@ -162,15 +161,11 @@ class ClusteredSpec(AttentionSpec):
     normalizes_heads = True
     why_not_causal = "a query shares its row of attention with later ones, whose mean asks for all of them."
 
-    num_clusters: int = aliased(100, "clusters")
-    hash_bits: int = 63
-    lloyd_iterations: int = 10
+    num_clusters: int = bounded(100, "clusters", least=1)
+    hash_bits: int = bounded(63, least=1)
+    lloyd_iterations: int = bounded(10, least=0)
     hash_bias: bool = True
     hash_seed: int = 0
-
-    def check_fields(self) -> None:
-        check_at_least(self.type, 1, num_clusters=self.num_clusters, hash_bits=self.hash_bits)
-        check_at_least(self.type, 0, lloyd_iterations=self.lloyd_iterations)
 
     def build(self, config, **where) -> ClusteredAttention:
         return ClusteredAttention(config, self, **where)
@@ -183,11 +178,7 @@ class ImprovedClusteredSpec(ClusteredSpec):
 
     summary = "clustered attention whose rows are made exact for the keys that matter most"
 
-    topk: int = aliased(32, "top_k")
-
-    def check_fields(self) -> None:
-        super().check_fields()
-        check_at_least(self.type, 1, topk=self.topk)
+    topk: int = bounded(32, "top_k", least=1)
 
     def build(self, config, **where) -> ImprovedClusteredAttention:
         return ImprovedClusteredAttention(config, self, **where)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from ..core.cache import appended
-from ..core.components import register
+from ..core.components import bounded, register
 from ..core.context import LayerContext, self_attention_cache
 from ..core.initialization import start_projections
 from ..ops.common.products import wide_products
@@ -117,7 +117,7 @@ class CollaborativeSpec(AttentionSpec):
     hands_out_heads = True
     weighs_blocks = True
 
-    shared_width: int | None = None
+    shared_width: int | None = bounded(None, least=1)
     content_bias: bool = True
     start: Literal["apart", "ones", "normal"] = "apart"
     scale_of: Literal["head", "shared"] = "head"
@@ -128,10 +128,6 @@ class CollaborativeSpec(AttentionSpec):
 
     def projects_keys(self, config) -> bool:
         return False
-
-    def check_fields(self) -> None:
-        if self.shared_width is not None and self.shared_width < 1:
-            raise ValueError(f"collaborative_attention needs `shared_width` >= 1, got {self.shared_width}.")
 
     def check(self, config) -> None:
         heads = config.num_attention_heads

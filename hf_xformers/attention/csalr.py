@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..core.components import aliased, register
+from ..core.components import bounded, register
 from ..core.context import LayerContext
 from ..ops.landmarks import landmark_attention, landmark_factors, ridge_solve
 from .shared.base import Attention, AttentionSpec
@@ -68,17 +68,9 @@ class CSALRSpec(AttentionSpec):
     causal = False
     why_not_causal = "its landmarks are means over all tokens, later ones too."
 
-    num_landmarks: int = aliased(64, "landmarks")
-    ridge: float | int = 1.0
+    num_landmarks: int = bounded(64, "landmarks", least=1)
+    ridge: float | int = bounded(1.0, above=0)
     renormalize: bool = False
-
-    def check_fields(self) -> None:
-        if self.num_landmarks < 1:
-            raise ValueError(f"csalr needs `num_landmarks` >= 1, got {self.num_landmarks}.")
-        if not self.ridge > 0:
-            raise ValueError(
-                f"csalr needs `ridge` > 0, or the landmarks' attention may have no inverse, got {self.ridge}."
-            )
 
     def weighs(self, config) -> bool:
         return False

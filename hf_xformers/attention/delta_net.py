@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from ..core.cache import RecurrentStateLayer
-from ..core.components import register
+from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput
 from ..core.sequence_parallel import SequenceForm, Unserved
 from ..core.text_parts import TextParts
@@ -21,7 +21,7 @@ from ..ops.linear.feature_maps import normalized_elu, normalized_positive_featur
 from ..ops.linear.feature_pullbacks import NormalizedDPFP, Rescaled
 from .shared.base import Attention, AttentionSpec
 from .shared.linear import state_layer
-from .shared.random_rows import RandomRows, check_rows
+from .shared.random_rows import RandomRows
 from .shared.state_parts import affine_state_before
 
 # Added to sums of weights: what divides by them stays finite where a token has no feature in common with others.
@@ -201,19 +201,13 @@ class DeltaNetSpec(AttentionSpec):
     not_taken_over = ("scale",)  # here of what is read, not of scores
 
     feature_map: Literal["dpfp", "elu", "favor"] = "dpfp"
-    nu: int = 3
+    nu: int = bounded(3, least=1)
     attention_normalize: bool = False
-    num_features: int | None = None
+    num_features: int | None = bounded(None, least=1)
     orthogonal: bool = True
-    redraw_interval: int = 1000
-    seed: int = 0
-    chunk_size: int = 64
-
-    def check_fields(self) -> None:
-        for name in ("nu", "chunk_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"delta_net needs `{name}` >= 1, got {getattr(self, name)}.")
-        check_rows(self)
+    redraw_interval: int = bounded(1000, least=0)
+    seed: int = bounded(0, least=0)
+    chunk_size: int = bounded(64, least=1)
 
     def check(self, config) -> None:
         most = 2 * config.head_width - 1

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
-from ..core.components import aliased, register
+from ..core.components import aliased, bounded, register
 from ..ops.block_sparse import patterns
 from ..ops.block_sparse.patterns import Pattern
 from .band_attention import BandSpec
-from .shared.pattern_spec import by_head, check_at_least, check_heads, check_layers, largest, of_layer, window_cache
+from .shared.pattern_spec import by_head, check_heads, check_layers, largest, of_layer, window_cache
 
 
 @register("attention", "dilated_attention", aliases=("dilated",))
@@ -25,12 +25,8 @@ class DilatedSpec(BandSpec):
     summary = "a sliding window with holes, or every g-th token"
 
     window_size: int | tuple[int, ...] = aliased(128, "window")
-    dilation: int | tuple[int | tuple[int, ...], ...] = 2
+    dilation: int | tuple[int | tuple[int, ...], ...] = bounded(2, least=1)
     strided: bool = False
-
-    def check_fields(self) -> None:
-        super().check_fields()
-        check_at_least(self.type, 1, dilation=self.dilation)
 
     def check(self, config) -> None:
         super().check(config)

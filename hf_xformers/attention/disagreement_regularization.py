@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..core.bounds import bounded
 from ..ops.common.products import widened
 from .shared.head_parts import HeadLoss, HeadLossModule, Heads, mean_over_tokens, register_loss
 
@@ -54,7 +55,7 @@ class DisagreementSpec(HeadLoss):
     (what heads have read). weight: lambda, the factor on each."""
 
     of: tuple[str, ...] = ("output",)
-    weight: float | int = 1.0
+    weight: float | int = bounded(1.0, least=0)
 
     def reads_weights(self) -> bool:
         return "position" in self.of
@@ -65,8 +66,6 @@ class DisagreementSpec(HeadLoss):
                 f"disagreement_regularization takes {', '.join(KINDS)} under `of`, one at least and each once, got"
                 f" {self.of}."
             )
-        if self.weight < 0:
-            raise ValueError(f"disagreement_regularization needs `weight` >= 0, got {self.weight}.")
 
     def build(self, config, *, layer_idx: int) -> DisagreementLoss:
         return DisagreementLoss(self, config.num_hidden_layers)

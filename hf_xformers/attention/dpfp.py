@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from ..core.components import register
+from ..core.components import bounded, register
 from ..core.sequence_parallel import SequenceForm, Unserved
 from ..ops.linear.feature_maps import dpfp
 from ..ops.linear.feature_pullbacks import NormalizedDPFP
@@ -67,11 +67,11 @@ class DPFPSpec(LinearSpec):
     rotation = True
     normalizes_heads = True
 
-    nu: int = 3
+    nu: int = bounded(3, least=1)
     update_rule: Literal["sum", "delta"] = "sum"
     sum_normalize: bool = True
     attention_normalize: bool | None = None
-    eps: float | int = 1e-6
+    eps: float | int = bounded(1e-6, least=0)
     chunk_size: int = 64
 
     @property
@@ -79,11 +79,6 @@ class DPFPSpec(LinearSpec):
         return self.update_rule == "sum" if self.attention_normalize is None else self.attention_normalize
 
     def check_fields(self) -> None:
-        super().check_fields()
-        if self.nu < 1:
-            raise ValueError(f"dpfp needs `nu` >= 1, got {self.nu}.")
-        if self.eps < 0:
-            raise ValueError(f"dpfp needs `eps` >= 0, got {self.eps}.")
         if self.update_rule == "delta" and not self.sum_normalize:
             raise ValueError(
                 "dpfp with `update_rule='delta'` needs `sum_normalize=True`: larger keys make the rule diverge."

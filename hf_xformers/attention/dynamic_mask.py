@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
-from ..core.components import register
+from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput
 from ..ops.common.products import widened
 from ..ops.score_terms.terms import QueryBlock
@@ -101,12 +101,8 @@ class DynamicMaskSpec(AttentionSpec):
     packed = True
     normalizes_heads = True
 
-    max_distance: int = 1024
+    max_distance: int = bounded(1024, least=1)
     relu: bool = True
-
-    def check_fields(self) -> None:
-        if self.max_distance < 1:
-            raise ValueError(f"dynamic_mask needs `max_distance` >= 1, got {self.max_distance}.")
 
     def build(self, config, **where) -> DynamicMaskAttention:
         return DynamicMaskAttention(config, self, **where)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from ..core.components import register
+from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput
 from ..core.extent import can_inspect
 from ..ops.block_sparse import patterns
@@ -16,7 +16,6 @@ from ..ops.block_sparse.patterns import Pattern
 from ..ops.common.real_tokens import real_first
 from .longformer import LongformerAttention
 from .shared.base import AttentionSpec
-from .shared.pattern_spec import check_at_least
 
 
 class EtcAttention(LongformerAttention):
@@ -96,16 +95,13 @@ class EtcSpec(AttentionSpec):
     head_terms = True
     inputs: ClassVar[tuple[str, ...]] = ("global_attention_mask", "max_global_tokens")
 
-    local_radius: int = 84
+    local_radius: int = bounded(84, least=1)
     share_qkv_projections: bool = True
     share_output_projection: bool = False
 
     @property
     def separate_global_projections(self) -> bool:
         return not self.share_qkv_projections
-
-    def check_fields(self) -> None:
-        check_at_least("etc", 1, local_radius=self.local_radius)
 
     def pattern(self, config, layer_idx: int) -> Pattern:
         return patterns.band(self.local_radius, self.local_radius)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from ..core.cache import RecurrentStateLayer, SlotStateLayer
-from ..core.components import register
+from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput
 from ..core.hand_overs import HandOver
 from ..core.initialization import start_projections
@@ -112,11 +112,7 @@ class FeedbackAttentionSpec(AttentionSpec):
     reads = frozenset({HandOver.FEEDBACK})
     knows_order = True
 
-    window: int = 512
-
-    def check_fields(self) -> None:
-        if self.window < 1:
-            raise ValueError(f"feedback needs `window` >= 1, got {self.window}.")
+    window: int = bounded(512, least=1)
 
     def cache_layer(self, config) -> RecurrentStateLayer:
         """The window's keys and values [B, 1 or layers, K, W, d] stand in the first slot; the others only count."""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
-from ..core.components import aliased, register
+from ..core.components import bounded, register
 from ..ops.block_sparse import patterns
 from ..ops.block_sparse.patterns import Pattern
 from .band_attention import BandSpec
-from .shared.pattern_spec import check_at_least
 
 
 @register("attention", "global_attention", aliases=("global",))
@@ -22,11 +21,7 @@ class GlobalSpec(BandSpec):
     summary = "a sliding window and the first tokens, which see and are seen by all"
     packed = False
 
-    num_global_tokens: int = aliased(1, "global_tokens")
-
-    def check_fields(self) -> None:
-        super().check_fields()
-        check_at_least(self.type, 1, num_global_tokens=self.num_global_tokens)
+    num_global_tokens: int = bounded(1, "global_tokens", least=1)
 
     def pattern(self, config, layer_idx: int) -> Pattern:
         everywhere = patterns.global_(first=self.num_global_tokens, rows=not config.is_decoder)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
 from ..core.cache import RecurrentStateLayer, SlotStateLayer
-from ..core.components import register
+from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput
 from ..core.initialization import start_projections
 from ..core.visibility import visible_pairs
@@ -228,9 +228,9 @@ class HardCodedGaussianSpec(AttentionSpec):
     knows_order = True
 
     offsets: tuple[int, ...] | None = None
-    std: float | int = 1.0
+    std: float | int = bounded(1.0, above=0)
     renormalize: bool = False
-    ratio: float | int = 1.0
+    ratio: float | int = bounded(1.0, above=0)
 
     def offsets_of(self, causal: bool, cross: bool = False) -> tuple[int, ...]:
         if self.offsets is not None:
@@ -244,10 +244,6 @@ class HardCodedGaussianSpec(AttentionSpec):
         return math.ceil(REACH * float(self.std)) + max(abs(offset) for offset in self.offsets_of(causal))
 
     def check_fields(self) -> None:
-        if self.std <= 0:
-            raise ValueError(f"hard_coded_gaussian needs `std` > 0 tokens, got {self.std}.")
-        if self.ratio <= 0:
-            raise ValueError(f"hard_coded_gaussian needs `ratio` > 0, got {self.ratio}.")
         if self.offsets is not None and not self.offsets:
             raise ValueError(
                 "hard_coded_gaussian needs at least one number in `offsets`, got none; leave it out for the paper's."

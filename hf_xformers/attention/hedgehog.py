@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..core.components import register
+from ..core.components import bounded, register
 from ..core.context import LayerContext
 from .shared.learned_features import HeadMap, LearnedFeatures, LearnedFeaturesSpec, mapped
 
@@ -57,13 +57,8 @@ class HedgehogSpec(LearnedFeaturesSpec):
     adds_up = True
     summary = "learned softmax features that imitate softmax attention: linear time, a state of constant size"
 
-    num_features: int | None = None
+    num_features: int | None = bounded(None, least=1)
     chunk_size: int = 64
-
-    def check_fields(self) -> None:
-        super().check_fields()
-        if self.num_features is not None and self.num_features < 1:
-            raise ValueError(f"hedgehog needs `num_features` >= 1, got {self.num_features}.")
 
     def build(self, config, **where) -> HedgehogAttention:
         return HedgehogAttention(config, self, **where)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any, Literal
 
-from ..core.components import register
+from ..core.components import bounded, register
 from ..ops.block_sparse.pattern_images import block_memory, block_plane
 from ..ops.block_sparse.patterns import Pattern
 from ..ops.common.token_grid import TokenGrid
-from .shared.pattern_spec import BlockSparseSpec, check_at_least
+from .shared.pattern_spec import BlockSparseSpec
 
 
 @register("attention", "image_transformer")
@@ -38,17 +38,12 @@ class ImageTransformerSpec(BlockSparseSpec):
     not_taken_over = ("block_length",)
 
     local: Literal["1d", "2d"] = "1d"
-    block_length: int = 256
-    memory_length: int = 256
-    image_size: tuple[int, int] | None = None
-    num_channels: int = 3
-    block_shape: tuple[int, int] | None = None
-    memory_flange: tuple[int, int] | None = None
-
-    def check_fields(self) -> None:
-        check_at_least("image_transformer", 1, block_length=self.block_length, num_channels=self.num_channels)
-        check_at_least("image_transformer", 1, image_size=self.image_size, block_shape=self.block_shape)
-        check_at_least("image_transformer", 0, memory_length=self.memory_length, memory_flange=self.memory_flange)
+    block_length: int = bounded(256, least=1)
+    memory_length: int = bounded(256, least=0)
+    image_size: tuple[int, int] | None = bounded(None, least=1)
+    num_channels: int = bounded(3, least=1)
+    block_shape: tuple[int, int] | None = bounded(None, least=1)
+    memory_flange: tuple[int, int] | None = bounded(None, least=0)
 
     def check(self, config) -> None:
         rows, columns = self.plane(config)

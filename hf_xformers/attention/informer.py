@@ -8,14 +8,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..core.components import aliased, register
+from ..core.components import bounded, register
 from ..core.context import LayerContext
 from ..ops.common.products import wide_products
 from ..ops.landmarks import masked_softmax
 from ..ops.prob_sparse import ActiveQueries, active_queries, mean_of_real, mean_so_far, measured
 from .shared.base import Attention, AttentionSpec, literal_softmax_attention
 from .shared.multihead_block import masked_attention
-from .shared.pattern_spec import check_at_least
 
 
 class InformerAttention(Attention):
@@ -130,8 +129,8 @@ class InformerSpec(AttentionSpec):
         "which queries attend depends on all others, later ones too (`causal_form='paper'` is masked all the same)."
     )
 
-    sampling_factor: int = aliased(5, "factor")
-    seed: int = 0
+    sampling_factor: int = bounded(5, "factor", least=1)
+    seed: int = bounded(0, least=0)
     causal_form: Literal["none", "paper"] = "none"
     causal_context: Literal["sum", "mean"] = "sum"
 
@@ -139,10 +138,6 @@ class InformerSpec(AttentionSpec):
         super().__post_init__()
         if self.causal_form == "paper":
             self.causal = True  # type: ignore[misc]  # of this spec alone
-
-    def check_fields(self) -> None:
-        check_at_least(self.type, 1, sampling_factor=self.sampling_factor)
-        check_at_least(self.type, 0, seed=self.seed)
 
     def check(self, config) -> None:
         if config.is_decoder and config.use_cache and self.causal_form == "paper":

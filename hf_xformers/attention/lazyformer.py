@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from ..core.cache import appended
-from ..core.components import register
+from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..core.initialization import start_projections
 from ..core.visibility import visible_pairs
@@ -144,8 +144,8 @@ class LazyFormerSpec(AttentionSpec):
     packed = True
     runs_through = True
 
-    block_size: int = 2
-    block_sizes: tuple[int, ...] | None = None
+    block_size: int = bounded(2, least=1)
+    block_sizes: tuple[int, ...] | None = bounded(None, least=1)
     hand_on: Literal["auto", "weights", "projections"] = "auto"
 
     def first_layers(self, layers: int) -> set[int]:
@@ -153,14 +153,6 @@ class LazyFormerSpec(AttentionSpec):
         if self.block_sizes is not None:
             return {0, *accumulate(self.block_sizes[:-1])}
         return set(range(0, layers, self.block_size))
-
-    def check_fields(self) -> None:
-        if self.block_size < 1:
-            raise ValueError(f"lazyformer needs `block_size` >= 1 layers, got {self.block_size}.")
-        if self.block_sizes is not None and (not self.block_sizes or min(self.block_sizes) < 1):
-            raise ValueError(
-                f"lazyformer needs at least one layer in each of its `block_sizes`, got {list(self.block_sizes)}."
-            )
 
     def check(self, config) -> None:
         sizes, layers = self.block_sizes, config.num_hidden_layers

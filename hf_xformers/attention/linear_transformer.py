@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..core.components import register
+from ..core.components import bounded, register
 from ..core.context import LayerContext
 from ..core.linear_maps import is_plain_linear
 from ..ops.linear.attention import folded_sums, read_folded_sums
@@ -78,12 +78,9 @@ class LinearTransformerSpec(LinearSpec):
     rotation = True
 
     chunk_size: int = 64
-    eps: float | int = 0.0
+    eps: float | int = bounded(0.0, least=0)
 
     def check_fields(self) -> None:
-        super().check_fields()
-        if self.eps < 0:
-            raise ValueError(f"linear_transformer needs `eps` >= 0, got {self.eps}.")
         if self.scale is not None:
             raise ValueError(
                 f"linear_transformer has no scores to scale, got `scale={self.scale}`; leave it unset (None)."

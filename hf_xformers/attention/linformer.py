@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
-from ..core.components import register
+from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput
 from ..core.reading_weights import weight_of
 from ..core.sequence_parallel import SequenceForm, Unserved
@@ -308,9 +308,9 @@ class LinformerSpec(AttentionSpec):
     first_owns = True
     why_not_causal = "each row of its short sequence mixes all positions, later ones too."
 
-    projected_length: int | None = None
+    projected_length: int | None = bounded(None, least=1)
     sharing: Literal["none", "headwise", "key_value", "layerwise"] = "headwise"
-    max_length: int | None = None
+    max_length: int | None = bounded(None, least=1)
     projection: Literal["linear", "mean", "max", "conv"] = "linear"
 
     def longest(self, config) -> int:
@@ -339,10 +339,6 @@ class LinformerSpec(AttentionSpec):
         return self.sharing == "layerwise"
 
     def check_fields(self) -> None:
-        for name in ("projected_length", "max_length"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"linformer needs `{name}` >= 1, got {value}.")
         if self.projection in ("mean", "max") and self.sharing != "headwise":
             raise ValueError(
                 f"linformer with projection={self.projection!r} has no parameters that `sharing` {self.sharing!r}"

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from ..core.components import register
+from ..core.components import bounded, register
 from ..core.context import LayerContext
 from ..ops.common.products import widened
 from ..ops.common.real_tokens import real_places
@@ -142,7 +142,7 @@ class LocalnessSpec(AttentionSpec):
     cross = True
 
     window: Literal["query", "layer", "fixed"] = "query"
-    fixed_window: float | int = 10.0
+    fixed_window: float | int = bounded(10.0, above=0)
     layers: int | None = None
     share_heads: bool = True
 
@@ -150,8 +150,6 @@ class LocalnessSpec(AttentionSpec):
         return -(-config.num_hidden_layers // 2) if self.layers is None else self.layers
 
     def check_fields(self) -> None:
-        if self.fixed_window <= 0:
-            raise ValueError(f"localness needs `fixed_window` > 0 tokens, got {self.fixed_window}.")
         if self.layers is not None and self.layers < 1:
             raise ValueError(
                 f"localness needs `layers` >= 1, got {self.layers}; for no windows at all use attention 'dense'."

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.cache import SlotStateLayer
-from ..core.components import aliased, register
+from ..core.components import bounded, register
 from ..core.context import LayerContext
 from ..ops.common.products import wide_products, widened
 from ..ops.linear.kernels import inverse_or_zero
@@ -118,16 +118,9 @@ class LolcatsSpec(LearnedFeaturesSpec):
     summary = "softmax in a sliding window, learned linear attention beyond it: linear time, a state of constant size"
     cross = False
 
-    window: int = aliased(64, "window_size")
-    gamma: float = 0.5
+    window: int = bounded(64, "window_size", least=1)
+    gamma: float = bounded(0.5, above=0, below=1)
     chunk_size: int = 64
-
-    def check_fields(self) -> None:
-        super().check_fields()
-        if self.window < 1:
-            raise ValueError(f"lolcats needs `window` >= 1, got {self.window}.")
-        if not 0 < self.gamma < 1:
-            raise ValueError(f"lolcats needs `gamma` between 0 and 1, got {self.gamma}.")
 
     def cache_layer(self, config) -> SlotStateLayer:
         return SlotStateLayer()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from ..core.components import aliased, register
+from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput
 from ..core.sequence_parallel import SequenceForm, Unserved
 from ..ops.block_sparse import patterns
@@ -17,7 +17,7 @@ from ..ops.common.real_tokens import from_first_real, is_first_real
 from .shared.base import AttentionSpec
 from .shared.block_sparse import BlockSparseAttention, Inputs
 from .shared.global_tokens import given_globals
-from .shared.pattern_spec import by_head, check_at_least, check_heads, check_layers, largest, of_layer, window_cache
+from .shared.pattern_spec import by_head, check_heads, check_layers, largest, of_layer, window_cache
 from .shared.window_parts import form_of_window
 
 
@@ -111,16 +111,12 @@ class LongformerSpec(AttentionSpec):
     head_terms = True
     inputs: ClassVar[tuple[str, ...]] = ("global_attention_mask", "max_global_tokens")
 
-    attention_window: int | tuple[int, ...] = aliased(512, "window")
-    attention_dilation: int | tuple[int | tuple[int, ...], ...] = aliased(1, "dilation")
+    attention_window: int | tuple[int, ...] = bounded(512, "window", least=2)
+    attention_dilation: int | tuple[int | tuple[int, ...], ...] = bounded(1, "dilation", least=1)
     separate_global_projections: bool = True
-    max_global_tokens: int | None = None  # type: ignore[misc]
+    max_global_tokens: int | None = bounded(None, least=1)  # type: ignore[misc]
 
     def check_fields(self) -> None:
-        check_at_least(
-            "longformer", 1, attention_dilation=self.attention_dilation, max_global_tokens=self.max_global_tokens
-        )
-        check_at_least("longformer", 2, attention_window=self.attention_window)
         windows = self.attention_window if isinstance(self.attention_window, tuple) else (self.attention_window,)
         for width in windows:
             if width % 2:

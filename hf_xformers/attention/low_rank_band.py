@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
 from ..core.cache import appended
-from ..core.components import aliased, register
+from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..core.initialization import start_projections
 from ..core.visibility import boolean_mask, rows_can_be_empty, visible_pairs
@@ -18,7 +18,6 @@ from ..ops.block_sparse import patterns
 from ..ops.block_sparse.patterns import Pattern
 from .shared.base import AttentionSpec, cross_cache, given_memory, literal_softmax_attention
 from .shared.block_sparse import BlockSparseAttention
-from .shared.pattern_spec import check_at_least
 
 
 class LowRankBandAttention(BlockSparseAttention):
@@ -168,14 +167,9 @@ class LowRankBandSpec(AttentionSpec):
     cross = True
     rotation = False
 
-    low_rank: int | None = aliased(None, "rank")
-    band_width: int = aliased(3, "window")
+    low_rank: int | None = bounded(None, "rank", least=1)
+    band_width: int = bounded(3, "window", least=0)
     combine: Literal["sum", "mean", "gate", "concat"] = "sum"
-
-    def check_fields(self) -> None:
-        if self.low_rank is not None:
-            check_at_least(self.type, 1, low_rank=self.low_rank)
-        check_at_least(self.type, 0, band_width=self.band_width)
 
     def check(self, config) -> None:
         if self.low_rank is not None and self.low_rank > config.head_width:

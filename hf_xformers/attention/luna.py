@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
 from ..core.cache import RecurrentStateLayer
-from ..core.components import register
+from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput
 from ..core.initialization import start_projections
 from ..ops.common.head_groups import over_head_groups
@@ -290,20 +290,12 @@ class LunaSpec(AttentionSpec):
     first_owns = runs_through = True
     carries = STREAM
 
-    projected_length: int = 128
-    pack_heads: int | None = None
+    projected_length: int = bounded(128, least=1)
+    pack_heads: int | None = bounded(None, least=1)
     tie_kv: bool = True
     dynamic_projection: bool = True
-    memory_dropout: float | int | None = None
-    chunk_size: int = 64
-
-    def check_fields(self) -> None:
-        for name in ("projected_length", "pack_heads", "chunk_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"luna needs `{name}` >= 1, got {value}.")
-        if self.memory_dropout is not None and not 0 <= self.memory_dropout < 1:
-            raise ValueError(f"luna needs `memory_dropout` in [0, 1), got {self.memory_dropout}.")
+    memory_dropout: float | int | None = bounded(None, least=0, below=1)
+    chunk_size: int = bounded(64, least=1)
 
     def check(self, config) -> None:
         heads = config.num_attention_heads

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
 from ..core.cache import RecurrentStateLayer, SlotStateLayer
-from ..core.components import aliased, register
+from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput
 from ..ops.block_sparse import patterns
 from ..ops.block_sparse.patterns import Pattern
@@ -19,7 +19,6 @@ from ..ops.pooled_blocks import pooled_blocks
 from .shared.base import Attention, AttentionSpec, cross_cache, given_memory, literal_softmax_attention
 from .shared.block_sparse import BlockSparseAttention
 from .shared.linear import state_layer
-from .shared.pattern_spec import check_at_least
 
 
 class MemoryCompressedState(SlotStateLayer):
@@ -341,16 +340,14 @@ class MemoryCompressedSpec(AttentionSpec):
     normalizes_heads = True
 
     layer_pattern: str = "LM"
-    compression_factor: int = 3
+    compression_factor: int = bounded(3, least=1)
     compress: Literal["conv", "mean", "max"] = "conv"
     compress_activation: Literal["none", "silu"] = "none"
-    block_size: int = aliased(256, "block")
-    local_lookback: int = 1
+    block_size: int = bounded(256, "block", least=1)
+    local_lookback: int = bounded(1, least=0)
     first_slot: Literal["first_token", "null"] = "first_token"
 
     def check_fields(self) -> None:
-        check_at_least(self.type, 1, compression_factor=self.compression_factor, block_size=self.block_size)
-        check_at_least(self.type, 0, local_lookback=self.local_lookback)
         if not self.layer_pattern or set(self.layer_pattern) - set("LM"):
             raise ValueError(
                 f"{self.type} needs a `layer_pattern` of the letters L (local) and M (compressed), such as 'LM', got"

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from ..core.components import aliased, register
+from ..core.components import bounded, register
 from ..core.context import LayerContext
 from ..ops.common.products import wide_products
 from ..ops.head_convolution import convolve_heads
@@ -114,17 +114,13 @@ class NystromSpec(AttentionSpec):
     causal = False
     why_not_causal = "its landmarks are means over all tokens, later ones too."
 
-    num_landmarks: int = aliased(64, "landmarks")
-    text_length: int | None = None
-    conv_kernel_size: int | None = 65
-    pinv_iterations: int | None = 6
+    num_landmarks: int = bounded(64, "landmarks", least=1)
+    text_length: int | None = bounded(None, least=1)
+    conv_kernel_size: int | None = bounded(65, least=1)
+    pinv_iterations: int | None = bounded(6, least=1)
     pinv_init: Literal["per_matrix", "global"] = "per_matrix"
 
     def check_fields(self) -> None:
-        for name in ("num_landmarks", "text_length", "pinv_iterations", "conv_kernel_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"nystromformer needs `{name}` >= 1, got {value}.")
         if self.text_length is not None and self.text_length % self.num_landmarks:
             raise ValueError(
                 f"nystromformer cuts texts into equal segments, so `text_length` {self.text_length} must be a multiple"

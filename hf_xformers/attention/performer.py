@@ -7,12 +7,12 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from ..core.components import aliased, register
+from ..core.components import bounded, register
 from ..core.context import LayerContext
 from ..ops.linear.feature_maps import hyperbolic_features
 from ..ops.linear.feature_pullbacks import FourierFeatures, PositiveFeatures, ReluFeatures
 from .shared.linear import LinearAttention, LinearSpec
-from .shared.random_rows import RandomRows, check_rows, redraw_features
+from .shared.random_rows import RandomRows, redraw_features
 
 
 def _hyperbolic(scale: float, x: Tensor, directions: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,28 +79,21 @@ class PerformerSpec(LinearSpec):
     rotation = True
     normalizes_heads = True
 
-    num_features: int = aliased(256, "features")
+    num_features: int = bounded(256, "features", least=1)
     feature_kind: Literal["positive", "hyperbolic", "trigonometric", "relu"] = "positive"
     orthogonal: bool = True
     regularized: bool = False
-    redraw_interval: int = 1000
-    seed: int = 0
-    kernel_eps: float | int = 1e-3
-    min_denominator: float | int = 1e-3
+    redraw_interval: int = bounded(1000, least=0)
+    seed: int = bounded(0, least=0)
+    kernel_eps: float | int = bounded(1e-3, above=0)
+    min_denominator: float | int = bounded(1e-3, above=0)
     chunk_size: int = 64
 
     def check_fields(self) -> None:
-        super().check_fields()
-        check_rows(self)
         if self.scale is not None and self.scale <= 0:
             raise ValueError(f"performer needs `scale` > 0, got {self.scale}.")
         if self.regularized and not self.orthogonal:
             raise ValueError("performer has `regularized` lengths for orthogonal rows only; set `orthogonal=True`.")
-        for name in ("kernel_eps", "min_denominator"):
-            if getattr(self, name) <= 0:
-                raise ValueError(
-                    f"performer needs `{name}` > 0, or a denominator can be 0, got {getattr(self, name)}."
-                )
 
     def weighs(self, config) -> bool:
         return self.feature_kind != "trigonometric"

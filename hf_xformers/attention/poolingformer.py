@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindowLayer
 
-from ..core.components import aliased, register
+from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..ops.block_sparse import patterns
 from ..ops.block_sparse.attention import block_sparse_attention
@@ -17,7 +17,7 @@ from ..ops.common.real_tokens import first_real
 from ..ops.pooled_windows import Grouped, pool_windows
 from .shared.base import literal_softmax_attention
 from .shared.block_sparse import BlockSparseAttention
-from .shared.pattern_spec import BlockSparseSpec, check_at_least, window_cache
+from .shared.pattern_spec import BlockSparseSpec, window_cache
 
 
 class PoolingCacheLayer(DynamicSlidingWindowLayer):
@@ -195,24 +195,16 @@ class PoolingformerSpec(BlockSparseSpec):
     hands_out_heads = False  # heads of two levels
     keeps_rotated = True  # pooled keys
 
-    window1: int = aliased(128, "window")
-    window2: int = 512
-    pool_kernel: int = 5
-    pool_stride: int = 4
+    window1: int = bounded(128, "window", least=1)
+    window2: int = bounded(512, least=1)
+    pool_kernel: int = bounded(5, least=1)
+    pool_stride: int = bounded(4, least=1)
     pool_type: Literal["ldconv", "mean", "max"] = "ldconv"
     two_level_layers: tuple[int, ...] | None = None
     level2_input: Literal["level1", "hidden"] = "level1"
     share_projections: bool = False
 
     def check_fields(self) -> None:
-        check_at_least(
-            self.type,
-            1,
-            window1=self.window1,
-            window2=self.window2,
-            pool_kernel=self.pool_kernel,
-            pool_stride=self.pool_stride,
-        )
         if self.window2 < self.window1:
             raise ValueError(
                 f"poolingformer's second level reads farther than its first: `window2` ({self.window2}) must be at"

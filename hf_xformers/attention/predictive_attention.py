@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ..core.cache import FollowsRows
-from ..core.components import register
+from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..core.holes import take
 from ..core.precision import Float32Module
@@ -191,8 +191,8 @@ class PredictiveSpec(AttentionSpec):
     first_owns = True
 
     form: Literal["evolving", "pat"] = "evolving"
-    alpha: float | int = 0.5
-    beta: float | int = 0.3
+    alpha: float | int = bounded(0.5, least=0, most=1)
+    beta: float | int = bounded(0.3, least=0, most=1)
     kernel: int = 3
     activation: Literal["leaky_relu", "relu", "none"] | None = None
 
@@ -203,9 +203,6 @@ class PredictiveSpec(AttentionSpec):
         return "leaky_relu" if self.form == "evolving" else "none"
 
     def check_fields(self) -> None:
-        for name in ("alpha", "beta"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"predictive_attention needs `{name}` in [0, 1], got {getattr(self, name)}.")
         if self.form == "evolving" and self.beta == 1:
             raise ValueError(
                 "predictive_attention with `beta` 1 has scores of the first layer alone, so that others' queries and"

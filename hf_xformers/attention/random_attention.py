@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ..core.components import aliased, register
+from ..core.components import bounded, register
 from ..ops.block_sparse import patterns
 from ..ops.block_sparse.patterns import Pattern
-from .shared.pattern_spec import BlockSparseSpec, check_at_least
+from .shared.pattern_spec import BlockSparseSpec
 
 
 @register("attention", "random_attention", aliases=("random",))
@@ -21,13 +21,9 @@ class RandomSpec(BlockSparseSpec):
 
     summary = "its own block and a few random ones"
 
-    num_random_blocks: int = aliased(3, "random_blocks")
-    block_size: int = 64
+    num_random_blocks: int = bounded(3, "random_blocks", least=0)
+    block_size: int = bounded(64, least=1)
     random_seed: int = 0
-
-    def check_fields(self) -> None:
-        check_at_least(self.type, 0, num_random_blocks=self.num_random_blocks)
-        check_at_least(self.type, 1, block_size=self.block_size)
 
     def pattern(self, config, layer_idx: int) -> Pattern:
         size = self.block_size

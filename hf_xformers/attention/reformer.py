@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from ..core.cache import appended
-from ..core.components import aliased, register
+from ..core.components import aliased, bounded, register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..core.initialization import seeded_normal, start_projections
 from ..ops.bucketed.attention import Chunks, bucketed_attention, bucketed_reference
@@ -257,22 +257,17 @@ class ReformerSpec(BucketedSpec):
     later_tokens = "which keys an earlier one reads"
 
     bias: bool = False
-    num_hashes: int = aliased(4, "hashes")
+    num_hashes: int = bounded(4, "hashes", least=1)
     num_buckets: int | tuple[int, ...] | None = aliased(None, "buckets")
-    chunk_length: int = 64
-    chunks_before: int = 1
-    chunks_after: int = 0
+    chunk_length: int = bounded(64, least=1)
+    chunks_before: int = bounded(1, least=0)
+    chunks_after: int = bounded(0, least=0)
     sets: Literal["bucket", "chunk"] = "bucket"
     deduplicate: bool = True
-    hash_seed: int = 0
+    hash_seed: int = bounded(0, least=0, below=2**31)
     share_rotations: bool = False
 
     def check_fields(self) -> None:
-        for name, least in (("num_hashes", 1), ("chunk_length", 1), ("chunks_before", 0), ("chunks_after", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"reformer needs `{name}` >= {least}, got {getattr(self, name)}.")
-        if not 0 <= self.hash_seed < 2**31:
-            raise ValueError(f"reformer needs 0 <= `hash_seed` < 2^31, got {self.hash_seed}.")
         factors = (self.num_buckets,) if isinstance(self.num_buckets, int) else self.num_buckets or ()
         for factor in factors:
             if factor < 2 or factor % 2:

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..core.components import aliased, register
+from ..core.components import bounded, register
 from ..core.context import LayerContext
 from ..core.sequence_parallel import SequenceForm, Unserved
 from ..ops.common.products import widened
 from ..ops.linear.feature_maps import unit_vectors
 from ..ops.linear.feature_pullbacks import FourierFeatures, ReluFeatures
 from .shared.linear import Decay, LinearAttention, LinearSpec
-from .shared.random_rows import RandomRows, check_rows
+from .shared.random_rows import RandomRows
 
 
 class RFAAttention(RandomRows, LinearAttention):
@@ -106,23 +106,18 @@ class RFASpec(LinearSpec):
     rotation = True
     normalizes_heads = True
 
-    num_features: int = aliased(64, "features")
+    num_features: int = bounded(64, "features", least=1)
     feature_map: Literal["gaussian", "arccos"] = "gaussian"
-    tau: float | int = 1.0
+    tau: float | int = bounded(1.0, above=0)
     learn_sigma: bool = True
     gate: bool = False
     orthogonal: bool = True
-    redraw_interval: int = 1
-    seed: int = 0
-    min_denominator: float | int = 1e-3
+    redraw_interval: int = bounded(1, least=0)
+    seed: int = bounded(0, least=0)
+    min_denominator: float | int = bounded(1e-3, above=0)
     chunk_size: int = 64
 
     def check_fields(self) -> None:
-        super().check_fields()
-        check_rows(self)
-        for name in ("tau", "min_denominator"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"rfa needs `{name}` > 0, got {getattr(self, name)}.")
         if self.scale is not None:
             raise ValueError(f"rfa scales by its `tau`, got `scale={self.scale}`; leave it unset (None).")
 

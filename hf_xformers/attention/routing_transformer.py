@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from ..core.cache import appended
-from ..core.components import aliased, register
+from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..core.initialization import seeded_normal, start_projections
 from ..ops.block_sparse.attention import block_sparse_attention
@@ -453,26 +453,15 @@ class RoutingSpec(BucketedSpec):
     later_tokens = "which tokens a cluster holds"
     tensor_parallel = False  # its sums over processes are those of data parallelism
 
-    num_clusters: int | None = aliased(None, "clusters")
-    window_size: int | None = aliased(None, "window")
+    num_clusters: int | None = bounded(None, "clusters", least=1)
+    window_size: int | None = bounded(None, "window", least=1)
     num_routing_heads: int | None = None
-    first_routing_layer: int = 0
-    block_size: int = 256
-    ema_decay: float | int = 0.999
-    commitment_weight: float | int = 1e-4
+    first_routing_layer: int = bounded(0, least=0)
+    block_size: int = bounded(256, least=1)
+    ema_decay: float | int = bounded(0.999, least=0, below=1)
+    commitment_weight: float | int = bounded(1e-4, least=0)
     share_qk: bool | None = None
     rotates_routed: bool = False
-
-    def check_fields(self) -> None:
-        leasts = {"num_clusters": 1, "window_size": 1, "first_routing_layer": 0, "block_size": 1}
-        for name, least in leasts.items():
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"routing_transformer needs `{name}` >= {least}, got {value}.")
-        if not 0 <= self.ema_decay < 1:
-            raise ValueError(f"routing_transformer needs 0 <= `ema_decay` < 1, got {self.ema_decay}.")
-        if self.commitment_weight < 0:
-            raise ValueError(f"routing_transformer needs `commitment_weight` >= 0, got {self.commitment_weight}.")
 
     def check(self, config) -> None:
         heads = config.num_attention_heads

@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from ..core.cache import KeepsMore
 from ..core.choices import LOG_PROBS, ChoiceSettings
-from ..core.components import register
+from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..core.initialization import start_linear
 from ..core.reading_weights import weight_of
@@ -335,26 +335,15 @@ class SacSpec(AttentionSpec):
     packed = True
     first_owns = True
 
-    edges_per_node: int = 10
+    edges_per_node: int = bounded(10, least=1)
     share_structure: Literal["none", "heads", "layers"] = "heads"
-    predictor_hidden: int = 64
-    edge_distances: int = 64
-    edge_temperature: float | int = 1.0
-    candidate_window: int | None = None
+    predictor_hidden: int = bounded(64, least=1)
+    edge_distances: int = bounded(64, least=1)
+    edge_temperature: float | int = bounded(1.0, above=0)
+    candidate_window: int | None = bounded(None, least=1)
     sample_edges: bool = True
-    reinforce_weight: float | int = 1.0
-    reward_baseline_decay: float | int = 0.9
-
-    def check_fields(self) -> None:
-        for name in ("edges_per_node", "predictor_hidden", "edge_distances", "candidate_window"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"sac needs `{name}` >= 1, got {getattr(self, name)}.")
-        if self.edge_temperature <= 0:
-            raise ValueError(f"sac needs `edge_temperature` > 0, got {self.edge_temperature}.")
-        if self.reinforce_weight < 0:
-            raise ValueError(f"sac needs `reinforce_weight` >= 0, got {self.reinforce_weight}.")
-        if not 0 <= self.reward_baseline_decay < 1:
-            raise ValueError(f"sac needs `reward_baseline_decay` in [0, 1), got {self.reward_baseline_decay}.")
+    reinforce_weight: float | int = bounded(1.0, least=0)
+    reward_baseline_decay: float | int = bounded(0.9, least=0, below=1)
 
     def check(self, config) -> None:
         if not config.stack.passes_log_probs:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from ..core.components import aliased, register
+from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput
 from .shared.base import Attention, AttentionSpec
 from .shared.multihead_block import MultiheadBlock, masked_attention
@@ -69,12 +69,8 @@ class SetTransformerSpec(AttentionSpec):
     normalizes_heads = True
     why_not_causal = "its inducing points read all tokens, later ones too."
 
-    num_inducing: int = aliased(32, "num_inducing_points")
+    num_inducing: int = bounded(32, "num_inducing_points", least=1)
     inducing_norm: bool = True
-
-    def check_fields(self) -> None:
-        if self.num_inducing < 1:
-            raise ValueError(f"set_transformer needs `num_inducing` >= 1, got {self.num_inducing}.")
 
     def build(self, config, **where) -> SetTransformerAttention:
         return SetTransformerAttention(config, self, **where)

@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache
 from transformers.utils import logging
 
 from ..core.cache import KeepsMore
-from ..core.components import register
+from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..core.initialization import start_linear
 from ..ops.common.head_groups import over_head_groups
@@ -324,18 +324,11 @@ class SinkhornSpec(AttentionSpec):
     summary = "blocks are sorted by a learned soft permutation; a query reads its own block and the one sorted to it"
     normalizes_heads = True
 
-    block_size: int = 64
-    iterations: int = 8
-    temperature: float | int = 0.75
+    block_size: int = bounded(64, least=1)
+    iterations: int = bounded(8, least=1)
+    temperature: float | int = bounded(0.75, above=0)
     noise: bool = True
-    sortcut_blocks: int | None = None
-
-    def check_fields(self) -> None:
-        for name in ("block_size", "iterations", "sortcut_blocks"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"sinkhorn_transformer needs `{name}` >= 1, got {getattr(self, name)}.")
-        if self.temperature <= 0:
-            raise ValueError(f"sinkhorn_transformer needs `temperature` > 0, got {self.temperature}.")
+    sortcut_blocks: int | None = bounded(None, least=1)
 
     def check(self, config) -> None:
         if self.sortcut_blocks is not None and config.is_decoder:

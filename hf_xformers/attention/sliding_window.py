@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindowLayer
 
 from ..core.cache import FollowsRows
-from ..core.components import aliased, register
+from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..core.sequence_parallel import SequenceForm, Unserved
 from ..ops.block_sparse.attention import block_sparse_attention
@@ -18,7 +18,7 @@ from ..ops.common.real_tokens import real_first
 from .shared.base import literal_softmax_attention
 from .shared.block_sparse import FEW_QUERIES, BlockSparseAttention
 from .shared.head_parts import Heads
-from .shared.pattern_spec import BlockSparseSpec, check_at_least, window, window_cache
+from .shared.pattern_spec import BlockSparseSpec, window, window_cache
 from .shared.window_parts import Beside, attend_to_window, form_of_window
 
 
@@ -170,12 +170,8 @@ class SlidingWindowSpec(BlockSparseSpec):
     explicit_mask = False
     learns_sinks = True
 
-    window_size: int = aliased(256, "window")
-    sinks: int = 4
-
-    def check_fields(self) -> None:
-        check_at_least(self.type, 1, window_size=self.window_size)
-        check_at_least(self.type, 0, sinks=self.sinks)
+    window_size: int = bounded(256, "window", least=1)
+    sinks: int = bounded(4, least=0)
 
     @property
     def keeps_rotated(self) -> bool:  # type: ignore[override]

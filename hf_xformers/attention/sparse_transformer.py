@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from ..core.components import register
+from ..core.components import bounded, register
 from ..ops.block_sparse import patterns
 from ..ops.block_sparse.patterns import Pattern
 from ..ops.common.token_grid import TokenGrid
-from .shared.pattern_spec import BlockSparseSpec, check_at_least
+from .shared.pattern_spec import BlockSparseSpec
 
 
 @register("attention", "sparse_transformer", aliases=("sparse",))
@@ -34,14 +34,12 @@ class SparseTransformerSpec(BlockSparseSpec):
     summary = "local attention and every l-th token, or summary tokens"
 
     kind: Literal["strided", "fixed"] = "fixed"
-    stride: int | None = None
-    summary_width: int | None = None
+    stride: int | None = bounded(None, least=1)
+    summary_width: int | None = bounded(None, least=1)
     factorization: Literal["merged", "layers", "heads"] = "merged"
-    num_verts: int = 1
+    num_verts: int = bounded(1, least=1)
 
     def check_fields(self) -> None:
-        fields = {name: getattr(self, name) for name in ("stride", "summary_width", "num_verts")}
-        check_at_least("sparse_transformer", 1, **fields)
         if self.stride is not None:
             self._check_room(self.stride)
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
 from ..core.cache import appended
-from ..core.components import register
+from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..core.extent import can_inspect
 from ..core.initialization import start_projections
@@ -346,9 +346,9 @@ class SynthesizerSpec(AttentionSpec):
     explicit_mask = True
 
     kind: str = "dense"
-    max_length: int | None = None
-    rank: int = 8
-    factor: int | None = None
+    max_length: int | None = bounded(None, least=1)
+    rank: int = bounded(8, least=1)
+    factor: int | None = bounded(None, least=1)
     mixture: Literal["softmax", "sigmoid", "sum"] = "softmax"
     share_heads: bool = False
 
@@ -382,10 +382,6 @@ class SynthesizerSpec(AttentionSpec):
             )
         if self.mixture == "sigmoid" and len(members) > 1 and (len(members) != 2 or "dot" not in members):
             raise ValueError(f"synthesizer with mixture 'sigmoid' mixes dot and one other kind, got {self.kind!r}.")
-        for name in ("max_length", "rank", "factor"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"synthesizer needs `{name}` >= 1, got {value}.")
 
     def check(self, config) -> None:
         length = self.table_length(config)

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from ..core.components import register
+from ..core.components import bounded, register
 from ..core.context import LayerContext
 from .shared.learned_features import HeadMap, LearnedFeatures, LearnedFeaturesSpec, mapped
 
@@ -65,17 +65,10 @@ class T2RSpec(LearnedFeaturesSpec):
     adds_up = True
     summary = "learned ReLU features: linear time, a state of constant size"
 
-    num_features: int | None = None
+    num_features: int | None = bounded(None, least=1)
     normalization: Literal["denominator", "output_norm"] = "denominator"
-    eps: float | int = 1e-6
+    eps: float | int = bounded(1e-6, least=0)
     chunk_size: int = 64
-
-    def check_fields(self) -> None:
-        super().check_fields()
-        if self.num_features is not None and self.num_features < 1:
-            raise ValueError(f"t2r needs `num_features` >= 1, got {self.num_features}.")
-        if self.eps < 0:
-            raise ValueError(f"t2r needs `eps` >= 0, got {self.eps}.")
 
     def weighs(self, config) -> bool:
         return False  # all features of a query may be zero

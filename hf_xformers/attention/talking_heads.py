@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from ..core.cache import appended
-from ..core.components import register
+from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..core.visibility import last_key, rows_can_be_empty, visible_block
 from ..ops.common.products import wide_products
@@ -209,8 +209,8 @@ class TalkingHeadsSpec(AttentionSpec):
     explicit_mask = True
     packed = True
 
-    num_key_heads: int | None = None
-    num_value_heads: int | None = None
+    num_key_heads: int | None = bounded(None, least=1)
+    num_value_heads: int | None = bounded(None, least=1)
     mix_scores: bool = True
     mix_weights: bool = True
     dynamic: tuple[str, ...] = ()
@@ -222,9 +222,6 @@ class TalkingHeadsSpec(AttentionSpec):
         return self.num_key_heads or heads, self.num_value_heads or heads
 
     def check_fields(self) -> None:
-        for name in ("num_key_heads", "num_value_heads"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"talking_heads needs `{name}` >= 1, got {getattr(self, name)}.")
         for name in self.dynamic:
             if name not in DYNAMIC or self.dynamic.count(name) > 1:
                 raise ValueError(

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ..core.components import register
+from ..core.components import bounded, register
 from ..core.initialization import start_projections
 from ..core.segment_memory import SegmentCacheLayer
 from .shared.base import AttentionSpec
@@ -72,14 +72,8 @@ class TenerSpec(AttentionSpec):
     scale: float | int | None = 1.0
     key_projection: bool = False
     output_projection: bool = False
-    clamp: int | None = None
-    reach: int | None = None
-
-    def check_fields(self) -> None:
-        for name in ("clamp", "reach"):
-            value = getattr(self, name)
-            if value is not None and value < 0:
-                raise ValueError(f"tener needs `{name}` >= 0 tokens, or None for no limit, got {value}.")
+    clamp: int | None = bounded(None, least=0)
+    reach: int | None = bounded(None, least=0)
 
     def check(self, config) -> None:
         if config.head_width % 2:

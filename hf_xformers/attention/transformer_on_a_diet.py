@@ -7,10 +7,10 @@ from typing import Literal
 
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
-from ..core.components import register
+from ..core.components import bounded, register
 from ..ops.block_sparse import patterns
 from ..ops.block_sparse.patterns import Pattern
-from .shared.pattern_spec import BlockSparseSpec, check_at_least, window_cache
+from .shared.pattern_spec import BlockSparseSpec, window_cache
 
 FARTHEST = 2**40  # no text has so many tokens, and positions times gaps still fit 64 bits
 
@@ -35,20 +35,10 @@ class DietSpec(BlockSparseSpec):
     packed = True
 
     diet_type: Literal["full", "dilated", "dilated_mem", "cascade"] = "cascade"
-    kernel_size: int = 3
-    d_base: int = 2
-    first_window_size: int = 4
-    window_size_multiplier: int = 2
-
-    def check_fields(self) -> None:
-        check_at_least(
-            self.type,
-            1,
-            kernel_size=self.kernel_size,
-            d_base=self.d_base,
-            first_window_size=self.first_window_size,
-            window_size_multiplier=self.window_size_multiplier,
-        )
+    kernel_size: int = bounded(3, least=1)
+    d_base: int = bounded(2, least=1)
+    first_window_size: int = bounded(4, least=1)
+    window_size_multiplier: int = bounded(2, least=1)
 
     def gap(self, layer_idx: int) -> int:
         """B^l."""

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
 from ..core.cache import appended
-from ..core.components import register
+from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..core.reading_weights import weight_of
 from ..core.segment_memory import SegmentCacheLayer, take_slots
@@ -454,8 +454,8 @@ class TransformerXLSpec(AttentionSpec):
     knows_order = True
 
     share_biases: bool = True
-    clamp: int | None = None
-    reach: int | None = None
+    clamp: int | None = bounded(None, least=0)
+    reach: int | None = bounded(None, least=0)
     segments: bool = False
     joint_type: int | None = None
     distances: Literal["sinusoid", "learned"] = "sinusoid"
@@ -482,10 +482,6 @@ class TransformerXLSpec(AttentionSpec):
             )
         if self.joint_type is not None and not self.segments:
             raise ValueError(f"transformer_xl's `joint_type` {self.joint_type} needs `segments=True`.")
-        for name in ("clamp", "reach"):
-            value = getattr(self, name)
-            if value is not None and value < 0:
-                raise ValueError(f"transformer_xl needs `{name}` >= 0 tokens, or None for no limit, got {value}.")
 
     def check(self, config) -> None:
         if config.hidden_size % 2 and self.distances == "sinusoid":

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
-from ..core.components import aliased, register
+from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput
 from ..core.reading_weights import weight_of
 from ..normalization.base import NormSpec
@@ -21,7 +21,7 @@ from ..ops.side_keys import joined, side_attention
 from ..position.t5_relative_bias import relative_buckets
 from .shared.block_sparse import BlockSparseAttention
 from .shared.head_parts import Heads
-from .shared.pattern_spec import BlockSparseSpec, check_at_least, window
+from .shared.pattern_spec import BlockSparseSpec, window
 
 BLOCKS = "transient_global_blocks"  # in `context.shared`
 TABLE = "transient_global_table"  # in `context.streams`: the biases of summaries, of layer 0
@@ -218,13 +218,12 @@ class TransientGlobalSpec(BlockSparseSpec):
     head_terms = False
     explicit_mask = False
 
-    window_size: int = aliased(127, "window")
-    block_size: int = aliased(16, "global_block_size")
+    window_size: int = bounded(127, "window", least=1)
+    block_size: int = bounded(16, "global_block_size", least=1)
     num_buckets: int = 32
     max_distance: int = 128
 
     def check_fields(self) -> None:
-        check_at_least(self.type, 1, window_size=self.window_size, block_size=self.block_size)
         if self.num_buckets < 4 or self.num_buckets % 2:
             raise ValueError(
                 f"transient_global splits `num_buckets` between two directions: it must be even and at least 4, got"

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 
-from ..core.components import register
+from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput
 from .base import BlockSpec, SublayerPlan, XFormerLayer
 from .window_state import WindowCacheLayer, WindowSublayer, check_window_block
@@ -78,15 +78,13 @@ class ConvolutionBlockSpec(BlockSpec):
     summary = "a convolution of the first layer's input is added to its output"
 
     kernel: int = 3
-    groups: int = 1
+    groups: int = bounded(1, least=1)
     activation: str = "tanh"
     layers: tuple[int, ...] = (0,)
 
     def check_fields(self) -> None:
         if self.kernel < 1 or self.kernel % 2 == 0:
             raise ValueError(f"block 'convolution' needs an odd `kernel`, got {self.kernel}.")
-        if self.groups < 1:
-            raise ValueError(f"block 'convolution' needs at least 1 of `groups`, got {self.groups}.")
         if self.activation not in ACT2FN:
             raise ValueError(
                 f"block 'convolution': unknown activation {self.activation!r}; known: {', '.join(sorted(ACT2FN))}."

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 
-from ..core.components import register
+from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput
 from ..core.sublayer import Sublayer
 from .base import BlockSpec, SublayerPlan, XFormerLayer
@@ -185,8 +185,8 @@ class DelightBlockSpec(BlockSpec):
     min_depth: int = 4
     max_depth: int = 8
     width_mult: float | int = 2.0
-    max_groups: int = 8
-    proj_factor: int = 2
+    max_groups: int = bounded(8, least=1)
+    proj_factor: int = bounded(2, least=1)
     shuffle: bool = True
     scaling: Literal["block", "uniform"] = "block"
     activation: str = "silu"
@@ -221,9 +221,6 @@ class DelightBlockSpec(BlockSpec):
             raise ValueError(
                 f"block 'delight' needs 2 <= `min_depth` <= `max_depth`, got {self.min_depth} and {self.max_depth}."
             )
-        for name in ("max_groups", "proj_factor"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"block 'delight' needs `{name}` >= 1, got {getattr(self, name)}.")
         if self.width_mult * self.proj_factor < 1:
             raise ValueError(
                 f"block 'delight' needs a `width_mult` of 1 / `proj_factor` or more, got {self.width_mult}: its"

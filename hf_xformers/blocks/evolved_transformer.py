@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
-from ..core.components import register
+from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput
 from .base import BlockSpec, SublayerPlan, XFormerLayer
 from .cache_parts import SeveralAttentionsLayer, WindowPartsCacheLayer
@@ -133,7 +133,7 @@ class EvolvedTransformerBlockSpec(BlockSpec):
 
     encoder_kernels: tuple[int, ...] = (3, 9)
     decoder_kernels: tuple[int, ...] = (11, 7, 7)
-    wide_heads: int = 16
+    wide_heads: int = bounded(16, least=1)
 
     def wide_part(self, config) -> Any:
         """The layer's config as the attention with more heads sees it."""
@@ -151,8 +151,6 @@ class EvolvedTransformerBlockSpec(BlockSpec):
                 "block 'evolved_transformer' centres its kernels in an encoder, which needs odd `encoder_kernels`,"
                 f" got {self.encoder_kernels}."
             )
-        if self.wide_heads < 1:
-            raise ValueError(f"block 'evolved_transformer' needs `wide_heads` >= 1, got {self.wide_heads}.")
 
     def check(self, config) -> None:
         norm = config.normalization

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from ..core.components import register
+from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput
 from ..core.hand_overs import HandOver
 from ..core.sublayer import Sublayer
@@ -127,13 +127,8 @@ class HierSummBlockSpec(BlockSpec):
 
     summary = "layers over a paragraph's words, then layers that read the other paragraphs"
 
-    global_layers: int = 2
-    graph_heads: int = 0
-
-    def check_fields(self) -> None:
-        for name in ("global_layers", "graph_heads"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"hiersumm needs `{name}` >= 0, got {getattr(self, name)}.")
+    global_layers: int = bounded(2, least=0)
+    graph_heads: int = bounded(0, least=0)
 
     def check(self, config) -> None:
         if self.graph_heads > config.num_attention_heads:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from ..core.components import register
+from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput
 from ..core.sublayer import Sublayer
 from .base import BlockSpec, SublayerPlan, XFormerLayer
@@ -95,12 +95,12 @@ class LiteTransformerBlockSpec(BlockSpec):
     summary = "attention on half of the channels, convolution on the others"
 
     attn_channels: int | None = None
-    conv_heads: int | None = None
-    kernel_sizes: tuple[int, ...] | None = None
+    conv_heads: int | None = bounded(None, least=1)
+    kernel_sizes: tuple[int, ...] | None = bounded(None, least=1)
     conv_type: Literal["dynamic", "lightweight"] = "dynamic"
     conv_glu: bool = True
     conv_weight_softmax: bool = True
-    weight_dropout: float | int = 0.0
+    weight_dropout: float | int = bounded(0.0, least=0, below=1)
 
     def attention_width(self, config) -> int:
         return config.hidden_size // 2 if self.attn_channels is None else self.attn_channels
@@ -115,18 +115,6 @@ class LiteTransformerBlockSpec(BlockSpec):
     def kernel(self, layer_idx: int) -> int:
         kernels = KERNELS if self.kernel_sizes is None else self.kernel_sizes
         return kernels[min(layer_idx, len(kernels) - 1)]
-
-    def check_fields(self) -> None:
-        if self.kernel_sizes is not None and (not self.kernel_sizes or min(self.kernel_sizes) < 1):
-            raise ValueError(
-                f"block 'lite_transformer' needs sizes of 1 or more under `kernel_sizes`, got {self.kernel_sizes}."
-            )
-        if self.conv_heads is not None and self.conv_heads < 1:
-            raise ValueError(f"block 'lite_transformer' needs `conv_heads` >= 1, got {self.conv_heads}.")
-        if not 0 <= self.weight_dropout < 1:
-            raise ValueError(
-                f"block 'lite_transformer': `weight_dropout` is a probability in [0, 1), got {self.weight_dropout}."
-            )
 
     def check(self, config) -> None:
         width, heads = self.attention_width(config), self.heads_of_convolution(config)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from ..core.components import build_spec, register
+from ..core.components import bounded, build_spec, register
 from .base import BlockSpec, SublayerPlan, XFormerLayer
 from .cache_parts import PartsCacheLayer, SeveralAttentionsLayer
 from .window_state import check_window_block
@@ -40,12 +40,8 @@ class MaskAttentionNetworkBlockSpec(BlockSpec):
 
     summary = "attention with dynamic masks before self-attention"
 
-    max_distance: int = 1024
+    max_distance: int = bounded(1024, least=1)
     relu: bool = True
-
-    def check_fields(self) -> None:
-        if self.max_distance < 1:
-            raise ValueError(f"block 'mask_attention_network' needs `max_distance` >= 1, got {self.max_distance}.")
 
     def check(self, config) -> None:
         inside = config.position.acts & {"score_terms", "head_terms"}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from ..core.components import register
+from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput
 from ..core.reading_weights import weight_of
 from .base import BlockSpec, SublayerPlan, XFormerLayer
@@ -96,14 +96,9 @@ class RTransformerBlockSpec(BlockSpec):
 
     summary = "a recurrent network over each token's window before attention"
 
-    window: int = 6
+    window: int = bounded(6, least=1)
     cell: Literal["gru", "lstm", "rnn"] = "gru"
-    rnn_per_layer: int = 1
-
-    def check_fields(self) -> None:
-        for name in ("window", "rnn_per_layer"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"block 'r_transformer' needs `{name}` >= 1, got {getattr(self, name)}.")
+    rnn_per_layer: int = bounded(1, least=1)
 
     def check(self, config) -> None:
         if self.window > config.max_position_embeddings:

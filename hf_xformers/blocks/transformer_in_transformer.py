@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 
-from ..core.components import register
+from ..core.components import bounded, register
 from ..core.context import LayerContext
 from ..core.hand_overs import HandOver
 from ..embedding.pixel_patch import PIXELS
@@ -115,13 +115,8 @@ class TransformerInTransformerSpec(BlockSpec):
     reads: ClassVar[frozenset[HandOver]] = frozenset({HandOver.PIXELS})
     summary = "a Transformer layer over the pixels of every patch before that over patches"
 
-    inner_heads: int = 4
-    inner_ratio: int = 4
-
-    def check_fields(self) -> None:
-        for name in ("inner_heads", "inner_ratio"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"transformer_in_transformer needs `{name}` >= 1, got {getattr(self, name)}.")
+    inner_heads: int = bounded(4, least=1)
+    inner_ratio: int = bounded(4, least=1)
 
     def check(self, config) -> None:
         if config.embedding.inner_width % self.inner_heads:

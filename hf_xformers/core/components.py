@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, dataclass_transform
 
+from .bounds import bounded
 from .hand_overs import HandOver, check_hand_overs
 from .specs import (
     Registry,
@@ -343,6 +344,7 @@ __all__ = [
     "Spec",
     "SpecLike",
     "aliased",
+    "bounded",
     "build_spec",
     "canonical_fields",
     "check_components",

@@ -30,7 +30,7 @@ class PretrainingSpec(TypedSpec):
 
     def __post_init__(self) -> None:
         check_types(self)
-        self.check_fields()
+        self.check_values()
 
     @classmethod
     def of(cls, config: Any) -> Self:

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from huggingface_hub.dataclasses import strict, type_validator
 from huggingface_hub.errors import StrictDataclassError
 
+from .bounds import check_bounds
 from .rooms import PLUGINS, import_plugins, import_room
 
 
@@ -39,7 +40,13 @@ class TypedSpec:
         return {"type": self.type, **fields}
 
     def check_fields(self) -> None:
-        """Checks of this spec alone; raises `ValueError` with the offending value and the remedy."""
+        """Checks of this spec alone beyond the bounds of its fields ([`bounded`]); raises `ValueError` with the
+        offending value and the remedy."""
+
+    def check_values(self) -> None:
+        """Raises `ValueError` for values that this spec cannot have, whatever stands beside it."""
+        check_bounds(self)
+        self.check_fields()
 
 
 AnySpec = TypeVar("AnySpec", bound=TypedSpec)
@@ -250,7 +257,7 @@ def build_in(registry: Registry[AnySpec], value: Any, asked: str) -> AnySpec:
         if not registry.holds(value):
             kind = value.registry.kind if value.registry else "unregistered"
             raise TypeError(f"`{asked}` was given the {kind} {value.type!r}.")
-        value.check_fields()
+        value.check_values()
         return value  # type: ignore[return-value]
     if isinstance(value, str):
         value = {"type": value}
@@ -284,5 +291,5 @@ def build_in(registry: Registry[AnySpec], value: Any, asked: str) -> AnySpec:
     except StrictDataclassError as error:
         detail = str(error).splitlines()[-1].strip()
         raise TypeError(f"Wrong value for {asked} {name!r}: {detail.removeprefix('TypeError: ')}") from None
-    spec.check_fields()
+    spec.check_values()
     return spec

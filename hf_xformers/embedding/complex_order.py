@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..core.components import register
+from ..core.components import bounded, register
 from ..core.precision import Float32Module
 from ..core.weight_decay import Undecayed
 from .base import EmbeddingSpec, InputPosition
@@ -64,11 +64,7 @@ class ComplexEmbeddingSpec(EmbeddingSpec):
 
     summary = "each channel of a word turns with its place at the word's own frequency"
 
-    base: float | int = 10000.0
-
-    def check_fields(self) -> None:
-        if self.base <= 1:
-            raise ValueError(f"complex_order needs `base` > 1, got {self.base}.")
+    base: float | int = bounded(10000.0, above=1)
 
     def check(self, config) -> None:
         if config.hidden_size % 2:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from ..core.components import register
+from ..core.components import bounded, register
 from ..core.reading_weights import weight_of
 from .base import EmbeddingSpec, InputPosition
 
@@ -61,14 +61,10 @@ class FactorizedEmbeddingSpec(EmbeddingSpec):
     splits_table = True
     summary = "a narrow token table and a projection onto the model's width (ALBERT, RoFormer)"
 
-    width: int = 128
+    width: int = bounded(128, least=1)
     narrow_positions: bool = False
     normalize: bool = True
     bias: bool = True
-
-    def check_fields(self) -> None:
-        if self.width < 1:
-            raise ValueError(f"factorized embedding needs `width` >= 1, got {self.width}.")
 
     def check(self, config) -> None:
         if not config.head.leads_back and self.width != config.hidden_size:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..core.components import register
+from ..core.components import bounded, register
 from ..ops.common.real_tokens import real_first
 from .base import EmbeddingSpec, InputPosition
 
@@ -108,11 +108,7 @@ class FrameEmbeddingSpec(EmbeddingSpec):
 
     summary = "frames of sound through two convolutions, four to a state"
 
-    channels: int | None = None
-
-    def check_fields(self) -> None:
-        if self.channels is not None and self.channels < 1:
-            raise ValueError(f"embedding 'frames' needs `channels` >= 1, got {self.channels}.")
+    channels: int | None = bounded(None, least=1)
 
     def check(self, config) -> None:
         if config.modality != "sound":

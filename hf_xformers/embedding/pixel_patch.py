@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..core.components import register
+from ..core.components import bounded, register
 from ..core.hand_overs import HandOver
 from ..core.reading_weights import weight_of
 from .base import InputPosition
@@ -86,19 +86,13 @@ class PixelPatchSpec(PatchEmbeddingSpec):
     gives = frozenset({HandOver.PIXELS})
     summary = "patches of an image and the pixels inside each of them"
 
-    inner_width: int = 24
-    inner_stride: int = 4
+    inner_width: int = bounded(24, least=1)
+    inner_stride: int = bounded(4, least=1)
 
     def inner_grid(self, config) -> tuple[int, int]:
         """Rows and columns of pixel vectors in a patch."""
         tall, wide = config.patch_shape
         return tall // self.inner_stride, wide // self.inner_stride
-
-    def check_fields(self) -> None:
-        super().check_fields()
-        for name in ("inner_width", "inner_stride"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"embedding 'pixel_patch' needs `{name}` >= 1, got {getattr(self, name)}.")
 
     def check(self, config) -> None:
         super().check(config)

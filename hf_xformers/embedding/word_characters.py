@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..core.components import register
+from ..core.components import bounded, register
 from ..core.weight_decay import Undecayed
 from ..data.word_characters import NO_CHARACTER, NO_WORD, NUM_CHARACTER_IDS
 from ..ops.common.products import wide_products
@@ -143,9 +143,9 @@ class WordCharacterSpec(TokenEmbeddingSpec):
     context_parallel = False
     summary = "word vectors beside an encoder's reading of their characters"
 
-    character_width: int = 30
-    character_heads: int = 3
-    character_inner: int = 60
+    character_width: int = bounded(30, least=1)
+    character_heads: int = bounded(3, least=1)
+    character_inner: int = bounded(60, least=1)
 
     @property
     def inputs(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -153,9 +153,6 @@ class WordCharacterSpec(TokenEmbeddingSpec):
 
     def check_fields(self) -> None:
         super().check_fields()
-        for name in ("character_width", "character_heads", "character_inner"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"embedding 'word_characters' needs `{name}` >= 1, got {getattr(self, name)}.")
         if self.character_width % (2 * self.character_heads):
             raise ValueError(
                 f"embedding 'word_characters' needs heads of even width over characters, got `character_width`"

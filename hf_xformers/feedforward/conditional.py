@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..core.components import register
+from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput
 from ..core.gates import Gates, check_stack, gate_usage
 from ..core.initialization import start_projections
@@ -86,11 +86,7 @@ class ConditionalFeedForwardSpec(FeedForwardSpec):
 
     summary = "a feed-forward in parts, each with a gate for each token"
 
-    parts: int = 4
-
-    def check_fields(self) -> None:
-        if self.parts < 1:
-            raise ValueError(f"conditional feed-forward needs `parts` >= 1, got {self.parts}.")
+    parts: int = bounded(4, least=1)
 
     def check(self, config) -> None:
         check_stack(self, config)

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..core.components import aliased, register
+from ..core.components import aliased, bounded, register
 from ..core.context import LayerContext, SublayerOutput
 from .base import FeedForward
 from .experts import ExpertsSpec, Router, balance_loss, documents, real_tokens, within_capacity
@@ -72,7 +72,7 @@ class ExpertPrototypingSpec(ExpertsSpec):
     prototype_capacity: Literal["1x", "kx"] = "1x"
     capacity_factor: float | int | None = 1.25
     eval_capacity_factor: float | int | None = None
-    balance_loss_weight: float | int = 0.01
+    balance_loss_weight: float | int = bounded(0.01, least=0)
 
     def capacities(self) -> dict[str, float | None]:
         return {"capacity_factor": self.capacity_factor, "eval_capacity_factor": self.eval_capacity_factor}
@@ -82,10 +82,6 @@ class ExpertPrototypingSpec(ExpertsSpec):
         if self.num_prototypes < 1 or self.num_experts % self.num_prototypes:
             raise ValueError(
                 f"{self.type}: `num_prototypes` {self.num_prototypes} must divide `num_experts` {self.num_experts}."
-            )
-        if self.balance_loss_weight < 0:
-            raise ValueError(
-                f"{self.type}: `balance_loss_weight` must not be negative, got {self.balance_loss_weight}."
             )
 
     def build_sparse(self, config, layer_idx: int) -> PrototypedExperts:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from ..compat import grouped_mm, grouped_mm_fallback
-from ..core.components import aliased
+from ..core.components import aliased, bounded
 from ..core.context import LayerContext
 from ..core.distributed import process_number
 from ..ops.common.derivatives import first_derivative_only
@@ -427,7 +427,7 @@ class ExpertsSpec(DenseForm):
     every: int = 1
     activation: str = "relu"
     bias: bool = False
-    expert_dropout: float | int | None = None
+    expert_dropout: float | int | None = bounded(None, least=0, below=1)
 
     def check_fields(self) -> None:
         if self.num_experts < 1 or self.every < 1:
@@ -438,8 +438,6 @@ class ExpertsSpec(DenseForm):
             raise ValueError(
                 f"{self.type}: unknown activation {self.activation!r}; known: {', '.join(sorted(ACT2FN))}."
             )
-        if self.expert_dropout is not None and not 0 <= self.expert_dropout < 1:
-            raise ValueError(f"{self.type}: `expert_dropout` is a probability in [0, 1), got {self.expert_dropout}.")
         for name, value in self.capacities().items():
             if value is not None and value <= 0:
                 raise ValueError(f"{self.type}: `{name}` must be positive, or None for no capacity, got {value}.")

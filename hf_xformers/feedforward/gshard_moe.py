@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..core.components import register
+from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput
 from .base import FeedForward
 from .experts import ExpertsSpec, Router, balance_loss, documents, groups, real_tokens, within_capacity
@@ -88,9 +88,9 @@ class GShardSpec(ExpertsSpec):
     capacity_factor: float | int | None = 2.0
     eval_capacity_factor: float | int | None = None
     decoder_capacity: bool = False
-    group_size: int | None = None
+    group_size: int | None = bounded(None, least=1)
     queue: Literal["position", "probability"] = "position"
-    balance_loss_weight: float | int = 0.01
+    balance_loss_weight: float | int = bounded(0.01, least=0)
 
     def capacities(self) -> dict[str, float | None]:
         return {"capacity_factor": self.capacity_factor, "eval_capacity_factor": self.eval_capacity_factor}
@@ -99,14 +99,6 @@ class GShardSpec(ExpertsSpec):
         super().check_fields()
         if self.num_experts < 2:
             raise ValueError(f"{self.type} sends tokens to two experts; `num_experts` must be at least 2.")
-        if self.group_size is not None and self.group_size < 1:
-            raise ValueError(
-                f"{self.type}: `group_size` must be at least 1, or None for whole texts, got {self.group_size}."
-            )
-        if self.balance_loss_weight < 0:
-            raise ValueError(
-                f"{self.type}: `balance_loss_weight` must not be negative, got {self.balance_loss_weight}."
-            )
 
     def build_sparse(self, config, layer_idx: int) -> GShardExperts:
         return GShardExperts(config, self)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from ..core.cache import RecurrentStateLayer
-from ..core.components import aliased, register
+from ..core.components import aliased, bounded, register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from .base import FeedForward
 from .dense import DenseFeedForward
@@ -291,7 +291,7 @@ class HashLayersSpec(ExpertsSpec):
     num_experts: int = aliased(32, "experts")
     layers: tuple[int, ...] | None = None
     hash: Literal["random", "balanced", "bigram", "previous", "position", "clustered", "dispersed"] = "random"
-    multi_hash: int = 1
+    multi_hash: int = bounded(1, least=1)
     seed: int = 42
 
     @property
@@ -306,8 +306,6 @@ class HashLayersSpec(ExpertsSpec):
 
     def check_fields(self) -> None:
         super().check_fields()
-        if self.multi_hash < 1:
-            raise ValueError(f"hash_layers needs `multi_hash` >= 1, got {self.multi_hash}.")
         if self.multi_hash > 1 and self.hash in ("balanced", "clustered"):
             raise ValueError(
                 f"hash_layers: `hash={self.hash!r}` is one map, and `multi_hash={self.multi_hash}` needs as many"

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from ..core.components import register
+from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput
 from ..core.distributed import sum_over_processes
 from ..core.weight_decay import Undecayed
@@ -217,9 +217,9 @@ class ProductKeyMemorySpec(DenseForm):
     unquantized = {"feedforward.query_proj": "it chooses rows of a memory, and a small change chooses others"}
 
     layers: tuple[int, ...] | None = None
-    num_heads: int = 4
-    num_keys: int | None = None
-    topk: int | None = None
+    num_heads: int = bounded(4, least=1)
+    num_keys: int | None = bounded(None, least=1)
+    topk: int | None = bounded(None, least=1)
     key_dim: int | None = None
     query_norm: Literal["batch", "layer", "none"] = "batch"
     mode: Literal["replace", "add"] = "replace"
@@ -244,10 +244,6 @@ class ProductKeyMemorySpec(DenseForm):
         return 2 * max(config.hidden_size // 8, 1) if self.key_dim is None else self.key_dim
 
     def check_fields(self) -> None:
-        for name in ("num_heads", "num_keys", "topk"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"product_key_memory: `{name}` must be at least 1, got {value}.")
         if self.key_dim is not None and (self.key_dim < 2 or self.key_dim % 2):
             raise ValueError(f"product_key_memory: `key_dim` is cut into halves and must be even, got {self.key_dim}.")
         if self.activation not in ACT2FN:

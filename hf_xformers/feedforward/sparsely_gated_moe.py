@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..core.components import register
+from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput
 from .base import FeedForward
 from .experts import ExpertsSpec, Router, mean_over, real_tokens
@@ -85,8 +85,8 @@ class SparselyGatedSpec(ExpertsSpec):
     every: int = 2
     topk: int | None = None
     noise: bool = True
-    importance_loss_weight: float | int = 0.1
-    load_loss_weight: float | int = 0.1
+    importance_loss_weight: float | int = bounded(0.1, least=0)
+    load_loss_weight: float | int = bounded(0.1, least=0)
 
     @property
     def resolved_topk(self) -> int:
@@ -102,9 +102,6 @@ class SparselyGatedSpec(ExpertsSpec):
                 f"{self.type}: with `topk` 1 the only gate is always 1 and the task cannot teach the router; take at"
                 " least 2, or feedforward 'switch_transformer'."
             )
-        for name in ("importance_loss_weight", "load_loss_weight"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{self.type}: `{name}` must not be negative, got {getattr(self, name)}.")
 
     def build_sparse(self, config, layer_idx: int) -> SparselyGatedExperts:
         return SparselyGatedExperts(config, self)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..core.components import register
+from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput
 from .base import FeedForward
 from .experts import (
@@ -79,10 +79,10 @@ class SwitchSpec(ExpertsSpec):
     capacity_factor: float | int | None = 1.25
     eval_capacity_factor: float | int | None = None
     expert_capacity: int | None = None
-    jitter: float | int = 0.01
-    balance_loss_weight: float | int = 0.01
-    z_loss_weight: float | int = 0.0
-    init_scale: float | int = 0.1
+    jitter: float | int = bounded(0.01, least=0, below=1)
+    balance_loss_weight: float | int = bounded(0.01, least=0)
+    z_loss_weight: float | int = bounded(0.0, least=0)
+    init_scale: float | int = bounded(0.1, above=0)
 
     def capacities(self) -> dict[str, float | None]:
         return {
@@ -90,16 +90,6 @@ class SwitchSpec(ExpertsSpec):
             "eval_capacity_factor": self.eval_capacity_factor,
             "expert_capacity": self.expert_capacity,
         }
-
-    def check_fields(self) -> None:
-        super().check_fields()
-        for name in ("balance_loss_weight", "z_loss_weight"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{self.type}: `{name}` must not be negative, got {getattr(self, name)}.")
-        if not 0 <= self.jitter < 1:
-            raise ValueError(f"{self.type}: `jitter` must be in [0, 1), got {self.jitter}.")
-        if self.init_scale <= 0:
-            raise ValueError(f"{self.type}: `init_scale` must be positive, got {self.init_scale}.")
 
     def build_sparse(self, config, layer_idx: int) -> SwitchFeedForward:
         return SwitchFeedForward(config, self)

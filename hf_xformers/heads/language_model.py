@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from ..core.components import register
+from ..core.components import bounded, register
 from .base import HeadSpec
 
 
@@ -72,15 +72,9 @@ class LinearHeadSpec(HeadSpec):
 
     bias: bool = False
     scale: bool = False
-    unpredicted: int = 0
-    cap: float | int | None = None
+    unpredicted: int = bounded(0, least=0)
+    cap: float | int | None = bounded(None, above=0)
     from_zero: bool = False
-
-    def check_fields(self) -> None:
-        if self.unpredicted < 0:
-            raise ValueError(f"linear head: `unpredicted` must be a number of ids, 0 or more, got {self.unpredicted}.")
-        if self.cap is not None and self.cap <= 0:
-            raise ValueError(f"linear head needs a positive `cap` on its logits, or None, got {self.cap}.")
 
     def check(self, config) -> None:
         if self.unpredicted and config.tie_word_embeddings:

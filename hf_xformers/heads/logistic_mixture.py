@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..core.components import register
+from ..core.components import bounded, register
 from .base import HeadSpec
 
 # The least is the released code's: narrower than a step between intensities nothing can be told apart. Wider than the
@@ -60,14 +60,8 @@ class LogisticMixtureSpec(HeadSpec):
     any_width = True
     resizes = False
 
-    num_mixtures: int = 10
-    levels: int | None = None
-
-    def check_fields(self) -> None:
-        for name in ("num_mixtures", "levels"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"logistic_mixture needs `{name}` >= 1, got {value}.")
+    num_mixtures: int = bounded(10, least=1)
+    levels: int | None = bounded(None, least=1)
 
     def check(self, config) -> None:
         if self.levels is not None and self.levels > config.vocab_size:

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers.utils import can_return_tuple
 
 from ..core import outputs
+from ..core.bounds import bounded
 from ..core.choices import token_rows
 from ..core.contrastive import Matches, info_nce, match
 from ..core.distributed import sum_over_processes
@@ -26,11 +27,7 @@ class ContrastivePredictionSpec(PretrainingSpec):
 
     summary = "masked tokens, and vectors of masked sentences told apart (CPC; ETC)"
 
-    weight: float | int = 1.0
-
-    def check_fields(self) -> None:
-        if self.weight < 0:
-            raise ValueError(f"`weight` of contrastive_prediction must not be negative, got {self.weight}.")
+    weight: float | int = bounded(1.0, least=0)
 
 
 def told_apart(anchors: Tensor, candidates: Tensor, there: Tensor) -> Matches:

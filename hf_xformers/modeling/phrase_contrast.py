@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers.utils import can_return_tuple
 
 from ..core import outputs
+from ..core.bounds import bounded
 from ..core.choices import token_rows
 from ..core.contrastive import absent, info_nce, match
 from ..core.distributed import sum_over_processes
@@ -27,17 +28,10 @@ class PhraseContrastSpec(PretrainingSpec):
 
     summary = "masked tokens, and the phrase masked in a text, among those of others (InfoWord)"
 
-    temperature: float | int = 1.0
+    temperature: float | int = bounded(1.0, above=0)
     contrast_weight: float | int = 1.0
     masked_lm_weight: float | int = 1.0
     gather_negatives: bool = True
-
-    def check_fields(self) -> None:
-        if not self.temperature > 0:
-            raise ValueError(
-                f"`temperature` of phrase_contrast divides scores and must be above 0, got {self.temperature!r}; 1 is"
-                " the paper's."
-            )
 
 
 class XFormerForPhraseContrast(LanguageModel):

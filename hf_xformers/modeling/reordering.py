@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers.utils import can_return_tuple
 
 from ..core import outputs
+from ..core.bounds import bounded
 from ..core.losses import step_share, token_cross_entropy
 from ..core.pretraining_specs import PretrainingSpec, register_pretraining
 from .masked_and_class import MaskedTokensAndClass
@@ -25,11 +26,7 @@ class ReorderingSpec(PretrainingSpec):
 
     summary = "masked tokens, and the order of a document's parts (ERNIE-Doc)"
 
-    chunks: int = 3
-
-    def check_fields(self) -> None:
-        if self.chunks < 1:
-            raise ValueError(f"`chunks` of reordering must be at least 1, got {self.chunks}; 3 is the paper's.")
+    chunks: int = bounded(3, least=1)
 
 
 class XFormerForSegmentReordering(MaskedTokensAndClass):

@@ -10,6 +10,7 @@ from transformers.utils import can_return_tuple
 
 from ..compat import shared_setting
 from ..core import outputs
+from ..core.bounds import bounded
 from ..core.inputs import check_token_labels
 from ..core.losses import step_share, token_binary_cross_entropy
 from ..core.pooling import pool
@@ -28,22 +29,13 @@ class ReplacedTokensSpec(PretrainingSpec):
 
     summary = "which tokens of a text a small generator has put there (ELECTRA, DeBERTaV3)"
 
-    generator_size: float | int = 0.25
-    generator_depth: float | int = 1.0
+    generator_size: float | int = bounded(0.25, above=0, most=1)
+    generator_depth: float | int = bounded(1.0, above=0, most=1)
     generator_sharing: Literal["tied", "gradient_disentangled", "untied"] = "tied"
-    generator_temperature: float | int = 1.0
+    generator_temperature: float | int = bounded(1.0, above=0)
     generator_avoids_original: bool = False
-    detection_weight: float | int = 50.0
+    detection_weight: float | int = bounded(50.0, least=0)
     detection_context: bool = False
-
-    def check_fields(self) -> None:
-        for name, value in (("generator_size", self.generator_size), ("generator_depth", self.generator_depth)):
-            if not 0 < value <= 1:
-                raise ValueError(f"`{name}` is a share of the model in (0, 1], got {value}.")
-        if not self.generator_temperature > 0:
-            raise ValueError(f"`generator_temperature` must be above 0, got {self.generator_temperature}.")
-        if self.detection_weight < 0:
-            raise ValueError(f"`detection_weight` must not be negative, got {self.detection_weight}.")
 
 
 class TextContext(nn.Module):

@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers.utils import can_return_tuple
 
 from ..core import outputs
+from ..core.bounds import bounded
 from ..core.losses import step_share, token_cross_entropy
 from ..core.pretraining_specs import PretrainingSpec, register_pretraining
 from .classifier_transform import refuse_transform
@@ -21,11 +22,7 @@ class SentencePairsSpec(PretrainingSpec):
 
     summary = "masked tokens, and how the two texts of a pair belong together (BERT, ALBERT, StructBERT)"
 
-    classes: int = 2
-
-    def check_fields(self) -> None:
-        if self.classes < 2:
-            raise ValueError(f"`classes` of sentence_pairs must be at least 2, got {self.classes}.")
+    classes: int = bounded(2, least=2)
 
 
 class XFormerForNextSentencePrediction(Classifier):

@@ -11,6 +11,7 @@ from transformers.utils import can_return_tuple
 
 from ..compat import shared_setting
 from ..core import outputs
+from ..core.bounds import bounded
 from ..core.inputs import check_token_labels
 from ..core.losses import step_share, token_cross_entropy
 from ..core.pretraining_specs import PretrainingSpec, register_pretraining
@@ -26,14 +27,12 @@ class SpanBoundarySpec(PretrainingSpec):
 
     places: int = 20
     place_width: int = 200
-    weight: float | int = 1.0
+    weight: float | int = bounded(1.0, least=0)
 
     def check_fields(self) -> None:
         for name, value in (("places", self.places), ("place_width", self.place_width)):
             if value < 1:
                 raise ValueError(f"`{name}` of span_boundary must be at least 1, got {value}.")
-        if self.weight < 0:
-            raise ValueError(f"`weight` of span_boundary must not be negative, got {self.weight}.")
 
 
 class SpanBoundaryHead(nn.Module):

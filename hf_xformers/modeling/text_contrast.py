@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers.utils import can_return_tuple
 
 from ..core import outputs
+from ..core.bounds import bounded
 from ..core.contrastive import (
     Matches,
     absent,
@@ -36,17 +37,10 @@ class TextContrastSpec(PretrainingSpec):
     summary = "the other view of a text, among those of other texts"
 
     loss: Literal["info_nce", "ctl", "ranking", "nce", "negative_sampling"] = "info_nce"
-    temperature: float | int = 0.05
+    temperature: float | int = bounded(0.05, above=0)
     margin: float | int = 1.0
     noise_power: float | int = 0.75
     gather_negatives: bool = True
-
-    def check_fields(self) -> None:
-        if not self.temperature > 0:
-            raise ValueError(
-                f"`temperature` of text_contrast divides scores and must be above 0, got {self.temperature!r}; 0.05 is"
-                " usual."
-            )
 
 
 class XFormerForTextContrast(XFormerPreTrainedModel):

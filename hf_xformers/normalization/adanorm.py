@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..core.components import register
+from ..core.components import bounded, register
 from .base import NormSpec
 
 
@@ -33,14 +33,8 @@ class AdaNormSpec(NormSpec):
 
     summary = "layer norm with a scale that adapts to the input, no parameters"
 
-    k: float | int = 0.1
-    scale: float | int = 1.0
-
-    def check_fields(self) -> None:
-        if not 0 <= self.k < 1:
-            raise ValueError(f"adanorm: `k` must be in [0, 1), got {self.k}.")
-        if self.scale <= 0:
-            raise ValueError(f"adanorm: `scale` must be positive, got {self.scale}.")
+    k: float | int = bounded(0.1, least=0, below=1)
+    scale: float | int = bounded(1.0, above=0)
 
     def build(self, config, **where) -> AdaNorm:
         return AdaNorm(self.k, self.scale, config.layer_norm_eps)

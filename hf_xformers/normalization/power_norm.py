@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..core.components import register
+from ..core.components import bounded, register
 from ..core.distributed import num_processes, sum_over_processes
 from ..core.weight_decay import Undecayed
 from ..ops.common.derivatives import first_derivative_only
@@ -139,17 +139,10 @@ class PowerNormSpec(NormSpec):
     over_tokens = True
     tensor_parallel = False  # its sums over processes are those of data parallelism
 
-    alpha_fwd: float = 0.9
-    alpha_bwd: float = 0.9
-    warmup_iters: int = 10_000
+    alpha_fwd: float = bounded(0.9, above=0, below=1)
+    alpha_bwd: float = bounded(0.9, above=0, below=1)
+    warmup_iters: int = bounded(10_000, least=0)
     group_num: int | None = 1
-
-    def check_fields(self) -> None:
-        for name in ("alpha_fwd", "alpha_bwd"):
-            if not 0 < getattr(self, name) < 1:
-                raise ValueError(f"power_norm: `{name}` must be in (0, 1), got {getattr(self, name)}.")
-        if self.warmup_iters < 0:
-            raise ValueError(f"power_norm: `warmup_iters` must not be negative, got {self.warmup_iters}.")
 
     def check(self, config) -> None:
         if self.group_num is not None and (self.group_num < 1 or config.hidden_size % self.group_num):

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from ..core.bounds import bounded
 from .base import Objective, Row, is_special, register, special_table
 from .masked_lm import given_units
 from .seq2seq import Seq2SeqCollator
@@ -227,14 +228,14 @@ class BartDenoisingObjective(Objective):
     whole_word         whether spans are counted in words (column `word_ids`); False: every token is a word
     """
 
-    mask_ratio: float | int = 0.3
+    mask_ratio: float | int = bounded(0.3, least=0, most=1)
     mask_length: Literal["subword", "word", "span-poisson"] = "span-poisson"
-    poisson_lambda: float | int = 3.5
+    poisson_lambda: float | int = bounded(3.5, above=0)
     replace_length: Literal[-1, 0, 1] = 1
-    random_ratio: float | int = 0.1
-    insert_ratio: float | int = 0.0
-    rotate_ratio: float | int = 0.0
-    permute_sentences: float | int = 1.0
+    random_ratio: float | int = bounded(0.1, least=0, most=1)
+    insert_ratio: float | int = bounded(0.0, least=0, most=1)
+    rotate_ratio: float | int = bounded(0.0, least=0, most=1)
+    permute_sentences: float | int = bounded(1.0, least=0, most=1)
     sentence_end_ids: tuple[int, ...] | None = None
     whole_word: bool = True
 
@@ -247,9 +248,6 @@ class BartDenoisingObjective(Objective):
     decoder_starts_with = "sep"
 
     def check_fields(self) -> None:
-        for name in ("mask_ratio", "random_ratio", "insert_ratio", "rotate_ratio", "permute_sentences"):
-            self._require(0 <= getattr(self, name) <= 1, f"{name} must lie in [0, 1], not {getattr(self, name)}")
-        self._require(self.poisson_lambda > 0, f"poisson_lambda must be above 0, not {self.poisson_lambda}")
         self._require(
             self.mask_length != "subword" or self.replace_length != -1,
             "mask_length='subword' is replaced by one mask or by nothing: set replace_length to 1 or 0",

@@ -74,7 +74,7 @@ class Objective(TypedSpec):
 
     def __post_init__(self) -> None:
         check_types(self)
-        self.check_fields()
+        self.check_values()
 
     @property
     def masks_units(self) -> bool:

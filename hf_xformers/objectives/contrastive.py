@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from ..core.bounds import bounded
 from .base import AnyObjective, Collator, Objective, Row, is_special, pad_rows, register, round_up, special_table
 
 
@@ -98,11 +99,11 @@ class ContrastiveObjective(Objective):
     """
 
     views: Literal["crops", "dropout"] = "crops"
-    crop_ratio: float | int = 0.5
+    crop_ratio: float | int = bounded(0.5, above=0, most=1)
     loss: Literal["info_nce", "ctl", "ranking", "nce", "negative_sampling"] = "info_nce"
-    temperature: float | int = 0.05
-    margin: float | int = 1.0
-    num_negatives: int | None = None
+    temperature: float | int = bounded(0.05, above=0)
+    margin: float | int = bounded(1.0, least=0)
+    num_negatives: int | None = bounded(None, least=1)
     noise_power: float | int = 0.75
     gather_negatives: bool = True
 
@@ -115,13 +116,6 @@ class ContrastiveObjective(Objective):
     rows_at_once: ClassVar[int] = 2
 
     def check_fields(self) -> None:
-        self._require(0 < self.crop_ratio <= 1, f"crop_ratio must lie in (0, 1], not {self.crop_ratio}")
-        self._require(self.temperature > 0, f"temperature must be above 0, not {self.temperature}")
-        self._require(self.margin >= 0, f"margin must be at least 0, not {self.margin}")
-        self._require(
-            self.num_negatives is None or self.num_negatives >= 1,
-            f"num_negatives must be at least 1, or None for all of the batch, not {self.num_negatives}",
-        )
         self._require(
             self.loss != "ctl" or self.num_negatives in (None, 1),
             f"loss 'ctl' has one wrong answer, not num_negatives={self.num_negatives}: leave it None, or take"

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from ..core.bounds import bounded
 from .base import IGNORE_INDEX, TOKEN_COLUMNS, Row, is_special, pad_rows, register, round_up
 from .masked_lm import MaskedLMCollator, MaskedLMObjective
 from .masked_lm import apply_noise as apply_mask
@@ -94,8 +95,8 @@ class CpcEtcObjective(MaskedLMObjective):
     The other settings are those of masked LM, which masks whole words here unless `whole_word` is false.
     """
 
-    cpc_weight: float | int = 1.0
-    sentence_mask_ratio: float | int = 0.15
+    cpc_weight: float | int = bounded(1.0, least=0)
+    sentence_mask_ratio: float | int = bounded(0.15, above=0, below=1)
     negatives: Literal["batch"] = "batch"
 
     summary: ClassVar[str] = "masked words, and vectors of masked sentences told apart (ETC)"
@@ -105,14 +106,6 @@ class CpcEtcObjective(MaskedLMObjective):
     sample_by = "document"
     needed_tokens: ClassVar[tuple[str, ...]] = ("pad", "sep", "mask")
     add_special_tokens: ClassVar[bool] = False
-
-    def check_fields(self) -> None:
-        super().check_fields()
-        self._require(self.cpc_weight >= 0, f"cpc_weight must be at least 0, not {self.cpc_weight}")
-        self._require(
-            0 < self.sentence_mask_ratio < 1,
-            f"sentence_mask_ratio must lie between 0 and 1, not {self.sentence_mask_ratio}",
-        )
 
     @property
     def masks_units(self) -> bool:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ..core.bounds import bounded
 from .base import IGNORE_INDEX, Collator, Objective, Row, is_special, pad_rows, register, special_table
 from .entity_tables import EMBEDDED, read_table
 from .masked_lm import KEEP, MaskedLMObjective, MaskNoise, given_units
@@ -154,18 +155,14 @@ class EntityReplacementObjective(Objective):
     """
 
     entity_table: str = EMBEDDED
-    replace_prob: float | int = 0.5
-    mlm_prob: float | int = 0.05
+    replace_prob: float | int = bounded(0.5, above=0, below=1)
+    mlm_prob: float | int = bounded(0.05, above=0, below=1)
 
     summary: ClassVar[str] = "which names were replaced by others of their type (WKLM)"
     head: ClassVar[str] = "EntityReplacement"
     add_special_tokens: ClassVar[bool] = True
     sample_by = "document"
     needed_tokens: ClassVar[tuple[str, ...]] = ("pad", "cls", "sep", "mask")
-
-    def check_fields(self) -> None:
-        for name in ("replace_prob", "mlm_prob"):
-            self._require(0 < getattr(self, name) < 1, f"{name} must lie between 0 and 1, not {getattr(self, name)}")
 
     @property
     def masks_units(self) -> bool:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ..core.bounds import bounded
 from .base import Collator, Objective, Row, is_special, pad_rows, register, round_up, special_table
 from .contrastive import text_key
 from .masked_lm import KEEP, MASK, RANDOM, MaskNoise
@@ -125,16 +126,16 @@ class InfoWordObjective(Objective):
     A batch has at least two texts. A phrase that is equal to a text's own is no wrong answer for it.
     """
 
-    dim_weight: float | int = 1.0
-    mlm_weight: float | int = 1.0
+    dim_weight: float | int = bounded(1.0, least=0)
+    mlm_weight: float | int = bounded(1.0, least=0)
     span_mean: float | int = 5.0
-    span_std: float | int = 1.0
+    span_std: float | int = bounded(1.0, least=0)
     span_min: int = 1
     span_max: int = 10
-    mask_prob: float | int = 0.15
-    mask_token_prob: float | int = 0.8
-    random_prob: float | int = 0.1
-    temperature: float | int = 1.0
+    mask_prob: float | int = bounded(0.15, above=0, below=1)
+    mask_token_prob: float | int = bounded(0.8, least=0, most=1)
+    random_prob: float | int = bounded(0.1, least=0, most=1)
+    temperature: float | int = bounded(1.0, above=0)
     gather_negatives: bool = True
 
     summary: ClassVar[str] = "the phrase masked in a text, among those of others (InfoWord)"
@@ -145,19 +146,13 @@ class InfoWordObjective(Objective):
     rows_at_once: ClassVar[int] = 2
 
     def check_fields(self) -> None:
-        for name in ("dim_weight", "mlm_weight", "span_std"):
-            self._require(getattr(self, name) >= 0, f"{name} must not be negative, not {getattr(self, name)}")
         self._require(self.dim_weight + self.mlm_weight > 0, "dim_weight and mlm_weight are both 0: set one above")
-        self._require(0 < self.mask_prob < 1, f"mask_prob must lie between 0 and 1, not {self.mask_prob}")
-        for name in ("mask_token_prob", "random_prob"):
-            self._require(0 <= getattr(self, name) <= 1, f"{name} must lie in [0, 1], not {getattr(self, name)}")
         total = self.mask_token_prob + self.random_prob
         self._require(total <= 1 + 1e-9, f"mask_token_prob + random_prob is {total}: it must not exceed 1")
         self._require(
             1 <= self.span_min <= self.span_max,
             f"phrases of {self.span_min} to {self.span_max} tokens: set 1 <= span_min <= span_max",
         )
-        self._require(self.temperature > 0, f"temperature must be above 0, not {self.temperature}")
 
     def config_fields(self) -> dict[str, Any]:
         settings = {

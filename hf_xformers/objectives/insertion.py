@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
+from ..core.bounds import bounded
 from .base import IGNORE_INDEX, Collator, Objective, Row, pad_rows, register, round_up
 
 Order = Literal[
@@ -109,7 +110,7 @@ class InsertionObjective(Objective):
     """
 
     order: Order = "random"
-    beam: int = 8
+    beam: int = bounded(8, least=1)
 
     summary: ClassVar[str] = "words in any order, each with the place where it is inserted (InDIGO)"
     head: ClassVar[str] = "CausalLM"
@@ -119,7 +120,6 @@ class InsertionObjective(Objective):
 
     def check_fields(self) -> None:
         self._require(self.order in get_args(Order), f"order must be one of {', '.join(get_args(Order))}")
-        self._require(self.beam >= 1, f"beam must be at least 1, not {self.beam}")
 
     def raw_block_size(self, block_size: int) -> int:
         self._require(

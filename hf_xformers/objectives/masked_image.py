@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ..core.bounds import bounded
 from .base import Objective, SeededCollator, keyed_generator, register
 
 
@@ -57,12 +58,8 @@ class MaskedImageObjective(Objective):
     rows = "images"
     target = "patch"
 
-    mask_ratio: float = 0.6
-    mask_size: int = 1
-
-    def check_fields(self) -> None:
-        self._require(0 < self.mask_ratio < 1, f"mask_ratio must lie between 0 and 1, not {self.mask_ratio}")
-        self._require(self.mask_size >= 1, f"mask_size must be at least 1, not {self.mask_size}")
+    mask_ratio: float = bounded(0.6, above=0, below=1)
+    mask_size: int = bounded(1, least=1)
 
     def bound_to(self, config: Any) -> MaskedImageObjective:
         rows, columns = config.grid

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from ..core.bounds import bounded
 from .base import IGNORE_INDEX, TOKEN_COLUMNS, Collator, Objective, Row, is_special, pad_rows, register, special_table
 
 KEEP, MASK, RANDOM = 0, 1, 2  # what happens to the input at a chosen position
@@ -244,15 +245,15 @@ class MaskedLMObjective(Objective):
                  masking, 10 the data preparation of BERT.
     """
 
-    mask_prob: float | int = 0.15
-    mask_token_prob: float | int = 0.8
-    random_prob: float | int = 0.1
+    mask_prob: float | int = bounded(0.15, above=0, below=1)
+    mask_token_prob: float | int = bounded(0.8, least=0, most=1)
+    random_prob: float | int = bounded(0.1, least=0, most=1)
     selection: Literal["bert", "roberta", "hf", "ngram"] = "bert"
     whole_word: bool | None = None
-    max_predictions: int | None = None
-    ngram_max: int | None = None
+    max_predictions: int | None = bounded(None, least=1)
+    ngram_max: int | None = bounded(None, least=1)
     random_vocab: Literal["all", "non_special"] | None = None
-    dupe_factor: int | None = None
+    dupe_factor: int | None = bounded(None, least=1)
 
     summary: ClassVar[str] = "tokens that are masked, replaced or kept, from both sides (BERT)"
     corrupts: ClassVar[str] = "15 % of the tokens: masked, random or kept"
@@ -262,14 +263,8 @@ class MaskedLMObjective(Objective):
     add_special_tokens: ClassVar[bool] = True
 
     def check_fields(self) -> None:
-        self._require(0 < self.mask_prob < 1, f"mask_prob must lie between 0 and 1, not {self.mask_prob}")
-        for name in ("mask_token_prob", "random_prob"):
-            self._require(0 <= getattr(self, name) <= 1, f"{name} must lie in [0, 1], not {getattr(self, name)}")
         total = self.mask_token_prob + self.random_prob
         self._require(total <= 1 + 1e-9, f"mask_token_prob + random_prob is {total}: it must not exceed 1")
-        for name in ("max_predictions", "ngram_max", "dupe_factor"):
-            value = getattr(self, name)
-            self._require(value is None or value >= 1, f"{name} must be at least 1 or None, not {value}")
         self._require(
             self.max_predictions is None or self.selection in ("bert", "ngram"),
             f"max_predictions caps only the selections 'bert' and 'ngram', not {self.selection!r}: leave it None",

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from ..core.bounds import bounded
 from .base import IGNORE_INDEX, Collator, Objective, Row, is_special, pad_rows, register, round_up, special_table
 from .masked_lm import KEEP, MASK, RANDOM, MaskNoise
 from .masked_lm import apply_noise as mask_tokens
@@ -123,10 +124,10 @@ class MassObjective(Objective):
     random_prob      share of these in whose place a random token stands; the rest are kept
     """
 
-    fragment_ratio: float | int = 0.5
+    fragment_ratio: float | int = bounded(0.5, above=0, most=1)
     start_mode: Literal["uniform", "20_20_60"] = "20_20_60"
-    mask_token_prob: float | int = 0.8
-    random_prob: float | int = 0.1
+    mask_token_prob: float | int = bounded(0.8, least=0, most=1)
+    random_prob: float | int = bounded(0.1, least=0, most=1)
 
     summary: ClassVar[str] = "a fragment of a text, written where it stood (MASS)"
     head: ClassVar[str] = "Seq2SeqLM"
@@ -137,9 +138,6 @@ class MassObjective(Objective):
     decoder_starts_with = "cls"
 
     def check_fields(self) -> None:
-        self._require(0 < self.fragment_ratio <= 1, f"fragment_ratio must lie in (0, 1], not {self.fragment_ratio}")
-        for name in ("mask_token_prob", "random_prob"):
-            self._require(0 <= getattr(self, name) <= 1, f"{name} must lie in [0, 1], not {getattr(self, name)}")
         total = self.mask_token_prob + self.random_prob
         self._require(total <= 1 + 1e-9, f"mask_token_prob + random_prob is {total}: it must not exceed 1")
 

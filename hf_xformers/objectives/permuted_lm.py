@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ..core.bounds import bounded
 from .base import IGNORE_INDEX, TOKEN_COLUMNS, Collator, Objective, Row, is_special, pad_rows, register, special_table
 
 _EVERYBODY_SEES = -1  # rank of what is there from the start
@@ -179,12 +180,12 @@ class PermutedLMObjective(Objective):
     whole_word             spans are of whole words (column `word_ids`); False: of tokens, as in the released code
     """
 
-    mask_alpha: int = 6
-    mask_beta: int = 1
-    max_gram: int = 5
-    num_predict: int | None = None
-    reuse_len: int | None = None
-    perm_size: int | None = None
+    mask_alpha: int = bounded(6, least=1)
+    mask_beta: int = bounded(1, least=1)
+    max_gram: int = bounded(5, least=1)
+    num_predict: int | None = bounded(None, least=1)
+    reuse_len: int | None = bounded(None, least=0)
+    perm_size: int | None = bounded(None, least=1)
     bi_data: bool = True
     whole_word: bool = False
 
@@ -195,16 +196,10 @@ class PermutedLMObjective(Objective):
     add_special_tokens: ClassVar[bool] = True
 
     def check_fields(self) -> None:
-        for name in ("mask_alpha", "mask_beta", "max_gram"):
-            self._require(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
         self._require(
             self.mask_beta <= self.mask_alpha,
             f"mask_beta {self.mask_beta} of mask_alpha {self.mask_alpha} tokens cannot be predicted: lower it",
         )
-        for name in ("num_predict", "perm_size"):
-            value = getattr(self, name)
-            self._require(value is None or value >= 1, f"{name} must be at least 1 or None, not {value}")
-        self._require(self.reuse_len is None or self.reuse_len >= 0, f"reuse_len is a length, not {self.reuse_len}")
         self._require(
             not self.reuse_len or self.perm_size is None or self.perm_size <= self.reuse_len,
             f"perm_size {self.perm_size} must not exceed reuse_len {self.reuse_len}: lower it",

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from ..core.bounds import bounded
 from ..core.pretraining_specs import changed_pretraining
 from .base import IGNORE_INDEX, TOKEN_COLUMNS, Collator, Objective, Row, is_special, pad_rows, register, special_table
 
@@ -121,8 +122,8 @@ class ReplacedTokenObjective(Objective):
     detection_context  whether a token is judged beside the text's first one (DeBERTaV3)
     """
 
-    mask_prob: float | int = 0.15
-    mask_token_prob: float | int = 0.85
+    mask_prob: float | int = bounded(0.15, above=0, below=1)
+    mask_token_prob: float | int = bounded(0.85, least=0, most=1)
     with_replacement: bool = True
     generator_size: float | int | None = None
     generator_depth: float | int | None = None
@@ -139,10 +140,6 @@ class ReplacedTokenObjective(Objective):
     add_special_tokens: ClassVar[bool] = True
 
     def check_fields(self) -> None:
-        self._require(0 < self.mask_prob < 1, f"mask_prob must lie between 0 and 1, not {self.mask_prob}")
-        self._require(
-            0 <= self.mask_token_prob <= 1, f"mask_token_prob must lie in [0, 1], not {self.mask_token_prob}"
-        )
         changed_pretraining({}, self.config_fields().get("pretraining", {}))  # refuses values out of range
 
     def config_fields(self) -> dict[str, Any]:

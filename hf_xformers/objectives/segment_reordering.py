@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ..core.bounds import bounded
 from .base import Row, is_special, register
 from .masked_lm import MaskedLMCollator, MaskedLMObjective
 
@@ -93,16 +94,12 @@ class SegmentReorderingObjective(MaskedLMObjective):
     The other settings are those of masked LM.
     """
 
-    chunks: int = 3
+    chunks: int = bounded(3, least=1, most=6)
 
     summary: ClassVar[str] = "masked tokens, and the order of a document's shuffled parts (ERNIE-Doc)"
     corrupts: ClassVar[str] = "15 % of the tokens, and the order of up to 3 parts"
     head: ClassVar[str] = "SegmentReordering"
     preferred: ClassVar[bool] = False
-
-    def check_fields(self) -> None:
-        super().check_fields()
-        self._require(1 <= self.chunks <= 6, f"chunks must lie between 1 and 6 (873 orders), not {self.chunks}")
 
     def config_fields(self) -> dict[str, Any]:
         return {"pretraining": {"reordering": {"chunks": self.chunks}}}

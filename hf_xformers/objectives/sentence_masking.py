@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ..core.bounds import bounded
 from .base import IGNORE_INDEX, Collator, Objective, Row, pad_rows, register, round_up
 
 MASK, KEEP, REPLACE = 0, 1, 2  # what becomes of a chosen sentence
@@ -114,10 +115,10 @@ class SentenceMaskingObjective(Objective):
     max_sentence_length  tokens of a sentence at most, the one that ends it included; what is beyond is left out
     """
 
-    mask_rate: float | int = 0.15
-    mask_prob: float | int = 0.8
-    random_prob: float | int = 0.1
-    max_sentence_length: int = 50
+    mask_rate: float | int = bounded(0.15, above=0, most=1)
+    mask_prob: float | int = bounded(0.8, least=0, most=1)
+    random_prob: float | int = bounded(0.1, least=0, most=1)
+    max_sentence_length: int = bounded(50, least=2)
 
     summary: ClassVar[str] = "sentences that are masked, each written from its vector (HIBERT)"
     corrupts: ClassVar[str] = "15 % of the sentences: masked, another one or kept"
@@ -128,16 +129,9 @@ class SentenceMaskingObjective(Objective):
     needed_tokens: ClassVar[tuple[str, ...]] = ("pad", "sep", "mask")
 
     def check_fields(self) -> None:
-        self._require(0 < self.mask_rate <= 1, f"mask_rate must lie in (0, 1], not {self.mask_rate}")
-        for name in ("mask_prob", "random_prob"):
-            self._require(0 <= getattr(self, name) <= 1, f"{name} must lie in [0, 1], not {getattr(self, name)}")
         self._require(
             self.mask_prob + self.random_prob <= 1,
             f"mask_prob {self.mask_prob} and random_prob {self.random_prob} must not add up to more than 1",
-        )
-        self._require(
-            self.max_sentence_length >= 2,
-            f"max_sentence_length must be at least 2 (a word and the end), not {self.max_sentence_length}",
         )
 
     def collator(

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..core.bounds import bounded
 from .base import Collator, Objective, build_objective, keyed_generator, read_row, register
 from .masked_lm import MaskedLMCollator, MaskedLMObjective, merge_words
 
@@ -319,10 +320,10 @@ class SentencePairObjective(Objective):
     dupe_factor     how often the documents are gone through, each time cut in other pairs
     """
 
-    max_seq_length: int = 512
-    short_seq_prob: float | int = 0.1
+    max_seq_length: int = bounded(512, least=5)
+    short_seq_prob: float | int = bounded(0.1, least=0, most=1)
     mlm: MaskedLMObjective | None = None
-    dupe_factor: int = 1
+    dupe_factor: int = bounded(1, least=1)
 
     head: ClassVar[str] = "NextSentencePrediction"
     target = "label"
@@ -339,13 +340,6 @@ class SentencePairObjective(Objective):
             object.__setattr__(self, "head", "PreTraining")
             object.__setattr__(self, "target", "token")
         super().__post_init__()
-
-    def check_fields(self) -> None:
-        self._require(
-            self.max_seq_length >= 5, f"max_seq_length must be at least 5 (two tokens), not {self.max_seq_length}"
-        )
-        self._require(0 <= self.short_seq_prob <= 1, f"short_seq_prob must lie in [0, 1], not {self.short_seq_prob}")
-        self._require(self.dupe_factor >= 1, f"dupe_factor must be at least 1, not {self.dupe_factor}")
 
     def config_fields(self) -> dict[str, Any]:
         return {} if self.mlm is None else {"pretraining": {"sentence_pairs": {"classes": self.classes}}}
@@ -373,15 +367,11 @@ class NextSentenceObjective(SentencePairObjective):
     random_prob: share of the chunks whose second text is of another document.
     """
 
-    random_prob: float | int = 0.5
+    random_prob: float | int = bounded(0.5, least=0, most=1)
 
     summary: ClassVar[str] = "whether one text follows the other, or is of another document (BERT)"
     corrupts: ClassVar[str] = "half of the second texts: from another document"
     replaces_second: ClassVar[bool] = True
-
-    def check_fields(self) -> None:
-        super().check_fields()
-        self._require(0 <= self.random_prob <= 1, f"random_prob must lie in [0, 1], not {self.random_prob}")
 
     def sample_second(self, sentences: int, generator: torch.Generator) -> int | None:
         return 1 if sentences == 1 else int(_chance(generator) < self.random_prob)
@@ -396,15 +386,11 @@ class SentenceOrderObjective(SentencePairObjective):
     swap_prob: share of the pairs that are swapped.
     """
 
-    swap_prob: float | int = 0.5
+    swap_prob: float | int = bounded(0.5, least=0, most=1)
 
     summary: ClassVar[str] = "whether two texts are in order (ALBERT)"
     corrupts: ClassVar[str] = "half of the pairs: swapped"
     replaces_second: ClassVar[bool] = False
-
-    def check_fields(self) -> None:
-        super().check_fields()
-        self._require(0 <= self.swap_prob <= 1, f"swap_prob must lie in [0, 1], not {self.swap_prob}")
 
     def sample_second(self, sentences: int, generator: torch.Generator) -> int | None:
         return None if sentences == 1 else int(_chance(generator) < self.swap_prob)

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from ..core.bounds import bounded
 from .base import IGNORE_INDEX, TOKEN_COLUMNS, Collator, Objective, Row, is_special, pad_rows, register, special_table
 from .masked_lm import KEEP, MASK, RANDOM, MaskNoise, apply_noise, given_units
 
@@ -163,17 +164,17 @@ class SpanBertObjective(Objective):
     sbo_weight         of the loss of what the neighbours tell
     """
 
-    mask_prob: float | int = 0.15
-    geometric_p: float | int = 0.2
+    mask_prob: float | int = bounded(0.15, above=0, below=1)
+    geometric_p: float | int = bounded(0.2, above=0, below=1)
     span_min: int = 1
     span_max: int = 10
     whole_word: bool = True
     replacement: Literal["span", "token"] = "span"
-    mask_token_prob: float | int = 0.8
-    random_prob: float | int = 0.1
+    mask_token_prob: float | int = bounded(0.8, least=0, most=1)
+    random_prob: float | int = bounded(0.1, least=0, most=1)
     max_pair_targets: int = 20
-    sbo_position_dim: int = 200
-    sbo_weight: float | int = 1.0
+    sbo_position_dim: int = bounded(200, least=1)
+    sbo_weight: float | int = bounded(1.0, least=0)
 
     summary: ClassVar[str] = "masked spans, from within and from the tokens around them (SpanBERT)"
     head: ClassVar[str] = "SpanBoundary"
@@ -182,10 +183,6 @@ class SpanBertObjective(Objective):
     needed_tokens: ClassVar[tuple[str, ...]] = ("pad", "cls", "sep", "mask")
 
     def check_fields(self) -> None:
-        for name in ("mask_prob", "geometric_p"):
-            self._require(0 < getattr(self, name) < 1, f"{name} must lie between 0 and 1, not {getattr(self, name)}")
-        for name in ("mask_token_prob", "random_prob"):
-            self._require(0 <= getattr(self, name) <= 1, f"{name} must lie in [0, 1], not {getattr(self, name)}")
         total = self.mask_token_prob + self.random_prob
         self._require(total <= 1 + 1e-9, f"mask_token_prob + random_prob is {total}: it must not exceed 1")
         self._require(
@@ -197,8 +194,6 @@ class SpanBertObjective(Objective):
             f"max_pair_targets={self.max_pair_targets} is less than the longest span: set it to {self.span_max} at"
             " least",
         )
-        self._require(self.sbo_position_dim >= 1, f"sbo_position_dim must be at least 1, not {self.sbo_position_dim}")
-        self._require(self.sbo_weight >= 0, f"sbo_weight must not be negative, not {self.sbo_weight}")
 
     @property
     def masks_units(self) -> bool:

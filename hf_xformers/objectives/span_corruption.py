@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ..core.bounds import bounded
 from .base import Objective, Row, is_special, register, special_table
 from .seq2seq import Seq2SeqCollator
 
@@ -128,10 +129,10 @@ class SpanCorruptionObjective(Objective):
     num_sentinels           how many sentinels there are at most
     """
 
-    noise_density: float | int = 0.15
-    mean_noise_span_length: float | int = 3.0
-    sentinel_start: int | None = None
-    num_sentinels: int = 100
+    noise_density: float | int = bounded(0.15, above=0, below=1)
+    mean_noise_span_length: float | int = bounded(3.0, least=1)
+    sentinel_start: int | None = bounded(None, least=0)
+    num_sentinels: int = bounded(100, least=1)
 
     summary: ClassVar[str] = "spans that sentinels stand for (T5)"
     corrupts: ClassVar[str] = "15 % of the tokens, in spans of 3, each a sentinel in the input"
@@ -141,18 +142,6 @@ class SpanCorruptionObjective(Objective):
     sample_by = "document"
     tokenizer_style = "t5"
     needed_tokens: ClassVar[tuple[str, ...]] = ("pad",)
-
-    def check_fields(self) -> None:
-        self._require(0 < self.noise_density < 1, f"noise_density must lie between 0 and 1, not {self.noise_density}")
-        self._require(
-            self.mean_noise_span_length >= 1,
-            f"mean_noise_span_length must be at least 1 token, not {self.mean_noise_span_length}",
-        )
-        self._require(self.num_sentinels >= 1, f"num_sentinels must be at least 1, not {self.num_sentinels}")
-        self._require(
-            self.sentinel_start is None or self.sentinel_start >= 0,
-            f"sentinel_start must be an id or None, not {self.sentinel_start}",
-        )
 
     def collator(
         self, tokenizer: Any, *, seed: int = 0, pad_to_multiple_of: int | None = None, static: bool = False

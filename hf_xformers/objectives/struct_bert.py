@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from ..core.bounds import bounded
 from .base import IGNORE_INDEX, Row, is_special, pad_rows, register
 from .masked_lm import MaskedLMCollator, MaskedLMObjective, MaskNoise, apply_noise, sample_noise
 from .sentence_pairs import SentencePairCollator, SentencePairObjective, _chance, _integer
@@ -122,8 +123,8 @@ class StructBertObjective(SentencePairObjective):
     """
 
     mlm: MaskedLMObjective | None = MaskedLMObjective()
-    shuffle_ratio: float | int = 0.05
-    shuffle_span: int = 3
+    shuffle_ratio: float | int = bounded(0.05, least=0, most=1)
+    shuffle_span: int = bounded(3, least=2)
     spans: Literal["disjoint", "all"] = "disjoint"
     sentence_classes: Literal[2, 3] = 3
 
@@ -133,10 +134,7 @@ class StructBertObjective(SentencePairObjective):
     replaces_second: ClassVar[bool] = True
 
     def check_fields(self) -> None:
-        super().check_fields()
         self._require(self.mlm is not None, "mlm must be the settings of a masked LM, which this objective includes")
-        self._require(0 <= self.shuffle_ratio <= 1, f"shuffle_ratio must lie in [0, 1], not {self.shuffle_ratio}")
-        self._require(self.shuffle_span >= 2, f"shuffle_span must be at least 2, not {self.shuffle_span}")
 
     def config_fields(self) -> dict[str, Any]:
         return {"pretraining": {"sentence_pairs": {"classes": self.sentence_classes}}}

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from ..core.bounds import bounded
 from .base import Objective, Row, is_special, register, special_table
 from .seq2seq import Seq2SeqCollator
 from .span_corruption import apply_noise as replace_spans
@@ -130,10 +131,10 @@ class T5CorruptionObjective(Objective):
     corruption: Literal["prefix_lm", "bert_style", "mass_style", "iid_denoise", "drop_tokens", "deshuffle"] = (
         "iid_denoise"
     )
-    noise_density: float | int = 0.15
-    random_prob: float | int = 0.1
-    sentinel_start: int | None = None
-    max_sentinels: int = 100
+    noise_density: float | int = bounded(0.15, above=0, below=1)
+    random_prob: float | int = bounded(0.1, least=0, most=1)
+    sentinel_start: int | None = bounded(None, least=0)
+    max_sentinels: int = bounded(100, least=2)
 
     summary: ClassVar[str] = "the other corruptions of T5: a prefix, shuffled, masked or dropped tokens"
     head: ClassVar[str] = "Seq2SeqLM"
@@ -141,15 +142,6 @@ class T5CorruptionObjective(Objective):
     sample_by = "document"
     tokenizer_style = "t5"
     needed_tokens: ClassVar[tuple[str, ...]] = ("pad",)
-
-    def check_fields(self) -> None:
-        self._require(0 < self.noise_density < 1, f"noise_density must lie between 0 and 1, not {self.noise_density}")
-        self._require(0 <= self.random_prob <= 1, f"random_prob must lie in [0, 1], not {self.random_prob}")
-        self._require(self.max_sentinels >= 2, f"max_sentinels must be at least 2, not {self.max_sentinels}")
-        self._require(
-            self.sentinel_start is None or self.sentinel_start >= 0,
-            f"sentinel_start must be an id or None, not {self.sentinel_start}",
-        )
 
     @property
     def num_sentinels(self) -> int:

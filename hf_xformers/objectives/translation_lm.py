@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 import torch
 from torch import Tensor
 
+from ..core.bounds import bounded
 from .base import TOKEN_COLUMNS, Collator, Objective, Row, is_special, pad_rows, read_row, register, special_table
 from .causal_lm import causal_labels
 from .masked_lm import KEEP, MASK, RANDOM, MaskNoise, apply_noise
@@ -162,7 +163,7 @@ class Multilingual(Objective):
 
     languages: tuple[str, ...] = ("en", "de")
     lang_embedding: bool = True
-    lg_sampling_factor: float | int = 0.7
+    lg_sampling_factor: float | int = bounded(0.7, least=0, most=1)
 
     rows = "parallel"
     language_ids: ClassVar[tuple[int, ...]] = ()  # of `languages`, in the table of the model
@@ -175,9 +176,6 @@ class Multilingual(Objective):
         self._require(
             len(self.languages) == 2 and self.languages[0] != self.languages[1],
             f"languages must be two that differ, such as en,de, not {list(self.languages)}",
-        )
-        self._require(
-            0 <= self.lg_sampling_factor <= 1, f"lg_sampling_factor must lie in [0, 1], not {self.lg_sampling_factor}"
         )
 
     @property
@@ -220,10 +218,10 @@ class TranslationLMObjective(Multilingual):
     """
 
     tasks: tuple[Literal["pairs", "streams"], ...] = ("pairs",)
-    mask_prob: float | int = 0.15
+    mask_prob: float | int = bounded(0.15, above=0, below=1)
     mask_token_prob: float | int = 0.8
     random_prob: float | int = 0.1
-    sample_alpha: float | int = 0.5
+    sample_alpha: float | int = bounded(0.5, least=0)
     reset_positions: bool = True
 
     summary: ClassVar[str] = "masked tokens of a sentence and its translation (XLM)"
@@ -233,14 +231,12 @@ class TranslationLMObjective(Multilingual):
 
     def check_fields(self) -> None:
         super().check_fields()
-        self._require(0 < self.mask_prob < 1, f"mask_prob must lie between 0 and 1, not {self.mask_prob}")
         total = self.mask_token_prob + self.random_prob
         self._require(
             min(self.mask_token_prob, self.random_prob) >= 0 and total <= 1 + 1e-9,
             f"mask_token_prob {self.mask_token_prob} and random_prob {self.random_prob} must be at least 0 and add up"
             " to no more than 1",
         )
-        self._require(self.sample_alpha >= 0, f"sample_alpha must be at least 0, not {self.sample_alpha}")
         self._require(bool(self.tasks), "tasks must name 'pairs', 'streams' or both")
 
     @property

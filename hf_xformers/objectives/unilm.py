@@ -14,6 +14,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from ..core.bounds import bounded
 from ..core.mask_modes import ALL_TYPES, BIDIRECTIONAL, LEFT_TO_RIGHT, MODES, RIGHT_TO_LEFT, SEQ2SEQ, TYPES
 from .base import IGNORE_INDEX, Row, is_special, pad_rows, read_row, register
 from .masked_lm import KEEP, MASK, RANDOM, MaskedLMCollator, MaskedLMObjective, MaskNoise, _fill_budget, apply_noise
@@ -162,9 +163,9 @@ class UniLMObjective(SentencePairObjective):
     mlm: MaskedLMObjective | None = MaskedLMObjective()
     mode_probs: tuple[float | int, float | int, float | int, float | int] = (1 / 3, 1 / 3, 1 / 6, 1 / 6)
     segment_ids_per_mode: bool = True
-    ngram_prob: float | int = 0.2
-    target_mask_prob: float | int | None = None
-    random_prob: float | int = 0.5
+    ngram_prob: float | int = bounded(0.2, least=0, most=1)
+    target_mask_prob: float | int | None = bounded(None, above=0, most=1)
+    random_prob: float | int = bounded(0.5, least=0, most=1)
 
     summary: ClassVar[str] = "masked tokens, read from both sides, either side, or as a target (UniLM)"
     corrupts: ClassVar[str] = "15 % of the tokens, singly or in bigrams and trigrams; what a token may see"
@@ -180,7 +181,6 @@ class UniLMObjective(SentencePairObjective):
         return self.mlm or MaskedLMObjective()
 
     def check_fields(self) -> None:
-        super().check_fields()
         self._require(self.mlm is not None, "mlm must be the settings of a masked LM, which this objective includes")
         self._require(
             self.masking.selection == "bert" and not self.masking.masks_units and self.masking.max_predictions is None,
@@ -191,10 +191,7 @@ class UniLMObjective(SentencePairObjective):
             min(self.mode_probs) >= 0 and math.isclose(sum(self.mode_probs), 1, abs_tol=1e-3),
             f"mode_probs are four shares with the sum 1, not {self.mode_probs}",
         )
-        for name in ("ngram_prob", "random_prob"):
-            self._require(0 <= getattr(self, name) <= 1, f"{name} must lie in [0, 1], not {getattr(self, name)}")
         share = self.target_mask_prob
-        self._require(share is None or 0 < share <= 1, f"target_mask_prob must lie in (0, 1] or be None, not {share}")
         self._require(
             share is None or self.mode_probs[1] > 0,
             "target_mask_prob is of rows of source and target: give them a share in mode_probs (0,1,0,0)",

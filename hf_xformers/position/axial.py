@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from ..core.components import register
+from ..core.components import bounded, register
 from ..core.reading_weights import weight_of
 from ..ops.common.token_grid import TokenGrid
 from .base import Position, PositionSpec
@@ -61,22 +61,16 @@ class AxialSpec(PositionSpec):
     extrapolates = False
     any_width = True
 
-    shape: tuple[int, ...] | None = None
-    widths: tuple[int, ...] | None = None
+    shape: tuple[int, ...] | None = bounded(None, least=1)
+    widths: tuple[int, ...] | None = bounded(None, least=1)
     combine: Literal["concatenation", "sum"] = "concatenation"
-    std: float | int = 1.0
+    std: float | int = bounded(1.0, least=0)
 
     def check_fields(self) -> None:
-        for name in ("shape", "widths"):
-            value = getattr(self, name)
-            if value is not None and (not value or min(value) < 1):
-                raise ValueError(f"axial needs a `{name}` of numbers >= 1, got {value}.")
         if self.widths is not None and self.combine == "sum":
             raise ValueError(
                 f"axial with combine='sum' has vectors of one width, so leave out `widths` {self.widths}."
             )
-        if self.std < 0:
-            raise ValueError(f"axial needs `std` >= 0, got {self.std}.")
 
     def check(self, config) -> None:
         if config.max_position_embeddings < 1:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..core.components import register
+from ..core.components import bounded, register
 from ..core.context import LayerContext
 from ..core.reading_weights import weight_of
 from ..ops.score_terms.attention import distance_products
@@ -173,8 +173,8 @@ class DebertaSpec(PositionSpec):
     shares_tables = True
 
     terms: tuple[str, ...] = ("c2p", "p2c")
-    max_distance: int | None = None
-    buckets: int | None = None
+    max_distance: int | None = bounded(None, least=1)
+    buckets: int | None = bounded(None, least=2)
     share_projections: bool = False
     normalize: bool = False
 
@@ -185,9 +185,6 @@ class DebertaSpec(PositionSpec):
     def check_fields(self) -> None:
         if not self.terms or len(set(self.terms)) != len(self.terms) or set(self.terms) - {"c2p", "p2c"}:
             raise ValueError(f"deberta needs 'c2p', 'p2c' or both under `terms`, each once, got {self.terms}.")
-        for name, least in (("max_distance", 1), ("buckets", 2)):
-            if getattr(self, name) is not None and getattr(self, name) < least:
-                raise ValueError(f"deberta needs `{name}` >= {least}, got {getattr(self, name)}.")
 
     def check(self, config) -> None:
         far = self.max_distance or config.max_position_embeddings

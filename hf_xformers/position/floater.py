@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from ..core.components import register
+from ..core.components import bounded, register
 from ..core.context import LayerContext
 from ..core.linear_maps import is_plain_linear
 from ..core.precision import Float32Module
@@ -197,16 +197,11 @@ class FloaterSpec(PositionSpec):
     acts = frozenset({"head_terms"})
     shares_tables = True
 
-    delta: float = 0.01
-    substeps: int = 5
+    delta: float = bounded(0.01, above=0)
+    substeps: int = bounded(5, above=0)
     solver: Literal["euler", "midpoint", "rk4"] = "midpoint"
-    start_std: float | int = 1.0
+    start_std: float | int = bounded(1.0, above=0)
     translation_invariant: bool = False
-
-    def check_fields(self) -> None:
-        for name in ("delta", "substeps", "start_std"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"floater needs `{name}` > 0, got {getattr(self, name)}.")
 
     def check(self, config) -> None:
         width = config.num_attention_heads * config.head_width

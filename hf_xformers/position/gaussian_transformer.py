@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..core.components import register
+from ..core.components import bounded, register
 from ..core.context import LayerContext
 from ..core.precision import Float32Module
 from ..core.reading_weights import weight_of
@@ -78,7 +78,7 @@ class GaussianTransformerSpec(PositionSpec):
     summary = "scores fall with the square of the distance, at a learned rate"
     acts = frozenset({"score_terms"})
 
-    start_scale: float | int | None = None
+    start_scale: float | int | None = bounded(None, above=0)
     offset: bool = True
     start_offset: float | int | None = None
     per_head: bool = True
@@ -90,10 +90,6 @@ class GaussianTransformerSpec(PositionSpec):
         return -self.first_scale(config) / 2 if self.start_offset is None else float(self.start_offset)
 
     def check_fields(self) -> None:
-        if self.start_scale is not None and self.start_scale <= 0:
-            raise ValueError(
-                f"gaussian_transformer needs `start_scale` > 0 (scores fall with distance), got {self.start_scale}."
-            )
         if self.start_offset is not None and self.start_offset >= 0:
             raise ValueError(
                 f"gaussian_transformer needs `start_offset` < 0, got {self.start_offset}; for no offset at all set"

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.components import register
+from ..core.components import bounded, register
 from ..core.context import LayerContext
 from ..core.extent import can_inspect
 from ..core.graph_inputs import GRAPH_TOKEN, UNREACHABLE
@@ -153,15 +153,10 @@ class GraphormerSpec(PositionSpec):
     inputs = ("spatial_pos", "edge_paths")
     shares_tables = True
 
-    num_distances: int = 512
+    num_distances: int = bounded(512, least=1)
     edges: bool = True
-    num_edge_types: int = 1536
-    max_hops: int = 5
-
-    def check_fields(self) -> None:
-        for name in ("num_distances", "num_edge_types", "max_hops"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"graphormer needs `{name}` >= 1, got {getattr(self, name)}.")
+    num_edge_types: int = bounded(1536, least=1)
+    max_hops: int = bounded(5, least=1)
 
     def check(self, config) -> None:
         if config.is_decoder:

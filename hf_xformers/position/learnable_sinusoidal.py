@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..core.components import register
+from ..core.components import bounded, register
 from ..core.context import LayerContext
 from ..core.precision import Float32Module
 from ..core.reading_weights import weight_of
@@ -62,12 +62,8 @@ class LearnableSinusoidalSpec(PositionSpec):
     summary = "sinusoids with learned frequencies added to the input"
     acts = frozenset({"input"})
 
-    base: float | int = 10000.0
+    base: float | int = bounded(10000.0, above=1)
     layout: Literal["interleaved", "half"] = "interleaved"
-
-    def check_fields(self) -> None:
-        if self.base <= 1:
-            raise ValueError(f"learnable_sinusoidal needs `base` > 1, got {self.base}.")
 
     def check(self, config) -> None:
         if config.hidden_size % 2:
@@ -126,11 +122,7 @@ class RelativeSinusoidSpec(PositionSpec):
     acts = frozenset({"score_terms"})
     shares_tables = True
 
-    base: float | int = 10000.0
-
-    def check_fields(self) -> None:
-        if self.base <= 1:
-            raise ValueError(f"learnable_sinusoidal_relative needs `base` > 1, got {self.base}.")
+    base: float | int = bounded(10000.0, above=1)
 
     def check(self, config) -> None:
         if config.head_width % 2:

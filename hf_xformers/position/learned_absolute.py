@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from ..core.components import register
+from ..core.components import bounded, register
 from .base import Position, PositionSpec
 
 
@@ -34,11 +34,7 @@ class LearnedAbsoluteSpec(PositionSpec):
     extrapolates = False
     any_width = True
 
-    offset: int = 0
-
-    def check_fields(self) -> None:
-        if self.offset < 0:
-            raise ValueError(f"learned_absolute needs `offset` >= 0, got {self.offset}.")
+    offset: int = bounded(0, least=0)
 
     def check(self, config) -> None:
         if config.max_position_embeddings < 1:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.components import register
+from ..core.components import bounded, register
 from ..core.context import LayerContext
 from ..core.reading_weights import weight_of
 from ..ops.score_terms.terms import Pairs, QueryBlock
@@ -59,15 +59,11 @@ class MusicTransformerSpec(PositionSpec):
     acts = frozenset({"score_terms"})
     needs_causal = True
 
-    max_distance: int | None = None
+    max_distance: int | None = bounded(None, least=1)
     share_heads: bool = False
 
     def reach(self, config) -> int:
         return self.max_distance or config.max_position_embeddings
-
-    def check_fields(self) -> None:
-        if self.max_distance is not None and self.max_distance < 1:
-            raise ValueError(f"music_transformer needs `max_distance` >= 1, got {self.max_distance}.")
 
     def build(self, config, **where) -> Position:
         return Position()

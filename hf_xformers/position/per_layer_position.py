@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from ..core.components import register
+from ..core.components import bounded, register
 from .base import Position, PositionSpec
 from .sinusoidal_absolute import sinusoids
 
@@ -45,15 +45,13 @@ class PerLayerPositionSpec(PositionSpec):
 
     source: Literal["sinusoidal", "learned", "learned_per_layer"] = "learned_per_layer"
     depth_signal: bool = False
-    base: float | int = 10000.0
+    base: float | int = bounded(10000.0, above=1)
 
     @property
     def extrapolates(self) -> bool:  # type: ignore[override]
         return self.source == "sinusoidal"
 
     def check_fields(self) -> None:
-        if self.base <= 1:
-            raise ValueError(f"per_layer_position needs `base` > 1, got {self.base}.")
         if self.depth_signal and self.source != "sinusoidal":
             raise ValueError(
                 f"per_layer_position has a depth signal with source 'sinusoidal' alone, not {self.source!r};"

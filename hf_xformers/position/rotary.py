@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..core.components import register
+from ..core.components import bounded, register
 from .base import Position, PositionSpec, Rotation
 from .rotary_scaling import RotaryScaling, both_ways, build_scaling, known_frequencies
 
@@ -86,7 +86,7 @@ class RotarySpec(PositionSpec):
     acts = frozenset({"rotation"})
 
     theta: float | int = 10000.0
-    fraction: float | int = 1.0
+    fraction: float | int = bounded(1.0, above=0, most=1)
     layout: Literal["interleaved", "half"] = "half"
     values: bool = False
     scaling: dict | str | RotaryScaling | None = None
@@ -97,8 +97,6 @@ class RotarySpec(PositionSpec):
         for name, theta in (("theta", self.theta), ("local_theta", self.local_theta)):
             if theta is not None and theta <= 1:
                 raise ValueError(f"rotary needs `{name}` > 1, got {theta}.")
-        if not 0 < self.fraction <= 1:
-            raise ValueError(f"rotary needs `fraction` in (0, 1], got {self.fraction}.")
         self.scaling = build_scaling(self.scaling)
         self.local_scaling = build_scaling(self.local_scaling, "local_scaling")
 

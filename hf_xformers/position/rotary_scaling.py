@@ -13,6 +13,7 @@ from typing import ClassVar, dataclass_transform
 import torch
 from torch import Tensor
 
+from ..core.bounds import bounded
 from ..core.extent import can_inspect
 from ..core.specs import Registry, TypedSpec, build_in, register_in
 from ..ops.common.constants import constant
@@ -282,13 +283,11 @@ class ProportionalScaling(RotaryScaling):
 
     whole_heads = True
 
-    proportion: float | int = 1.0
+    proportion: float | int = bounded(1.0, above=0, most=1)
     factor: float | int = 1.0
 
     def check_fields(self) -> None:
         _check_factor(self, self.factor)
-        if not 0 < self.proportion <= 1:
-            raise ValueError(f"Rotary scaling 'proportional' needs `proportion` in (0, 1], got {self.proportion}.")
 
     def frequencies(self, theta: float, width: int, length: int, tokens: Tensor) -> Tensor:
         pairs = torch.arange(width // 2, device=tokens.device)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.components import register
+from ..core.components import bounded, register
 from ..core.context import LayerContext
 from ..core.reading_weights import weight_of
 from ..ops.score_terms.terms import Pairs, QueryBlock
@@ -108,14 +108,10 @@ class ShawRelativeSpec(PositionSpec):
     summary = "a learned vector per clipped distance on keys and values"
     acts = frozenset({"score_terms"})
 
-    max_distance: int = 16
+    max_distance: int = bounded(16, least=0)
     values: bool = True
     share_heads: bool = True
     keys: bool = False
-
-    def check_fields(self) -> None:
-        if self.max_distance < 0:
-            raise ValueError(f"shaw_relative needs `max_distance` >= 0 (0: no order at all), got {self.max_distance}.")
 
     def build(self, config, **where) -> Position:
         return Position()

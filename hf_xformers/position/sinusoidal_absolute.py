@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..core.components import register
+from ..core.components import bounded, register
 from ..core.extent import can_inspect
 from .base import Position, PositionSpec
 
@@ -60,15 +60,9 @@ class SinusoidalSpec(PositionSpec):
     acts = frozenset({"input"})
     any_width = True
 
-    base: float | int = 10000.0
+    base: float | int = bounded(10000.0, above=1)
     layout: Literal["interleaved", "half"] = "interleaved"
-    offset: int = 0
-
-    def check_fields(self) -> None:
-        if self.base <= 1:
-            raise ValueError(f"sinusoidal_absolute needs `base` > 1, got {self.base}.")
-        if self.offset < 0:
-            raise ValueError(f"sinusoidal_absolute needs `offset` >= 0, got {self.offset}.")
+    offset: int = bounded(0, least=0)
 
     def check(self, config) -> None:
         width = config.embedding.position_width(config)

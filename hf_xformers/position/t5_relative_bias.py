@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from ..core.components import register
+from ..core.components import bounded, register
 from .base import Position, PositionSpec, ScoreBias
 
 
@@ -75,12 +75,10 @@ class T5RelativeBiasSpec(PositionSpec):
     acts = frozenset({"score_bias"})
     bias_of_distance = True
 
-    num_buckets: int = 32
+    num_buckets: int = bounded(32, least=2)
     max_distance: int = 128
 
     def check_fields(self) -> None:
-        if self.num_buckets < 2:
-            raise ValueError(f"{self.type} needs `num_buckets` >= 2, got {self.num_buckets}.")
         if self.max_distance <= self.num_buckets // 2:
             raise ValueError(
                 f"{self.type} needs `max_distance` above half of `num_buckets` ({self.num_buckets // 2}), "

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..compat import shared_setting
-from ..core.components import register
+from ..core.components import bounded, register
 from ..core.context import LayerContext
 from ..core.hand_overs import HandOver
 from ..core.tasks import STREAM, TASKS, check_one_text, task_numbers
@@ -109,17 +109,9 @@ class TaskConditionedSpec(PlainStackSpec):
     unpads = False
     why_not_unpad = "each row has a task of its own"
 
-    num_tasks: int = 1
+    num_tasks: int = bounded(1, least=1)
     alignment: bool = True
-    reduction: float | int | None = 3
-
-    def check_fields(self) -> None:
-        if self.num_tasks < 1:
-            raise ValueError(f"stack ca_mtl needs `num_tasks` >= 1, got {self.num_tasks}.")
-        if self.reduction is not None and self.reduction < 1:
-            raise ValueError(
-                f"stack ca_mtl needs a `reduction` of at least 1, or None for no bottleneck, got {self.reduction}."
-            )
+    reduction: float | int | None = bounded(3, least=1)
 
     def check(self, config) -> None:
         check_one_text(config, "stack 'ca_mtl'", self.num_tasks)

@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache
 
 from ..attention.transformer_xl import KEY_USAGE, MEMORY_ORDER
 from ..blocks.base import XFormerLayer
-from ..core.components import register
+from ..core.components import bounded, register
 from ..core.context import LayerContext
 from ..core.segment_memory import CompressiveMemory, MemoryCacheLayer, SegmentMemory, take_slots
 from .segment_recurrent import SegmentRecurrentSpec, SegmentRecurrentStack
@@ -199,11 +199,11 @@ class CompressiveSpec(SegmentRecurrentSpec):
 
     summary = "segment memory whose oldest states are compressed"
 
-    compressed_length: int | None = None
-    compression_rate: int = 3
+    compressed_length: int | None = bounded(None, least=0)
+    compression_rate: int = bounded(3, least=1)
     compression: Literal["conv", "dilated", "mean", "max", "most_used"] = "conv"
     reconstruction: Literal["attention", "autoencode"] = "attention"
-    reconstruction_weight: float | int = 1.0
+    reconstruction_weight: float | int = bounded(1.0, least=0)
 
     @property
     def learns(self) -> bool:
@@ -228,21 +228,12 @@ class CompressiveSpec(SegmentRecurrentSpec):
         return CompressiveMemory()
 
     def check_fields(self) -> None:
-        super().check_fields()
         for name, usual in (("recurrence", "shift_down"), ("retrospective", None)):
             if getattr(self, name) not in (usual, False):
                 raise ValueError(
                     f"compressive compresses what went into layers in text that is read once, so it has no"
                     f" `{name}={getattr(self, name)!r}`; leave it out, or use the stack 'segment_recurrent'."
                 )
-        if self.compressed_length is not None and self.compressed_length < 0:
-            raise ValueError(f"compressive needs `compressed_length` >= 0 slots, got {self.compressed_length}.")
-        if self.compression_rate < 1:
-            raise ValueError(
-                f"compressive needs `compression_rate` >= 1 states to a slot, got {self.compression_rate}."
-            )
-        if self.reconstruction_weight < 0:
-            raise ValueError(f"compressive needs `reconstruction_weight` >= 0, got {self.reconstruction_weight}.")
         if self.learns and self.reconstruction_weight == 0:
             raise ValueError(
                 "compressive's convolution learns from the reconstruction loss alone, so `reconstruction_weight` must"

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from ..blocks.base import XFormerLayer
-from ..core.components import register
+from ..core.components import bounded, register
 from ..core.context import LayerContext
 from ..core.gates import ALL, NOISE, OPEN, Gates
 from ..position.base import PositionActs
@@ -82,7 +82,7 @@ class ConditionalComputationSpec(StackSpec):
     summary = "gates switch sublayers off token by token, within a budget"
     unquantized = dict.fromkeys(("query_gate.inner", "gate.inner"), "it opens or closes a part for a token")
 
-    budget: float | int = 0.5
+    budget: float | int = bounded(0.5, above=0, most=1)
     budget_weight: float | int = 1.0
     gate_size: int = 128
     gate_bias: float | int = 1.0
@@ -90,10 +90,6 @@ class ConditionalComputationSpec(StackSpec):
     noise_steps: int = 10000
 
     def check_fields(self) -> None:
-        if not 0 < self.budget <= 1:
-            raise ValueError(
-                f"conditional_computation needs 0 < `budget` <= 1 (share of open gates), got {self.budget}."
-            )
         if self.budget_weight < 0 or self.noise_max < 0:
             raise ValueError(
                 "conditional_computation needs `budget_weight` and `noise_max` of at least 0, got "

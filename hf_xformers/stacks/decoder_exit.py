@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
 from ..blocks.base import XFormerLayer
-from ..core.components import register
+from ..core.components import bounded, register
 from ..core.context import LayerContext
 from ..core.extent import can_inspect
 from ..core.losses import token_cross_entropy
@@ -226,12 +226,12 @@ class DecoderExitSpec(StackSpec):
     layers_apart = False  # keys of tokens that have left are made outside of a layer's call
 
     halting: Literal["confidence", "gates"] = "confidence"
-    exit_threshold: float | int | None = None
+    exit_threshold: float | int | None = bounded(None, least=0, most=1)
     training: Literal["aligned", "mixed"] = "aligned"
     loss_weights: Literal["uniform", "depth"] = "uniform"
-    exit_weight: float | int = 0.1
-    smoothing: float | int = 0.0
-    depth_penalty: float | int = 0.0
+    exit_weight: float | int = bounded(0.1, least=0)
+    smoothing: float | int = bounded(0.0, least=0)
+    depth_penalty: float | int = bounded(0.0, least=0)
 
     @property
     def threshold(self) -> float | None:
@@ -241,14 +241,6 @@ class DecoderExitSpec(StackSpec):
         return self.exit_threshold
 
     def check_fields(self) -> None:
-        if self.exit_threshold is not None and not 0 <= self.exit_threshold <= 1:
-            raise ValueError(
-                f"decoder_exit compares probabilities with `exit_threshold`, got {self.exit_threshold}; give a number"
-                " from 0 to 1, or None."
-            )
-        for name in ("exit_weight", "smoothing", "depth_penalty"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"decoder_exit needs `{name}` >= 0, got {getattr(self, name)}.")
         if self.halting == "gates" and self.training == "mixed":
             raise ValueError(
                 "decoder_exit's gates learn from what all layers predict, which `training='mixed'` does not compute;"

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
 from ..blocks.base import XFormerLayer, unpack_layer
-from ..core.components import register
+from ..core.components import bounded, register
 from ..core.context import LayerContext, add_losses
 from ..core.segment_memory import take_slots
 from ..ops.common.real_tokens import real_first
@@ -117,7 +117,7 @@ class DistillingSpec(StackSpec):
 
     summary = "a convolution and a maximum over neighbours halve the sequence between layers"
 
-    halvings: int | None = None
+    halvings: int | None = bounded(None, least=0)
     padding_mode: Literal["zeros", "circular"] = "zeros"
     upsample: bool | None = None
 
@@ -127,10 +127,6 @@ class DistillingSpec(StackSpec):
 
     def gives_every_token(self, config) -> bool:
         return not config.is_encoder_decoder if self.upsample is None else self.upsample
-
-    def check_fields(self) -> None:
-        if self.halvings is not None and self.halvings < 0:
-            raise ValueError(f"distilling needs `halvings` >= 0, or None, got {self.halvings}.")
 
     def check(self, config) -> None:
         if self.halvings is not None and self.halvings >= max(config.num_hidden_layers, 1):

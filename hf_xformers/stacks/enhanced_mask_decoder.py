@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache
 
 from ..attention.shared.base import KEY_STATES
 from ..blocks.base import XFormerLayer, unpack_layer
-from ..core.components import register
+from ..core.components import bounded, register
 from ..core.context import LayerContext, add_losses
 from ..position.base import PositionActs
 from .base import StackOutput, StackSpec
@@ -95,11 +95,7 @@ class EnhancedMaskDecoderSpec(StackSpec):
     summary = "the last layer reads once more with absolute positions before masked tokens are predicted"
     inputs = (ABSOLUTE_POSITIONS,)
 
-    passes: int = 2
-
-    def check_fields(self) -> None:
-        if self.passes < 1:
-            raise ValueError(f"enhanced_mask_decoder needs `passes` >= 1, got {self.passes}.")
+    passes: int = bounded(2, least=1)
 
     def check(self, config) -> None:
         if config.is_decoder:

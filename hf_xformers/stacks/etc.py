@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from ..blocks.base import XFormerLayer
-from ..core.components import register
+from ..core.components import bounded, register
 from ..core.context import LayerContext
 from ..core.extent import can_inspect
 from ..core.hand_overs import HandOver
@@ -122,11 +122,7 @@ class EtcStackSpec(StackSpec):
     summary = "global tokens that stand for parts of the text pass through all layers beside it"
     inputs = ("sentence_ids",)
 
-    tokens_per_global: int = 27
-
-    def check_fields(self) -> None:
-        if self.tokens_per_global < 1:
-            raise ValueError(f"stack 'etc' needs `tokens_per_global` >= 1, got {self.tokens_per_global}.")
+    tokens_per_global: int = bounded(27, least=1)
 
     def check(self, config) -> None:
         if config.is_decoder:

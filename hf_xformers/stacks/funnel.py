@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache
 from ..attention.shared.query_grid import Grid
 from ..attention.transformer_xl import GRID, KEY_COUNT, KEY_REAL, KEY_STATES, TOKEN_TYPES
 from ..blocks.base import XFormerLayer, unpack_layer
-from ..core.components import register
+from ..core.components import bounded, register
 from ..core.context import LayerContext, add_losses
 from ..position.base import PositionActs
 from .base import Stack, StackOutput, StackSpec
@@ -188,14 +188,14 @@ class FunnelSpec(StackSpec):
 
     summary = "sequence halved from block to block, then brought back to its length"
 
-    block_sizes: tuple[int, ...] | None = None
-    block_repeats: tuple[int, ...] | None = None
+    block_sizes: tuple[int, ...] | None = bounded(None, least=1)
+    block_repeats: tuple[int, ...] | None = bounded(None, least=1)
     pooling: Literal["mean", "max"] = "mean"
     pool_query_only: bool = True
     separate_cls: bool = True
     truncate: bool = True
     upsample: bool = True
-    decoder_layers: int | None = None
+    decoder_layers: int | None = bounded(None, least=0)
 
     def after(self, config) -> int:
         """Layers after up-sampling."""
@@ -221,14 +221,6 @@ class FunnelSpec(StackSpec):
     def num_steps(self, config) -> int:
         runs = sum(size * repeat for size, repeat in zip(self.blocks(config), self.repeats(config), strict=True))
         return runs + self.after(config)
-
-    def check_fields(self) -> None:
-        for name in ("block_sizes", "block_repeats"):
-            value = getattr(self, name)
-            if value is not None and (not value or min(value) < 1):
-                raise ValueError(f"funnel needs `{name}` of numbers >= 1, one per block, got {value}.")
-        if self.decoder_layers is not None and self.decoder_layers < 0:
-            raise ValueError(f"funnel needs `decoder_layers` >= 0, got {self.decoder_layers}.")
 
     def check(self, config) -> None:
         blocks = self.blocks(config)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from ..blocks.base import XFormerLayer
-from ..core.components import aliased, register
+from ..core.components import bounded, register
 from ..core.context import LayerContext
 from ..core.segment_memory import take_slots
 from ..ops.common.real_tokens import real_first
@@ -112,11 +112,7 @@ class GlobalTokensSpec(StackSpec):
     summary = "learned global tokens pass through all layers beside the text"
     inputs = ("global_attention_mask",)
 
-    num_global_tokens: int = aliased(256, "global_tokens")
-
-    def check_fields(self) -> None:
-        if self.num_global_tokens < 1:
-            raise ValueError(f"global_tokens needs `num_global_tokens` >= 1, got {self.num_global_tokens}.")
+    num_global_tokens: int = bounded(256, "global_tokens", least=1)
 
     def check(self, config) -> None:
         if config.is_decoder:

@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 from ..blocks.base import XFormerLayer
 from ..compat import shared_setting
 from ..core.cache import FollowsRows, KeepsMore
-from ..core.components import register
+from ..core.components import bounded, register
 from ..core.context import LayerContext, add_losses, self_attention_cache
 from ..position.base import PositionActs
 from .base import CONTEXT, StackOutput, StackSpec
@@ -222,12 +222,8 @@ class HanNmtSpec(StackSpec):
         "decoder_context_attention_mask",
     )
 
-    context_size: int = 3
+    context_size: int = bounded(3, least=1)
     side: Literal["encoder", "decoder", "both"] = "encoder"
-
-    def check_fields(self) -> None:
-        if self.context_size < 1:
-            raise ValueError(f"han_nmt needs `context_size` >= 1, got {self.context_size}.")
 
     def check(self, config) -> None:
         if config.hidden_size % config.num_attention_heads:

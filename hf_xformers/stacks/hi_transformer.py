@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache
 
 from ..blocks.base import XFormerLayer
 from ..blocks.nesting import NESTING, SENTENCE_POSITIONS, AttentivePooling, Levels, make_nesting
-from ..core.components import register
+from ..core.components import bounded, register
 from ..core.context import LayerContext
 from ..core.hand_overs import HandOver
 from ..core.pooling import TextPooler
@@ -106,11 +106,7 @@ class HiTransformerSpec(StackSpec):
     summary = "a text as sentences of words, for layers that work at both levels"
     inputs = ("sentence_ids",)
 
-    segment_length: int = 32
-
-    def check_fields(self) -> None:
-        if self.segment_length < 1:
-            raise ValueError(f"hi_transformer needs `segment_length` >= 1, got {self.segment_length}.")
+    segment_length: int = bounded(32, least=1)
 
     def check(self, config) -> None:
         if config.position.acts & {"score_bias", "layer_input"} or config.position.shares_tables:

@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache
 
 from ..blocks.base import XFormerLayer
 from ..blocks.nesting import Levels, make_nesting
-from ..core.components import register
+from ..core.components import bounded, register
 from ..core.context import LayerContext, add_losses
 from ..core.pooling import TextPooler
 from ..core.reading_weights import weight_of
@@ -106,15 +106,9 @@ class HibertSpec(StackSpec):
     summary = "a sentence encoder, and a document encoder over sentence vectors"
     inputs = ("sentence_ids",)
 
-    segment_length: int = 50
-    document_layers: int | None = None
-    max_sentences: int | None = None
-
-    def check_fields(self) -> None:
-        for name in ("segment_length", "document_layers", "max_sentences"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"hibert needs `{name}` >= 1, got {value}.")
+    segment_length: int = bounded(50, least=1)
+    document_layers: int | None = bounded(None, least=1)
+    max_sentences: int | None = bounded(None, least=1)
 
     def layers_over_sentences(self, config) -> int:
         """Layers of the document encoder."""

@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache
 from ..blocks.base import XFormerLayer
 from ..blocks.hiersumm import PARAGRAPHS, Paragraphs
 from ..blocks.nesting import Levels, Nesting
-from ..core.components import register
+from ..core.components import bounded, register
 from ..core.context import LayerContext
 from ..core.hand_overs import HandOver
 from ..position.base import PositionActs
@@ -84,14 +84,8 @@ class HierSummSpec(StackSpec):
     summary = "several texts, or paragraphs, as rows of words, for layers that read both levels"
     inputs = ("sentence_ids", "paragraph_graph")
 
-    segment_length: int = 100
-    max_sentences: int | None = None
-
-    def check_fields(self) -> None:
-        for name in ("segment_length", "max_sentences"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"hiersumm needs `{name}` >= 1, got {value}.")
+    segment_length: int = bounded(100, least=1)
+    max_sentences: int | None = bounded(None, least=1)
 
     def check(self, config) -> None:
         check_outer_position(config, "hiersumm")

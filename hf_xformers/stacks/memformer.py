@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache
 from ..blocks.base import XFormerLayer
 from ..blocks.memformer import MEMORY_SLOTS
 from ..compat import shared_setting
-from ..core.components import register
+from ..core.components import bounded, register
 from ..core.context import LayerContext, self_attention_cache
 from ..core.hand_overs import HandOver
 from ..core.segment_memory import SegmentMemory
@@ -167,19 +167,13 @@ class MemformerSpec(StackSpec):
     replays_memory = True
     gives = frozenset({HandOver.SLOTS})
 
-    num_slots: int = 128
+    num_slots: int = bounded(128, least=1)
     update: Literal["bmn", "gru"] = "bmn"
-    temperature: float | int = 0.5
+    temperature: float | int = bounded(0.5, above=0)
     replay: bool = True
 
     def replays(self) -> bool:
         return self.replay
-
-    def check_fields(self) -> None:
-        if self.num_slots < 1:
-            raise ValueError(f"memformer needs `num_slots` >= 1 slots, got {self.num_slots}.")
-        if self.temperature <= 0:
-            raise ValueError(f"memformer needs `temperature` > 0, got {self.temperature}.")
 
     def check(self, config) -> None:
         if config.hidden_size % config.num_attention_heads:

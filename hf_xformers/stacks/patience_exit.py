@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..core.components import register
+from ..core.components import bounded, register
 from ..core.pooling import pool
 from .early_exit import EarlyExitSpec
 from .exits import Classifier, EarlyExits, final_norm
@@ -95,8 +95,8 @@ class PatienceExitSpec(EarlyExitSpec):
 
     summary = "a text leaves when enough classifiers in a row agree"
 
-    patience: int | None = None
-    regression_threshold: float | int = 0.1
+    patience: int | None = bounded(None, least=0)
+    regression_threshold: float | int = bounded(0.1, above=0)
 
     def resolved(self, config) -> int:
         """P for this config."""
@@ -104,12 +104,6 @@ class PatienceExitSpec(EarlyExitSpec):
 
     def settings(self, config) -> dict[str, tuple]:
         return {"patience": (0, *range(config.num_hidden_layers - 1, 0, -1))}
-
-    def check_fields(self) -> None:
-        if self.patience is not None and self.patience < 0:
-            raise ValueError(f"patience_exit needs `patience` >= 0 (0: use all layers), got {self.patience}.")
-        if self.regression_threshold <= 0:
-            raise ValueError(f"patience_exit needs `regression_threshold` > 0, got {self.regression_threshold}.")
 
     def check(self, config) -> None:
         super().check(config)

@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache
 
 from ..attention.shared.base import CARRIED_KEYS, CARRIED_VALUES
 from ..blocks.base import XFormerLayer, unpack_layer
-from ..core.components import register
+from ..core.components import bounded, register
 from ..core.context import LayerContext, add_losses, self_attention_cache
 from ..core.segment_memory import SegmentMemory
 from ..ops.common.real_tokens import real_last
@@ -278,13 +278,13 @@ class RecurrentWindowsSpec(StackSpec):
     replays_memory = True
     passes_streams = False
 
-    window_size: int | None = None
+    window_size: int | None = bounded(None, least=1)
     extract_layer: int | None = None
     insert_layer: int | None = None
-    recurrence_hidden: int | None = None
-    recurrence_layers: int = 3
+    recurrence_hidden: int | None = bounded(None, least=1)
+    recurrence_layers: int = bounded(3, least=1)
     pooling: Literal["mean", "last"] = "mean"
-    detach_every: int | None = None
+    detach_every: int | None = bounded(None, least=1)
     checkpoint_windows: bool = True
     replay: bool = True
 
@@ -316,12 +316,6 @@ class RecurrentWindowsSpec(StackSpec):
             raise ValueError(
                 "recurrent_windows needs `window_size` >= 2, got 1: a token alone in its window has no other to read."
             )
-        for name in ("window_size", "recurrence_hidden", "detach_every"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"recurrent_windows needs `{name}` >= 1, or None for the default, got {value}.")
-        if self.recurrence_layers < 1:
-            raise ValueError(f"recurrent_windows needs `recurrence_layers` >= 1, got {self.recurrence_layers}.")
 
     def check(self, config) -> None:
         if not config.is_decoder or config.is_encoder_decoder:

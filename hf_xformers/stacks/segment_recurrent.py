@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache
 from ..attention.transformer_xl import MEMORY_LENGTH, MEMORY_ORDER, MEMORY_REAL, SEGMENT_MEMORY, TEXT_BEGUN
 from ..blocks.base import XFormerLayer, unpack_layer
 from ..core.cache import RecurrentStateLayer
-from ..core.components import register
+from ..core.components import bounded, register
 from ..core.context import LayerContext, add_losses, self_attention_cache
 from ..core.extent import can_inspect
 from ..core.segment_memory import MemoryCacheLayer, SegmentCacheLayer, SegmentMemory, join_masks
@@ -257,9 +257,9 @@ class SegmentRecurrentSpec(StackSpec):
     layers_apart = False  # the memory passes through a layer's norm before the layer runs
     inputs = (SEGMENT_MEMORY,)
 
-    memory_length: int | None = None
+    memory_length: int | None = bounded(None, least=0)
     recurrence: Literal["shift_down", "same_layer"] = "shift_down"
-    segment_length: int | None = None
+    segment_length: int | None = bounded(None, least=1)
     retrospective: bool | None = None
 
     def looks_back(self, config) -> bool:
@@ -294,14 +294,6 @@ class SegmentRecurrentSpec(StackSpec):
     def empty(self) -> SegmentMemory:
         """The memory before the first segment."""
         return SegmentMemory()
-
-    def check_fields(self) -> None:
-        if self.memory_length is not None and self.memory_length < 0:
-            raise ValueError(f"{self.type} needs `memory_length` >= 0 tokens, got {self.memory_length}.")
-        if self.segment_length is not None and self.segment_length < 1:
-            raise ValueError(
-                f"{self.type} needs `segment_length` >= 1 token, or None for the default, got {self.segment_length}."
-            )
 
     def check(self, config) -> None:
         if self.retrospective and config.is_decoder:

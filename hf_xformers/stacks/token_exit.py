@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..blocks.base import RUNNING
-from ..core.components import register
+from ..core.components import bounded, register
 from ..core.context import LayerContext
 from ..core.losses import step_share, token_cross_entropy
 from ..core.outputs import XFormerEarlyExitTokenOutput
@@ -189,15 +189,9 @@ class TokenExitSpec(StackSpec):
     summary = "tokens halt after the first layer whose classifier is sure of their tags"
 
     exit_level: Literal["token", "sentence"] = "token"
-    exit_window: int = 2
-    exit_threshold: float | int = 0
+    exit_window: int = bounded(2, least=0)
+    exit_threshold: float | int = bounded(0, least=0)
     training_stage: Literal["joint", "self_sampling"] = "joint"
-
-    def check_fields(self) -> None:
-        if self.exit_window < 0:
-            raise ValueError(f"token_exit needs `exit_window` >= 0 tokens, got {self.exit_window}.")
-        if self.exit_threshold < 0:
-            raise ValueError(f"token_exit needs `exit_threshold` >= 0 (0: never), got {self.exit_threshold}.")
 
     def check(self, config) -> None:
         if config.classifier_transform != "none":

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
 from ..blocks.base import XFormerLayer
-from ..core.components import register
+from ..core.components import bounded, register
 from ..core.context import LayerContext
 from ..position.base import PositionActs
 from .base import StackOutput, StackSpec
@@ -91,11 +91,7 @@ class TransparentSpec(StackSpec):
     gives_memories = True
     unpads = True
 
-    weight_dropout: float | int = 0.1
-
-    def check_fields(self) -> None:
-        if not 0 <= self.weight_dropout < 1:
-            raise ValueError(f"transparent's `weight_dropout` is a probability in [0, 1), got {self.weight_dropout}.")
+    weight_dropout: float | int = bounded(0.1, least=0, below=1)
 
     def check(self, config) -> None:
         if not config.is_encoder_decoder:

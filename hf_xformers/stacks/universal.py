@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from ..blocks.base import XFormerLayer, unpack_layer
-from ..core.components import register
+from ..core.components import bounded, register
 from ..core.context import LayerContext, add_losses
 from ..core.reading_weights import weight_of
 from ..position.base import PositionActs
@@ -209,25 +209,15 @@ class UniversalSpec(StackSpec):
     unpads = True
     summary = "one layer at every depth, with per-token halting"
 
-    layers_per_step: int = 1
-    groups: int = 1
+    layers_per_step: int = bounded(1, least=1)
+    groups: int = bounded(1, least=1)
     step_signal: Literal["sinusoid", "learned", "none"] = "sinusoid"
     position_signal: bool = True
     act: Literal["none", "accumulated", "overwrite"] = "none"
-    act_epsilon: float = 0.01
+    act_epsilon: float = bounded(0.01, above=0, below=1)
     act_halting_bias_init: float | int = 1.0
-    act_loss_weight: float | int = 0.01
+    act_loss_weight: float | int = bounded(0.01, least=0)
     halted_state: Literal["copy", "keep_updating"] = "copy"
-
-    def check_fields(self) -> None:
-        if self.layers_per_step < 1:
-            raise ValueError(f"universal needs `layers_per_step` >= 1, got {self.layers_per_step}.")
-        if self.groups < 1:
-            raise ValueError(f"universal needs `groups` >= 1, got {self.groups}.")
-        if not 0 < self.act_epsilon < 1:
-            raise ValueError(f"universal needs `act_epsilon` between 0 and 1, got {self.act_epsilon}.")
-        if self.act_loss_weight < 0:
-            raise ValueError(f"universal needs `act_loss_weight` >= 0, got {self.act_loss_weight}.")
 
     def check(self, config) -> None:
         if config.num_hidden_layers % self.layers_per_step:

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..core.components import register
+from ..core.components import bounded, register
 from .early_exit import EarlyExitSpec
 from .exits import Classifier
 from .patience_exit import PatienceExits
@@ -100,10 +100,10 @@ class VotingExitSpec(EarlyExitSpec):
 
     summary = "a text leaves when enough of the classifiers so far agree"
 
-    vote_threshold: float | int | None = None
-    vote_lambda: float | int = 0.5
-    min_layers: int = 2
-    diversity_weight: float | int = 0.1
+    vote_threshold: float | int | None = bounded(None, above=0)
+    vote_lambda: float | int = bounded(0.5, least=0, most=1)
+    min_layers: int = bounded(2, least=1)
+    diversity_weight: float | int = bounded(0.1, least=0)
 
     def resolved(self, config) -> float:
         """tau for this config."""
@@ -118,19 +118,11 @@ class VotingExitSpec(EarlyExitSpec):
         return {"vote_threshold": (math.inf, *(round(depth ** (1 - self.vote_lambda), 4) for depth in depths))}
 
     def check_fields(self) -> None:
-        if not 0 <= self.vote_lambda <= 1:
-            raise ValueError(f"voting_exit needs `vote_lambda` between 0 and 1, got {self.vote_lambda}.")
-        if self.vote_threshold is not None and not self.vote_threshold > 0:
-            raise ValueError(f"voting_exit needs `vote_threshold` > 0, got {self.vote_threshold}.")
         if self.vote_lambda == 1 and 1 < (self.vote_threshold or 0) < math.inf:
             raise ValueError(
                 f"voting_exit with `vote_lambda` 1 compares the share of votes, which is never {self.vote_threshold};"
                 " choose a `vote_threshold` of at most 1, or infinity to use all layers on purpose."
             )
-        if self.min_layers < 1:
-            raise ValueError(f"voting_exit needs `min_layers` >= 1, got {self.min_layers}.")
-        if self.diversity_weight < 0:
-            raise ValueError(f"voting_exit needs `diversity_weight` >= 0, got {self.diversity_weight}.")
 
     def build_exits(self, config) -> nn.Module:
         return VotingExits(config, self)

@@ -199,6 +199,7 @@ def components() -> str:
                 "core.components.build_spec",
                 "core.components.names",
                 "core.specs.aliased",
+                "core.bounds.bounded",
                 "core.context.LayerContext",
                 "attention.shared.base.AttentionSpec",
                 "attention.shared.base.Attention",

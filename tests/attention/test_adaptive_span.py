@@ -422,14 +422,6 @@ def test_what_is_kept(relative_keys):
 
 
 def test_refusals():
-    for fields, message in (
-        ({"max_span": 0}, "`max_span` >= 1, got 0"),
-        ({"ramp": 0}, "`ramp` >= 1 token, got 0"),
-        ({"start": 1.5}, "`start` in .0, 1. .*got 1.5"),
-        ({"loss_coef": -1.0}, "`loss_coef` >= 0, got -1.0"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            XFormerConfig(**GEOMETRY, attention={"type": "adaptive_span", **fields})
     with pytest.raises(ValueError, match="cannot read a memory"):
         XFormerConfig(**GEOMETRY, is_encoder_decoder=True, cross_attention="adaptive_span")
 

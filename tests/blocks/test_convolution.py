@@ -98,7 +98,6 @@ def test_dropout_stands_before_the_activation():
     [
         ({"block": {"kernel": 4}}, "odd `kernel`, got 4"),
         ({"block": {"groups": 3}}, "`hidden_size` 16 into `groups`, got 3"),
-        ({"block": {"groups": 0}}, "at least 1 of `groups`"),
         ({"block": {"activation": "wavy"}}, "unknown activation 'wavy'"),
         ({"block": {"layers": ()}}, "indices of layers"),
         ({"attention": "linear_transformer", "is_decoder": True}, "no place for in a decoder"),

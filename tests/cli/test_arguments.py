@@ -40,6 +40,8 @@ def options(*argv, file=None, tmp_path=None):
         ("0.5", float | int, 0.5),
         ("none", int | None, None),
         ("null", float | None, None),
+        ("", int | None, None),
+        ("", str | None, None),
         (None, int | None, None),
         ("true", bool, True),
         ("no", bool, False),

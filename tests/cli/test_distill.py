@@ -163,7 +163,6 @@ REFUSED = {
     "no teacher": ({"teacher": "nowhere"}, "nowhere"),
     "method": ({"method": "distillbert"}, "Did you mean 'distilbert'"),
     "field": ({"method.heat": 1}, "Unknown field 'heat'"),
-    "temperature": ({"method.temperature": 0}, "temperature must be above 0"),
     "layers": ({"copy_layers": "0,9"}, "names layer 9"),
     "no task loss": ({"method": "minilm"}, "give --method.task_weight 1"),
     "attention": (

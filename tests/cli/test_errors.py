@@ -34,7 +34,7 @@ CASES = {
         ["--objective.mask_prob", "often"],
         ["--objective.mask_prob: 'often'", "a number"],
     ),
-    "objective setting out of range": (["--objective.mask_prob", "2"], ["mask_prob must lie between 0 and 1"]),
+    "objective setting out of range": (["--objective.mask_prob", "2"], ["mlm needs `mask_prob` in (0, 1), got 2"]),
     "unknown component": (["--attention", "dens"], ["Unknown attention component 'dens'", "Did you mean 'dense'"]),
     "unknown component field": (
         ["--attention.bais", "1"],

@@ -22,3 +22,5 @@ def test_questions_without_an_answer():
     assert squad(guess, gold, no_answer=True) == {"exact_match": pytest.approx(100 / 3), "f1": pytest.approx(100 / 3)}
     assert squad(["the"], [["a"]])["f1"] == 0.0  # SQuAD 1: no words in common
     assert squad(["the"], [["a"]], no_answer=True)["f1"] == 100.0
+    # A gold answer without words is none: what is left has to be met.
+    assert squad([""], [["the", "cat"]], no_answer=True) == {"exact_match": 0.0, "f1": 0.0}

@@ -175,17 +175,9 @@ def test_rows_never_outgrow_the_block(bert_tokenizer):
         assert collator([{"input_ids": [2, *([7] * (raw - 2)), 3]}])["input_ids"].shape[1] <= 64
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"mask_ratio": 1.2}, "mask_ratio must lie in"),
-        ({"poisson_lambda": 0}, "poisson_lambda"),
-        ({"mask_length": "subword", "replace_length": -1}, "set replace_length to 1 or 0"),
-    ],
-)
-def test_refusals(settings, message):
-    with pytest.raises(ValueError, match=message):
-        BartDenoisingObjective(**settings)
+def test_refusals():
+    with pytest.raises(ValueError, match="set replace_length to 1 or 0"):
+        BartDenoisingObjective(mask_length="subword", replace_length=-1)
 
 
 def test_tokenizers_without_the_tokens_are_refused(t5_tokenizer, bert_tokenizer):

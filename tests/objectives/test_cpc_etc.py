@@ -188,8 +188,6 @@ def test_the_head_adds_both_losses(tokenizer, rows):
 def test_refusals(tokenizer):
     with pytest.raises(ValueError, match="Use xf_etc"):
         XFormerForContrastivePrediction(XFormerConfig(num_hidden_layers=1, hidden_size=12))
-    with pytest.raises(ValueError, match="sentence_mask_ratio"):
-        build_objective({"type": "cpc_etc", "sentence_mask_ratio": 1.0})
     collator = build_objective("cpc_etc").collator(tokenizer)
     with pytest.raises(ValueError, match="sentence_ids"):
         collator([{"input_ids": [5, 6], "word_ids": [0, 1]}])

@@ -134,8 +134,6 @@ def test_who_can_be_trained():
         refuse_other_component(config_class("xf_gpt2")(**SIZES), InsertionObjective())
     with pytest.raises(ValueError, match="needs head 'insertion', and 'xf_indigo' has 'linear'"):
         refuse_other_component(XFIndigoConfig(**SIZES, head="linear"), InsertionObjective())
-    with pytest.raises(ValueError, match="beam must be at least 1"):
-        InsertionObjective(beam=0)
     with pytest.raises(ValueError, match="must hold two boundaries"):
         InsertionObjective().raw_block_size(3)
 

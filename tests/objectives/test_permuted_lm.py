@@ -183,7 +183,6 @@ def test_refusals():
     for fields, message in (
         ({"perm_size": 9, "reuse_len": 8}, "perm_size 9 must not exceed reuse_len 8"),
         ({"mask_alpha": 1, "mask_beta": 2}, "mask_beta 2 of mask_alpha 1"),
-        ({"max_gram": 0}, "max_gram must be at least 1"),
     ):
         with pytest.raises(ValueError, match=message):
             build_objective({"type": "permuted_lm", **fields})

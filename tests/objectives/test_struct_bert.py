@@ -137,5 +137,3 @@ def test_settings():
     assert build_objective(spec.to_dict()) == spec
     with pytest.raises(ValueError, match="mlm must be"):
         build_objective({"type": "struct_bert", "mlm": None})
-    with pytest.raises(ValueError, match="shuffle_span must be at least 2"):
-        build_objective({"type": "struct_bert", "shuffle_span": 1})

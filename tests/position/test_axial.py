@@ -60,7 +60,6 @@ def test_too_long():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"shape": (0, 4)}, "`shape` of numbers >= 1"),
         ({"widths": (3, 8, 4)}, "to a width of 16"),
         ({"widths": (8, 8)}, "2 `widths`.*3 axes"),
         ({"combine": "sum", "widths": (16, 16, 16)}, "leave out `widths`"),

@@ -147,7 +147,6 @@ def test_checkpointing_and_generation_carry_the_task():
         ({"residual": "conditional_post_ln"}, "reads a vector of the task, which stack 'plain' does not make"),
         ({**WHOLE, "normalization": "rms_norm"}, "changes the gain of a layer norm"),
         ({"stack": {"type": "ca_mtl", "num_tasks": 0}}, "needs `num_tasks` >= 1"),
-        ({"stack": {"type": "ca_mtl", "reduction": 0.5}}, "needs a `reduction` of at least 1"),
         ({"stack": {"type": "ca_mtl", "alignment": False, "reduction": None}}, "nothing reads"),
         ({**WHOLE, "attention": {"type": "ca_mtl", "num_tasks": 2}}, "is for 2 tasks, and the stack"),
         (

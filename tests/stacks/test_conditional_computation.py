@@ -348,7 +348,5 @@ def test_refusals():
         XFormerConfig(**SIZES)
     with pytest.raises(ValueError, match="does not come out even"):
         build(intermediate_size=26)
-    with pytest.raises(ValueError, match="0 < `budget` <= 1"):
-        build(budget=0.0)
     with pytest.raises(ValueError, match="`parts` >= 1"):
         build(feedforward={"type": "conditional", "parts": 0})

@@ -197,7 +197,6 @@ def test_mixed_training():
 
 REFUSED = {
     "'token_exit' for the tokens of an encoder": {"is_decoder": False},
-    "from 0 to 1": {"stack": {"type": "decoder_exit", "exit_threshold": 1.5}},
     "training='aligned'": {"stack": {"type": "decoder_exit", "halting": "gates", "training": "mixed"}},
     "`exit_weight` >= 0": {"stack": {"type": "decoder_exit", "exit_weight": -1}},
     "attention 'dense'": {"attention": "linear_transformer"},

@@ -291,7 +291,6 @@ def test_refusals():
     for fields, message in (
         ({"stack": {"type": "funnel", "block_sizes": (1, 1)}}, "must sum to"),
         ({"stack": {"type": "funnel", "block_repeats": (1, 1)}}, "as many `block_repeats`"),
-        ({"stack": {"type": "funnel", "block_sizes": (3, 0)}}, "numbers >= 1"),
         ({"stack": {"type": "funnel", "decoder_layers": -1}}, "decoder_layers"),
         ({"stack": "funnel", "attention": "dense"}, "attention='transformer_xl'"),
         ({"stack": "funnel", "position": "rotary"}, "rotary|rotates"),

@@ -91,8 +91,6 @@ def test_numbers_do_not_vote():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"vote_lambda": 2}, "between 0 and 1"),
-        ({"vote_threshold": 0}, "> 0"),
         ({"vote_lambda": 1, "vote_threshold": 2}, "never 2"),
         ({"min_layers": 0}, "min_layers"),
         ({"diversity_weight": -1}, "diversity_weight"),

@@ -61,7 +61,6 @@ class LearnedFeaturesSpec(LinearSpec):
     normalizes_heads = True
 
     def check_fields(self) -> None:
-        super().check_fields()
         if self.scale is not None and self.scale <= 0:
             raise ValueError(f"{self.type} needs `scale` > 0, got {self.scale}.")
 

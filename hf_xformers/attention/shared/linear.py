@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
+from ...core.bounds import bounded
 from ...core.cache import RecurrentStateLayer
 from ...core.context import LayerContext, SublayerOutput, self_attention_cache
 from ...core.sequence_parallel import SequenceForm, Unserved
@@ -360,11 +361,7 @@ class LinearSpec(AttentionSpec):
     hands_out_heads = True
     adds_up: ClassVar[bool] = False
 
-    chunk_size: int = 64
-
-    def check_fields(self) -> None:
-        if self.chunk_size < 1:
-            raise ValueError(f"{self.type} needs `chunk_size` >= 1, got {self.chunk_size}.")
+    chunk_size: int = bounded(64, least=1)
 
     def sequence_form(self, config) -> SequenceForm | Unserved:
         if not self.adds_up:

@@ -26,17 +26,6 @@ def check_layers(name: str, field: str, value, config) -> None:
         )
 
 
-def check_at_least(name: str, minimum: int, **fields) -> None:
-    """Numbers, or tuples of numbers at any depth, that must be at least `minimum`. Raises `ValueError` otherwise."""
-
-    def numbers(value):
-        return [n for entry in value for n in numbers(entry)] if isinstance(value, tuple) else [value]
-
-    for field, value in fields.items():
-        if value is not None and (value == () or min(numbers(value)) < minimum):
-            raise ValueError(f"{name} needs `{field}` >= {minimum}, got {value}.")
-
-
 def largest(value) -> int:
     """The largest of numbers in tuples at any depth, or the number itself."""
     return max(largest(entry) for entry in value) if isinstance(value, tuple) else value

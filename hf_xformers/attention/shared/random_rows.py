@@ -113,16 +113,4 @@ def redraw_features(model: nn.Module) -> int:
     return len(layers)
 
 
-def check_rows(spec) -> None:
-    """Refuses what the fields of a spec with random rows cannot be: `num_features`, `redraw_interval`, `seed`.
-
-    Raises:
-        ValueError: one of them is out of range.
-    """
-    for name, least in (("num_features", 1), ("redraw_interval", 0), ("seed", 0)):
-        value = getattr(spec, name)
-        if value is not None and value < least:
-            raise ValueError(f"{spec.type} needs `{name}` >= {least}, got {value}.")
-
-
-__all__ = ["RandomRows", "check_rows", "redraw_features"]
+__all__ = ["RandomRows", "redraw_features"]

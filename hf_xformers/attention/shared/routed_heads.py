@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.activations import ACT2FN
 
+from ...core.bounds import bounded
 from ...ops.capsule_routing import agreement_routing, em_routing
 from ...ops.common.products import widened
 from .head_parts import HeadAggregation
@@ -82,9 +83,9 @@ class RoutedHeadsSpec(HeadAggregation):
     activation: str = "relu"
 
     routing: str = "simple"
-    iterations: int = 3
-    num_output_capsules: int | None = None
-    em_lambda: float | int = 0.01
+    iterations: int = bounded(3, least=1)
+    num_output_capsules: int | None = bounded(None, least=1)
+    em_lambda: float | int = bounded(0.01, above=0)
     layers: Literal["lower_half", "all"] | tuple[int, ...] = "all"
 
     def width(self, config) -> int:
@@ -101,14 +102,6 @@ class RoutedHeadsSpec(HeadAggregation):
         if isinstance(self.layers, str):
             return range(count if self.layers == "all" else -(-count // 2))
         return self.layers
-
-    def check_fields(self) -> None:
-        for name in ("iterations", "num_output_capsules"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{self.type} needs `{name}` >= 1, got {value}.")
-        if self.em_lambda <= 0:
-            raise ValueError(f"{self.type} needs `em_lambda` > 0, got {self.em_lambda}.")
 
     def check(self, attention, slot: str, config) -> None:
         super().check(attention, slot, config)

@@ -149,15 +149,6 @@ class DistillationMethod(TypedSpec):
         if not holds:
             raise ValueError(f"method {self.type!r}: {message}")
 
-    def _check_weights(self, *names: str) -> None:
-        for name in names:
-            value = getattr(self, name)
-            self._require(value >= 0, f"{name} must not be negative, got {value}; give 0 to leave it out")
-
-    def _check_temperature(self) -> None:
-        value = getattr(self, "temperature")  # noqa: B009  a field of those that have it
-        self._require(value > 0, f"temperature must be above 0, got {value}; 1 leaves predictions as they are")
-
 
 METHODS = Catalog(_REGISTRY)
 

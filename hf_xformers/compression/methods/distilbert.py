@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ...core.bounds import bounded
 from ..predictions import widened
 from .base import DistillationMethod, Pass, mean_over_tokens, register, widths
 
@@ -22,15 +23,13 @@ class DistilBert(DistillationMethod):
 
     summary = "soft predictions, and the direction of the last states"
     paper = "Sanh et al. 2019"
-    temperature: float | int = 2.0
-    logit_weight: float | int = 5.0
-    task_weight: float | int = 2.0
-    cosine_weight: float | int = 1.0
+    temperature: float | int = bounded(2.0, above=0)
+    logit_weight: float | int = bounded(5.0, least=0)
+    task_weight: float | int = bounded(2.0, least=0)
+    cosine_weight: float | int = bounded(1.0, least=0)
     tokens: Literal["real", "labelled"] = "real"
 
     def check_fields(self) -> None:
-        self._check_temperature()
-        self._check_weights("logit_weight", "task_weight", "cosine_weight")
         self._require(
             bool(self.logit_weight or self.cosine_weight),
             "logit_weight 0 and cosine_weight 0 teach nothing; give one of them a weight",

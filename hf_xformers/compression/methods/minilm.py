@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ...core.bounds import bounded
 from .base import DistillationMethod, Pass, register, value_relation, weight_divergence
 
 
@@ -21,13 +22,12 @@ class MiniLM(DistillationMethod):
     summary = "attention and value relations of the last layer"
     paper = "Wang et al. 2020"
     attention = ("weights", "values")
-    attention_weight: float | int = 1.0
-    value_weight: float | int = 1.0
+    attention_weight: float | int = bounded(1.0, least=0)
+    value_weight: float | int = bounded(1.0, least=0)
     teacher_layer: int = -1
-    task_weight: float | int = 0.0
+    task_weight: float | int = bounded(0.0, least=0)
 
     def check_fields(self) -> None:
-        self._check_weights("attention_weight", "value_weight", "task_weight")
         self._require(
             bool(self.attention_weight or self.value_weight),
             "attention_weight 0 and value_weight 0 teach nothing; give one of them a weight",

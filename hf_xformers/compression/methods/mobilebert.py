@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...core.bounds import bounded
 from ..layer_maps import uniform
 from .base import DistillationMethod, Pass, register, state_error, weight_divergence, widths
 
@@ -23,15 +24,10 @@ class MobileBert(DistillationMethod):
     paper = "Sun et al. 2020"
     reads_states = True
     attention = ("weights",)
-    feature_weight: float | int = 1.0
-    attention_weight: float | int = 1.0
-    alpha: float | int = 0.5
-    temperature: float | int = 1.0
-
-    def check_fields(self) -> None:
-        self._check_temperature()
-        self._check_weights("feature_weight", "attention_weight")
-        self._require(0 <= self.alpha <= 1, f"alpha must lie between 0 and 1, got {self.alpha}; correct it")
+    feature_weight: float | int = bounded(1.0, least=0)
+    attention_weight: float | int = bounded(1.0, least=0)
+    alpha: float | int = bounded(0.5, least=0, most=1)
+    temperature: float | int = bounded(1.0, above=0)
 
     def task_share(self, progress: float) -> float:
         return float(self.alpha)

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ...core.bounds import bounded
 from ...core.pooling import pool
 from ..layer_maps import patient
 from ..predictions import widened
@@ -27,15 +28,10 @@ class PatientDistillation(DistillationMethod):
     summary = "predictions, and the first token's states after some layers"
     paper = "Sun et al. 2019"
     reads_states = True
-    alpha: float | int = 0.5
-    beta: float | int = 0.1
-    temperature: float | int = 5.0
+    alpha: float | int = bounded(0.5, least=0, most=1)
+    beta: float | int = bounded(0.1, least=0)
+    temperature: float | int = bounded(5.0, above=0)
     strategy: Literal["skip", "last"] = "skip"
-
-    def check_fields(self) -> None:
-        self._check_temperature()
-        self._check_weights("beta")
-        self._require(0 <= self.alpha <= 1, f"alpha must lie between 0 and 1, got {self.alpha}; correct it")
 
     def task_share(self, progress: float) -> float:
         return 1.0 - self.alpha

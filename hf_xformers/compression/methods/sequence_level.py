@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...core.bounds import bounded
 from .base import DistillationMethod, register
 
 
@@ -16,10 +17,5 @@ class SequenceLevel(DistillationMethod):
     summary = "training on the teacher's generated texts"
     paper = "Kim and Rush 2016"
     generates = True
-    num_beams: int = 5
-    prompt_tokens: int = 16
-
-    def check_fields(self) -> None:
-        for name in ("num_beams", "prompt_tokens"):
-            value = getattr(self, name)
-            self._require(value >= 1, f"{name} must be at least 1, got {value}; correct it")
+    num_beams: int = bounded(5, least=1)
+    prompt_tokens: int = bounded(16, least=1)

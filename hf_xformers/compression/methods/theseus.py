@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from ...core.bounds import bounded
 from .base import DistillationMethod, register
 
 
@@ -20,19 +21,9 @@ class Theseus(DistillationMethod):
     summary = "layers that replace blocks of the teacher's while they learn"
     paper = "Xu et al. 2020"
     replaces = True
-    replacing_rate: float | int = 0.3
+    replacing_rate: float | int = bounded(0.3, above=0, most=1)
     schedule: Literal["linear", "constant"] = "linear"
-    full_after: float | int = 0.7
-
-    def check_fields(self) -> None:
-        self._require(
-            0 < self.replacing_rate <= 1,
-            f"replacing_rate is a probability above 0 and at most 1, not {self.replacing_rate}; at 0 nothing learns",
-        )
-        self._require(
-            0 <= self.full_after <= 1,
-            f"full_after is a share of the steps, between 0 and 1, not {self.full_after}; correct it",
-        )
+    full_after: float | int = bounded(0.7, least=0, most=1)
 
     def rate(self, progress: float) -> float:
         """p after that share of the steps."""

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...core.bounds import bounded
 from ..layer_maps import uniform
 from ..predictions import softened_cross_entropy
 from .base import DistillationMethod, Pass, register, score_error, state_error, widths
@@ -28,23 +29,13 @@ class TinyBert(DistillationMethod):
     paper = "Jiao et al. 2020"
     reads_states = True
     attention = ("scores",)
-    intermediate: float | int = 0.5
-    attention_weight: float | int = 1.0
-    hidden_weight: float | int = 1.0
-    embedding_weight: float | int = 1.0
-    prediction_weight: float | int = 1.0
-    task_weight: float | int = 0.0
-    temperature: float | int = 1.0
-
-    def check_fields(self) -> None:
-        self._check_temperature()
-        self._check_weights(
-            "attention_weight", "hidden_weight", "embedding_weight", "prediction_weight", "task_weight"
-        )
-        self._require(
-            0 <= self.intermediate <= 1,
-            f"intermediate is a share of the steps, between 0 and 1, not {self.intermediate}; correct it",
-        )
+    intermediate: float | int = bounded(0.5, least=0, most=1)
+    attention_weight: float | int = bounded(1.0, least=0)
+    hidden_weight: float | int = bounded(1.0, least=0)
+    embedding_weight: float | int = bounded(1.0, least=0)
+    prediction_weight: float | int = bounded(1.0, least=0)
+    task_weight: float | int = bounded(0.0, least=0)
+    temperature: float | int = bounded(1.0, above=0)
 
     def early(self, progress: float) -> bool:
         """Whether a step is of the first part."""

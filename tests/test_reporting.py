@@ -1,0 +1,67 @@
+"""What `scripts/test.sh` prints, and the tests of a first look, seen on a suite of six tests."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SUITE = """
+import pytest
+
+@pytest.mark.parametrize("n", [0, 1, 2])
+def test_numbers(n): assert n != 1
+def test_two(): pytest.skip("no such thing here")
+def test_three(): pytest.skip("no such thing here")
+@pytest.mark.slow
+def test_slow(): pass
+"""
+OUTCOMES = """\
+3 passed, 1 failed, 2 skipped
+  FAILED tests/test_some.py::test_numbers[1] (call)
+  2 skipped: no such thing here
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Runs pytest over the suite, below the conftest of this one."""
+    (tmp_path / "tests").mkdir()
+    for name in ("__init__.py", "conftest.py", "reporting.py"):
+        (tmp_path / "tests" / name).write_text((ROOT / "tests" / name).read_text())
+    (tmp_path / "tests" / "test_some.py").write_text(SUITE)
+    (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
+
+    def start(*words):
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+
+    return start
+
+
+@pytest.mark.parametrize("words", [(), ("-n", "2")], ids=["one process", "two"])
+def test_a_run_says_how_far_it_is_and_ends_with_a_summary(run, tmp_path, words):
+    done = run("--progress", str(tmp_path / "end"), *words)
+    assert done.returncode == 1
+    assert "FAILED tests/test_some.py::test_numbers[1] (call)\n" in done.stdout
+    assert re.search(r"^ *\d+%  \d of 6, [01] failed, \d\.\d min, about \d\.\d more$", done.stdout, re.MULTILINE)
+    assert not re.search(r"^[.Fs]+ ", done.stdout, re.MULTILINE)
+    said = (tmp_path / "end").read_text()
+    assert said.startswith(OUTCOMES)
+    assert re.search(r"^\d\.\d minutes; .*\n  \d\.\d min  tests/test_some.py\n$", said.removeprefix(OUTCOMES))
+
+
+def test_a_first_look_takes_one_case_of_two_functions(run):
+    done = run("--quick", "--collect-only")
+    found = re.findall(r"^tests/test_some.py::(\S+)", done.stdout, re.MULTILINE)
+    assert found == ["test_numbers[0]", "test_two"] and done.returncode == 0
+
+
+def test_a_file_that_cannot_be_read_is_a_failure(run, tmp_path):
+    (tmp_path / "tests" / "test_some.py").write_text("import nothing_of_that_name\n")
+    assert run("--progress", str(tmp_path / "end")).returncode == 2
+    assert "  FAILED tests/test_some.py (collection)\n" in (tmp_path / "end").read_text()
