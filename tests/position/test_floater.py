@@ -130,12 +130,3 @@ def test_own_positions_beyond_the_text():
 @pytest.mark.parametrize("case", mixes({"floater": {"position": "floater"}}, ("decoder",)), ids=str)
 def test_compile(case):
     check_compile(case)
-
-
-def test_refusals():
-    with pytest.raises(ValueError, match="leave `head_dim`"):
-        XFormerConfig(position="floater", num_key_value_heads=2)
-    with pytest.raises(ValueError, match="`delta` > 0"):
-        XFormerConfig(position={"type": "floater", "delta": 0.0})
-    with pytest.raises(ValueError, match="adds to the queries, keys and values"):
-        XFormerConfig(position="floater", attention="linear_transformer")

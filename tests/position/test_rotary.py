@@ -127,17 +127,3 @@ def test_values_are_not_rotated():
     with torch.no_grad():
         one = [model(torch.tensor([[7]]), position_ids=torch.tensor([[t]])).logits for t in (0, 25)]
     close(*one)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"theta": 1}, "`theta` > 1, got 1"),
-        ({"fraction": 0.0}, r"`fraction` in \(0, 1\], got 0.0"),
-        ({"fraction": 1.5}, r"`fraction` in \(0, 1\], got 1.5"),
-        ({"fraction": 0.4}, "0.4 of head width 8 is 3; choose an even rotated width"),
-    ],
-)
-def test_refusals(fields, message):
-    with pytest.raises(ValueError, match=message):
-        XFormerConfig(hidden_size=32, num_attention_heads=4, position={"type": "rotary", **fields})

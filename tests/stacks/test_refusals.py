@@ -1,0 +1,206 @@
+"""What configs refuse of stacks, in one sentence: a line for each."""
+
+import pytest
+from transformers import AutoConfig
+
+REFUSED = [
+    # ca_mtl
+    ("reads a vector of the task, which stack 'plain' does not make", dict(residual="conditional_post_ln")),
+    (
+        "changes the gain of a layer norm",
+        dict(stack="ca_mtl", residual="conditional_post_ln", normalization="rms_norm"),
+    ),
+    ("needs `num_tasks` >= 1", dict(stack={"type": "ca_mtl", "num_tasks": 0})),
+    ("needs a `reduction` of at least 1", dict(stack={"type": "ca_mtl", "reduction": 0.5})),
+    ("nothing reads", dict(stack={"type": "ca_mtl", "alignment": False, "reduction": None})),
+    ("is for 2 tasks, and the stack", dict(stack="ca_mtl", attention={"type": "ca_mtl", "num_tasks": 2})),
+    ("knows no task", dict(stack={"type": "ca_mtl", "num_tasks": 2}, is_encoder_decoder=True)),
+    ("each row has a task of its own", dict(stack="ca_mtl", unpad_inputs=True)),
+    # compressive
+    ("compression_rate", dict(stack={"type": "compressive", "compression_rate": 0})),
+    ("compressed_length", dict(stack={"type": "compressive", "compressed_length": -1})),
+    ("reconstruction_weight", dict(stack={"type": "compressive", "reconstruction_weight": -1})),
+    # conditional_computation
+    ("set `stack='conditional_computation'`", dict(cross_attention="conditional")),
+    ("`parts` >= 1", dict(feedforward={"type": "conditional", "parts": 0})),
+    ("does not come out even", dict(intermediate_size=26, feedforward="conditional", stack="conditional_computation")),
+    ("0 < `budget` <= 1", dict(stack={"type": "conditional_computation", "budget": 0.0})),
+    # decoder_exit
+    ("'token_exit' for the tokens of an encoder", dict(stack="decoder_exit")),
+    ("from 0 to 1", dict(stack={"type": "decoder_exit", "exit_threshold": 1.5})),
+    ("training='aligned'", dict(stack={"type": "decoder_exit", "halting": "gates", "training": "mixed"})),
+    ("`exit_weight` >= 0", dict(stack={"type": "decoder_exit", "exit_weight": -1})),
+    ("attention 'dense'", dict(is_decoder=True, stack="decoder_exit", attention="linear_transformer")),
+    # distilling
+    ("lengths differ between layers.*sinusoidal_absolute", dict(stack="distilling", position="rotary")),
+    ("stack 'distilling' runs its layers apart", dict(stack="distilling", attention="transformer_xl")),
+    ("at most 2", dict(num_hidden_layers=3, stack={"type": "distilling", "halvings": 3})),
+    # early_exit
+    ("4 exits before the last", dict(num_hidden_layers=5, stack={"type": "entropy_exit", "threshold": [0.1, 0.2]})),
+    (
+        "`patience` 5 never leaves 5 layers early",
+        dict(num_hidden_layers=5, stack={"type": "patience_exit", "patience": 5}),
+    ),
+    ("`patience` >= 0", dict(stack={"type": "patience_exit", "patience": -1})),
+    # enhanced_mask_decoder
+    ("a position inside it such as 'deberta'", dict(variant="xf_deberta", position="rotary")),
+    ("for residual 'post_ln'", dict(variant="xf_deberta", residual="pre_ln")),
+    ("cannot stand in a decoder", dict(variant="xf_deberta", is_decoder=True)),
+    # ernie_doc
+    ("key_types", dict(attention={"type": "transformer_xl", "key_types": -1})),
+    ("would have seen the tokens", dict(is_decoder=True, stack={"type": "segment_recurrent", "retrospective": True})),
+    ("segment_length", dict(stack={"type": "segment_recurrent", "segment_length": 0})),
+    # funnel
+    ("rotary|rotates", dict(attention="transformer_xl", position="rotary")),
+    ("must sum to", dict(stack={"type": "funnel", "block_sizes": (1, 1)})),
+    ("as many `block_repeats`", dict(stack={"type": "funnel", "block_repeats": (1, 1)})),
+    ("numbers >= 1", dict(stack={"type": "funnel", "block_sizes": (3, 0)})),
+    ("decoder_layers", dict(stack={"type": "funnel", "decoder_layers": -1})),
+    ("attention='transformer_xl'", dict(stack="funnel")),
+    ("'vanilla'", dict(attention="transformer_xl", stack="funnel", block="macaron")),
+    (
+        "does not come first in block 'mask_attention_net",
+        dict(attention="transformer_xl", stack="funnel", block="mask_attention_network"),
+    ),
+    # han_nmt
+    ("`context_size` >= 1, got 0", dict(stack={"type": "han_nmt", "context_size": 0})),
+    ("does nothing in an encoder alone", dict(stack={"type": "han_nmt", "side": "decoder"})),
+    # hi_transformer
+    ("set `stack='hi_transformer'`", dict(block="hi_transformer")),
+    ("set `block='hi_transformer'`", dict(stack="hi_transformer")),
+    (
+        "acts inside layers on one sequence",
+        dict(position="t5_relative_bias", stack="hi_transformer", block="hi_transformer"),
+    ),
+    ("`segment_length` >= 1", dict(stack={"type": "hi_transformer", "segment_length": 0})),
+    ("from layer to layer, which", dict(stack="hi_transformer", block="hi_transformer", attention="realformer")),
+    # hibert
+    ("set it as `cross_attention`", dict(attention="memory_vector")),
+    ("no scores", dict(cross_attention={"type": "memory_vector", "scale": 2.0})),
+    ("`segment_length` >= 1, got 0", dict(stack={"type": "hibert", "segment_length": 0})),
+    (
+        "`document_layers` 2 leaves none of the 2 layers",
+        dict(num_hidden_layers=2, stack={"type": "hibert", "document_layers": 2}),
+    ),
+    ("acts inside layers on one sequence, which stack 'hibert' has not", dict(position="alibi", stack="hibert")),
+    ("stack 'hibert' runs its layers apart", dict(stack="hibert", attention="transformer_xl")),
+    # hiersumm
+    ("`segment_length` >= 1, got 0", dict(stack={"type": "hiersumm", "segment_length": 0})),
+    (
+        "hiersumm has 2 heads .*fewer than the `graph_heads` 3",
+        dict(num_attention_heads=2, block={"type": "hiersumm", "graph_heads": 3}, stack="hiersumm"),
+    ),
+    ("multiple of 4, got 18", dict(hidden_size=18, num_attention_heads=2, block="hiersumm", stack="hiersumm")),
+    ("which block 'vanilla' has not", dict(stack="hiersumm")),
+    ("Unknown|unknown|does not make", dict(stack={"type": "plain", "segment_length": 4})),
+    # mask_modes
+    ("attention 'performer' does not take; set `attention='dense'`", dict(stack="mask_modes", attention="performer")),
+    ("block 'lite_transformer' reads neighbours", dict(stack="mask_modes", block="lite_transformer")),
+    ("cannot stand in a decoder", dict(stack="mask_modes", is_decoder=True)),
+    # memformer
+    ("stack 'memformer'", dict(block="memformer")),
+    ("num_slots", dict(stack={"type": "memformer", "num_slots": 0})),
+    ("temperature", dict(stack={"type": "memformer", "temperature": 0.0})),
+    ("use block", dict(stack="memformer")),
+    # recurrent_windows
+    ("is_decoder=True", dict(stack="recurrent_windows")),
+    (
+        "layers 0 to 2",
+        dict(num_hidden_layers=3, is_decoder=True, stack={"type": "recurrent_windows", "insert_layer": 3}),
+    ),
+    (
+        "windows of 6 tokens",
+        dict(max_position_embeddings=5, is_decoder=True, stack={"type": "recurrent_windows", "window_size": 6}),
+    ),
+    ("attention 'dense'", dict(is_decoder=True, stack="recurrent_windows", attention="linear_transformer")),
+    ("no place in the text", dict(is_decoder=True, stack="recurrent_windows", position="alibi")),
+    ("`window_size` >= 1", dict(stack={"type": "recurrent_windows", "window_size": 0})),
+    ("`recurrence_layers` >= 1", dict(stack={"type": "recurrent_windows", "recurrence_layers": 0})),
+    # reversible
+    ("post_ln", dict(stack="reversible")),
+    ("'linear' cannot be tied", dict(residual="pre_ln", stack={"type": "reversible", "output": "concatenation"})),
+    (
+        "head 'fix_norm' does not read",
+        dict(residual="pre_ln", stack={"type": "reversible", "output": "concatenation"}, head="fix_norm"),
+    ),
+    (
+        "cross-attention does not read",
+        dict(residual="pre_ln", stack={"type": "reversible", "output": "concatenation"}, is_encoder_decoder=True),
+    ),
+    # segment_recurrent
+    ("attention='transformer_xl'", dict(stack="segment_recurrent")),
+    ("memory_length", dict(stack={"type": "segment_recurrent", "memory_length": -1})),
+    ("block 'vanilla'", dict(attention="transformer_xl", stack="segment_recurrent", block="macaron")),
+    # sharing
+    (
+        "attention 'realformer' as it is set hands tensors from layer to layer",
+        dict(distinct_layers=1, attention="realformer"),
+    ),
+    (
+        "sublayers of the kind 'feedforward'",
+        dict(distinct_layers=1, share="feedforward", block="no_ffn", attention="all_attention"),
+    ),
+    ("block 'sandwich' has other sublayers at depth", dict(distinct_layers=1, block="sandwich")),
+    ("sublayers of the kind 'feedforward'", dict(distinct_layers=1, share="feedforward", block="sandwich")),
+    ("stack 'universal' says itself which of its layers run", dict(distinct_layers=1, stack="universal")),
+    ("stack 'universal' says itself", dict(num_hidden_layers=3, layer_map=[0, 0, 0], stack="universal")),
+    ("`distinct_layers` 0 must be at least 1", dict(distinct_layers=0)),
+    ("at most the tower's 3 layers", dict(num_hidden_layers=3, distinct_layers=9)),
+    ("single layers cannot differ", dict(distinct_layers=1, per_layer_config={})),
+    ("says what layers share, and none do", dict(share="attention")),
+    ("has 2 entries for the tower's 3 layers", dict(num_hidden_layers=3, layer_map=[0, 1])),
+    ("leave no gaps", dict(num_hidden_layers=3, layer_map=[0, 2, 0])),
+    ("leave no gaps", dict(num_hidden_layers=3, layer_map=[0, -1, 1])),
+    (
+        "has 2 different layers, and `distinct_layers` is 3",
+        dict(num_hidden_layers=3, layer_map=[0, 1, 1], distinct_layers=3),
+    ),
+    # token_exit
+    ("exit_window", dict(stack={"type": "token_exit", "exit_window": -1})),
+    ("exit_threshold", dict(stack={"type": "token_exit", "exit_threshold": -1})),
+    ("chooses tags together", dict(stack="token_exit", tag_decoder="crf")),
+    ("linear", dict(stack="token_exit", classifier_transform="dense")),
+    # transparent
+    ("needs `is_encoder_decoder=True`", dict(stack="transparent")),
+    (r"in \[0, 1\), got 1.0", dict(stack={"type": "transparent", "weight_dropout": 1.0})),
+    # two_stream
+    ("does not know; set `attention='transformer_xl'`", dict(stack="two_stream")),
+    ("cannot stand in a decoder", dict(stack="two_stream", is_decoder=True)),
+    ("starts its queries from one vector", dict(stack="two_stream", attention="transformer_xl")),
+    (
+        "for residual 'post_ln', got 'pre_ln'",
+        dict(position="none", stack="two_stream", attention="transformer_xl", residual="pre_ln"),
+    ),
+    (
+        "learn of them through block 'conformer'",
+        dict(stack="two_stream", attention="transformer_xl", block="conformer"),
+    ),
+    (
+        "learn of them through block 'convolution'",
+        dict(stack="two_stream", attention="transformer_xl", block="convolution"),
+    ),
+    ("learn of them through block 'cpe'", dict(stack="two_stream", attention="transformer_xl", block="cpe")),
+    (
+        "learn of them through block 'r_transformer'",
+        dict(stack="two_stream", attention="transformer_xl", block="r_transformer"),
+    ),
+    (
+        "learn of them through block 'mask_attention_network'",
+        dict(stack="two_stream", attention="transformer_xl", block="mask_attention_network"),
+    ),
+    ("takes statistics", dict(stack="two_stream", attention="transformer_xl", normalization="power_norm")),
+    # voting_exit
+    ("between 0 and 1", dict(stack={"type": "voting_exit", "vote_lambda": 2})),
+    ("> 0", dict(stack={"type": "voting_exit", "vote_threshold": 0})),
+    ("never 2", dict(stack={"type": "voting_exit", "vote_lambda": 1, "vote_threshold": 2})),
+    ("min_layers", dict(stack={"type": "voting_exit", "min_layers": 0})),
+    ("diversity_weight", dict(stack={"type": "voting_exit", "diversity_weight": -1})),
+]
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=lambda case: case[0])
+def test_refused(case):
+    message, fields, *error = case
+    variant = fields.get("variant", "xformer")
+    with pytest.raises(*(error or [ValueError]), match=message):
+        AutoConfig.for_model(variant, **{name: value for name, value in fields.items() if name != "variant"})
