@@ -29,7 +29,7 @@ KEPT = {
         {},
     ),
     "mask_network": ({"block": {"type": "mask_attention_network", "max_distance": 4}}, {}, {"dynamic_mask": (2, 8)}),
-    "darts": ({"block": "dartsformer", **DARTS}, {}, {"split_0_attention": (2, 12)}),
+    "darts": ({"block": "dartsformer", **DARTS}, {}, {"split_0": (2, 12)}),
     "darts of convolutions": (
         {"block": {"type": "dartsformer", **CONVOLUTIONS}, **DARTS},
         {"split_0_conv_3": (2, 24), "split_1_dynamic_conv_7": (6, 24)},

@@ -107,10 +107,7 @@ MIXES: dict[str, Mix] = {
         }
     ),
     "differing_decoder": Mix(
-        {
-            "num_decoder_layers": 1,
-            "decoder": {"position": "rotary", "feedforward": "reglu", "residual": "pre_ln"},
-        },
+        {"num_decoder_layers": 1, "decoder": {"position": "rotary", "feedforward": "reglu", "residual": "pre_ln"}},
         ("seq2seq",),
     ),
     "adaptive_vocabulary": Mix(

@@ -51,12 +51,7 @@ RESULTS = {
     "ForQuestionAnswering": ("start_logits", "end_logits"),
     "ForPreTraining": ("prediction_logits", "seq_relationship_logits"),
 }
-PER_TOKEN = (
-    "last_hidden_state",
-    "start_logits",
-    "end_logits",
-    "prediction_logits",
-)
+PER_TOKEN = ("last_hidden_state", "start_logits", "end_logits", "prediction_logits")
 TOKEN_HEADS = (
     *("ForMaskedLM", "ForCausalLM", "ForSeq2SeqLM", "ForTokenClassification", "ForReplacedTokenDetection"),
     "ForMaskedSentences",

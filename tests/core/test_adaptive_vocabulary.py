@@ -4,13 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_xformers import (
-    XFormerConfig,
-    XFormerForCausalLM,
-    XFormerForMaskedLM,
-    XFormerForSeq2SeqLM,
-    XFormerModel,
-)
+from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerForMaskedLM, XFormerForSeq2SeqLM, XFormerModel
 from tests.helpers import close, make_strong, tokens
 
 SIZES = dict(vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)

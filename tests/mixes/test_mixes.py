@@ -121,8 +121,7 @@ WORKS = {
         "decoder",
         "ForCausalLM",
         dict(
-            attention={"type": "t2r", "normalization": "output_norm"},
-            per_layer_config={0: {"layer_norm_eps": 1e-3}},
+            attention={"type": "t2r", "normalization": "output_norm"}, per_layer_config={0: {"layer_norm_eps": 1e-3}}
         ),
     ),
     "a sinkhorn decoder of one block": (

@@ -139,9 +139,7 @@ def test_padding_and_order_of_nodes():
     order = [3, 0, 4, 1, 2]  # node k of the new graph is node order[k] of the old one
     place = {old: new for new, old in enumerate(order)}
     moved = Graph(
-        tuple(graph.nodes[old] for old in order),
-        tuple((place[a], place[b]) for a, b in graph.edges),
-        graph.edge_types,
+        tuple(graph.nodes[old] for old in order), tuple((place[a], place[b]) for a, b in graph.edges), graph.edge_types
     )
     net = model()
     one = net(**collate([graph])).last_hidden_state[0]

@@ -51,10 +51,7 @@ def by_hand(model, ids):
     return logits, layers
 
 
-MODES = {
-    "confidence": {"exit_threshold": 0.25},
-    "gates": {"halting": "gates", "exit_threshold": 0.7},
-}
+MODES = {"confidence": {"exit_threshold": 0.25}, "gates": {"halting": "gates", "exit_threshold": 0.7}}
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

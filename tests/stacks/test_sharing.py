@@ -211,11 +211,7 @@ def test_feedforwards_are_shared_where_attention_hands_tensors_on():
 
 def test_unlike_parts_are_refused():
     with pytest.raises(ValueError, match="the two are not alike"):
-        tiny(
-            distinct_layers=1,
-            share="feedforward",
-            feedforward={"type": "product_key_memory", "layers": [1]},
-        )
+        tiny(distinct_layers=1, share="feedforward", feedforward={"type": "product_key_memory", "layers": [1]})
 
 
 @pytest.mark.parametrize("share, names", [("all", ["0", "1"]), ("attention", ["0", "2"]), ("feedforward", ["0", "2"])])
