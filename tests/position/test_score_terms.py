@@ -318,11 +318,6 @@ CASES = mixes({f"terms_{name}": {"position": spec} for name, spec in TERMS.items
 CASES += mixes({"terms_grouped": {"position": TERMS["shaw"], "num_key_value_heads": 2}}, ("decoder",))
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_contract(case):
-    check_contract(case)
-
-
 @pytest.mark.parametrize("case", CASES[:2], ids=str)
 def test_contract_in_blocks(case):
     with small_blocks(3):
