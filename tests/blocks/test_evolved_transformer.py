@@ -164,7 +164,6 @@ def test_a_vanilla_layer_remains():
         ({"block": {"encoder_kernels": (3,)}}, "2 sizes of 1 or more under `encoder_kernels`"),
         ({"block": {"decoder_kernels": (3, 0, 1)}}, "3 sizes of 1 or more under `decoder_kernels`"),
         ({"block": {"encoder_kernels": (3, 4)}}, "odd `encoder_kernels`"),
-        ({"block": {"wide_heads": 0}}, "`wide_heads` >= 1"),
         ({"block": {"wide_heads": 5}, "is_decoder": True}, "5 heads cannot share"),
         ({"normalization": "power_norm"}, "normalises its branches"),
         ({"residual": "post_ln", "is_decoder": True}, "use 'pre_ln'"),

@@ -101,21 +101,3 @@ def test_order_of_sublayers():
     made = config()
     plan = made.block.build(made, layer_idx=0).plan
     assert [entry.name for entry in plan] == ["dynamic_mask", "attention", "feedforward"]
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"block": {"max_distance": 0}}, "`max_distance` >= 1"),
-        ({"attention": {"type": "dynamic_mask", "max_distance": 0}, "block": {"type": "vanilla"}}, "`max_distance`"),
-        ({"position": "deberta"}, "has two"),
-        ({"attention": "linear_transformer", "is_decoder": True}, "keys and values of a second attention"),
-    ],
-)
-def test_refusals(fields, message):
-    if fields.get("block") == {"type": "vanilla"}:
-        with pytest.raises(ValueError, match=message):
-            XFormerConfig(**{**SIZES, **fields})
-        return
-    with pytest.raises(ValueError, match=message):
-        config(**fields)

@@ -10,7 +10,6 @@ REFUSED = [
         "`hidden_size` 16 into `groups`, got 3",
         dict(hidden_size=16, num_attention_heads=4, block={"type": "convolution", "groups": 3}),
     ),
-    ("at least 1 of `groups`", dict(block={"type": "convolution", "groups": 0})),
     ("unknown activation 'wavy'", dict(block={"type": "convolution", "activation": "wavy"})),
     ("indices of layers", dict(block={"type": "convolution", "layers": ()})),
     ("no place for in a decoder", dict(block="convolution", attention="linear_transformer", is_decoder=True)),
@@ -39,7 +38,6 @@ REFUSED = [
     # delight
     ("2 <= `min_depth` <= `max_depth`, got 1", dict(block={"type": "delight", "min_depth": 1})),
     ("2 <= `min_depth`", dict(block={"type": "delight", "min_depth": 5, "max_depth": 4})),
-    ("`max_groups` >= 1", dict(block={"type": "delight", "max_groups": 0})),
     ("`width_mult` of 1 / `proj_factor`", dict(block={"type": "delight", "width_mult": 0.25})),
     ("unknown activation 'wavy'", dict(block={"type": "delight", "activation": "wavy"})),
     ("up to 8 groups", dict(hidden_size=24, block="delight")),
@@ -56,7 +54,6 @@ REFUSED = [
     ("coefficient", dict(num_hidden_layers=3, block={"type": "sandwich", "coefficient": 3})),
     ("side by side", dict(block="parallel", residual="pre_ln", stack="reversible")),
     # r_transformer
-    ("`window` >= 1", dict(block={"type": "r_transformer", "window": 0})),
     (
         "more than `max_position_embeddings`",
         dict(block={"type": "r_transformer", "window": 9}, max_position_embeddings=8),
@@ -68,6 +65,12 @@ REFUSED = [
     (
         "no place for in a decoder",
         dict(block="separable_convolution", attention="linear_transformer", is_decoder=True),
+    ),
+    # mask_attention_network
+    ("has two", dict(block="mask_attention_network", position="deberta", residual="pre_ln")),
+    (
+        "keys and values of a second attention",
+        dict(block="mask_attention_network", attention="linear_transformer", is_decoder=True, residual="pre_ln"),
     ),
 ]
 

@@ -154,14 +154,6 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
     "xf_sparse_transformer": {
         "determinism": "its output starts at zero (section 6), so that a new model gives the same whatever it reads"
     },
-    "xf_universal_transformer": {
-        "padding_has_no_loss:decoder": (
-            "the ponder loss is a mean over all real tokens, the last one, which has no target, too"
-        ),
-        "padding_has_no_loss:seq2seq": (
-            "without `decoder_attention_mask` the ponder loss counts padded targets as tokens"
-        ),
-    },
 }
 
 

@@ -221,8 +221,6 @@ def test_configs_share_nothing():
         ({"span_boundary": ReplacedTokensSpec()}, TypeError, "was given the settings of 'replaced_tokens'"),
         ("span_boundary", TypeError, "expected a dict, got str"),
         ({"reordering": {"chunks": 0}}, ValueError, "`chunks` of reordering must be at least 1, got 0"),
-        ({"sentence_pairs": {"classes": 1}}, ValueError, "`classes` of sentence_pairs must be at least 2, got 1"),
-        ({"contrastive_prediction": {"weight": -1}}, ValueError, "must not be negative, got -1"),
     ],
 )
 def test_refusals(given, error, message):

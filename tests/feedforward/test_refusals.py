@@ -14,7 +14,6 @@ REFUSED = [
         dict(feedforward={"type": "hash_layers", "hash": "bigram"}, stack="universal"),
     ),
     # product_key_memory
-    ("num_heads", dict(feedforward={"type": "product_key_memory", "num_heads": 0})),
     ("key_dim", dict(feedforward={"type": "product_key_memory", "key_dim": 3})),
     ("topk", dict(feedforward={"type": "product_key_memory", "num_keys": 8, "topk": 9})),
     ("topk", dict(feedforward={"type": "product_key_memory", "topk": 1})),

@@ -209,8 +209,6 @@ def test_compiled_training():
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"normalization": {"type": "power_norm", "alpha_fwd": 1.0}}, "alpha_fwd"),
-        ({"normalization": {"type": "power_norm", "warmup_iters": -1}}, "warmup_iters"),
         ({"normalization": {"type": "power_norm", "group_num": 5}}, "group_num"),
         ({"head": "transform"}, "transform"),
         ({"embedding": {"type": "token", "normalize": True}}, "normalize"),
