@@ -1,6 +1,5 @@
 """The delta rule in chunks against its recurrence, token by token, and against transformers' gated delta rule."""
 
-
 import pytest
 import torch
 from torch.nn.functional import normalize

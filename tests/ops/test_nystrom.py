@@ -222,18 +222,6 @@ def test_bfloat16():
     assert torch.isfinite(out).all()
 
 
-def test_compiles_without_graph_breaks():
-    given = case(40)
-    mask = torch.ones(B, 40, dtype=torch.bool)
-    mask[0, 33:] = False
-    expected = attend(*given, mask)
-    out = torch.compile(attend, fullgraph=True, backend="aot_eager")(*given, mask)
-    assert_same(out, expected)
-    grad = torch.randn_like(expected)
-    for ours, theirs in zip(torch.autograd.grad(out, given, grad), torch.autograd.grad(expected, given, grad)):
-        assert_same(ours, theirs)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
