@@ -6,10 +6,7 @@ from transformers import AutoConfig
 REFUSED = [
     # convolution
     ("odd `kernel`, got 4", dict(block={"type": "convolution", "kernel": 4})),
-    (
-        "`hidden_size` 16 into `groups`, got 3",
-        dict(hidden_size=16, num_attention_heads=4, block={"type": "convolution", "groups": 3}),
-    ),
+    ("`hidden_size` 16 into", dict(hidden_size=16, num_attention_heads=4, block={"type": "convolution", "groups": 3})),
     ("unknown activation 'wavy'", dict(block={"type": "convolution", "activation": "wavy"})),
     ("indices of layers", dict(block={"type": "convolution", "layers": ()})),
     ("no place for in a decoder", dict(block="convolution", attention="linear_transformer", is_decoder=True)),
@@ -26,10 +23,7 @@ REFUSED = [
     ("two or more parts", dict(block={"type": "dartsformer", "operations": (("glu",),)})),
     ("same number", dict(block={"type": "dartsformer", "operations": (("glu", "ffn"), ("glu", "ffn", "zero"))})),
     ("unknown operation 'wave'", dict(block={"type": "dartsformer", "operations": (("glu", "wave"),)})),
-    (
-        "unknown operation 'cross_attention'",
-        dict(block={"type": "dartsformer", "operations": (("cross_attention", "ffn"),)}),
-    ),
+    ("unknown operation", dict(block={"type": "dartsformer", "operations": (("cross_attention", "ffn"),)})),
     ("two different `candidates` or more", dict(block={"type": "dartsformer", "candidates": ("glu",)})),
     ("in 3 parts", dict(hidden_size=32, num_attention_heads=2, block="dartsformer", is_encoder_decoder=True)),
     ("normalises parts", dict(block="dartsformer", normalization="power_norm")),
@@ -62,10 +56,7 @@ REFUSED = [
     # separable_convolution
     ("two sizes", dict(block={"type": "separable_convolution", "kernels": (3,)})),
     ("odd `kernels`, got 4", dict(block={"type": "separable_convolution", "kernels": (3, 4)})),
-    (
-        "no place for in a decoder",
-        dict(block="separable_convolution", attention="linear_transformer", is_decoder=True),
-    ),
+    ("no place for in a", dict(block="separable_convolution", attention="linear_transformer", is_decoder=True)),
     # mask_attention_network
     ("has two", dict(block="mask_attention_network", position="deberta", residual="pre_ln")),
     (

@@ -17,13 +17,16 @@ def padded_batch():
 
 
 @each_part
-@pytest.mark.parametrize("length", [1, 13])
-def test_eager_equals_fast(case, length):
-    """`attn_implementation="eager"` runs the equation as written; forward and gradients, and with padding."""
-    ids = tokens(2, length)
-    mask = torch.ones_like(ids)
-    mask[0, length // 2 + 1 :] = 0
-    for given in (None, mask) if length > 1 else (None,):
+def test_eager_equals_fast(case, length=None):
+    """`attn_implementation="eager"` runs the equation as written; forward and gradients, of one token and of more,
+    and with padding."""
+    calls = []
+    for size in [length] if length else [1, 13]:
+        ids = tokens(2, size)
+        mask = torch.ones_like(ids)
+        mask[0, size // 2 + 1 :] = 0
+        calls += [(ids, given, mask) for given in ((None, mask) if size > 1 else (None,))]
+    for ids, given, mask in calls:
         outputs, slopes = [], []
         for implementation in IMPLEMENTATIONS:
             model = case.shared(implementation=implementation)

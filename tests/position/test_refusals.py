@@ -17,10 +17,7 @@ REFUSED = [
     # combined
     ("two `parts` at least.* got 'rotary'", dict(position={"type": "combined", "parts": ("rotary",)})),
     ("got none", dict(position={"type": "combined", "parts": ()})),
-    (
-        "a position that does something.* got 'rotary', 'none'",
-        dict(position={"type": "combined", "parts": ("rotary", "none")}),
-    ),
+    ("a position that does something.* got 'rotary", dict(position={"type": "combined", "parts": ("rotary", "none")})),
     (
         "not 'combined' again",
         dict(
@@ -30,14 +27,8 @@ REFUSED = [
             }
         ),
     ),
-    (
-        "one part at most that acts inside attention, got 'rotary' and 't5_rel",
-        dict(position={"type": "combined", "parts": ("rotary", "t5_relative_bias")}),
-    ),
-    (
-        "Unknown position component 'nothing'",
-        dict(position={"type": "combined", "parts": ("learned_absolute", "nothing")}),
-    ),
+    ("one part at most that acts", dict(position={"type": "combined", "parts": ("rotary", "t5_relative_bias")})),
+    ("Unknown position component", dict(position={"type": "combined", "parts": ("learned_absolute", "nothing")})),
     (
         "must be even and at least 4, got 5",
         dict(
@@ -62,10 +53,7 @@ REFUSED = [
     # gaussian_transformer
     ("`start_offset` < 0.*`offset=False`", dict(position={"type": "gaussian_transformer", "start_offset": 0.5})),
     ("leave one of them out", dict(position={"type": "gaussian_transformer", "start_offset": -1.0, "offset": False})),
-    (
-        "'gaussian_transformer' adds terms .* 'performer' has no place for",
-        dict(position="gaussian_transformer", attention="performer"),
-    ),
+    ("'gaussian_transformer' adds terms .* 'performer", dict(position="gaussian_transformer", attention="performer")),
     # graphormer
     ("'graphormer' .* only works in an encoder", dict(position="graphormer", is_decoder=True)),
     # indigo
@@ -85,14 +73,8 @@ REFUSED = [
         dict(hidden_size=32, num_attention_heads=4, position={"type": "rotary", "fraction": 0.4}),
     ),
     # rotary_scaling
-    (
-        "Unknown rotary scaling 'lineer'. Did you mean 'linear'",
-        dict(position={"type": "rotary", "scaling": {"type": "lineer"}}),
-    ),
-    (
-        "Unknown field 'factr' of scaling 'linear'. Did you mean 'factor'",
-        dict(position={"type": "rotary", "scaling": {"type": "linear", "factr": 2.0}}),
-    ),
+    ("Unknown rotary scaling 'lineer'. Did you", dict(position={"type": "rotary", "scaling": {"type": "lineer"}})),
+    ("Unknown field 'factr' of", dict(position={"type": "rotary", "scaling": {"type": "linear", "factr": 2.0}})),
     ("scaling 'linear' needs `factor`", dict(position={"type": "rotary", "scaling": {"type": "linear"}})),
     ("needs `factor` >= 1, got 0.5", dict(position={"type": "rotary", "scaling": {"type": "linear", "factor": 0.5}})),
     ("factor", dict(position={"type": "rotary", "scaling": {"type": "linear", "factor": "2"}}), TypeError),
@@ -189,24 +171,12 @@ REFUSED = [
         ),
     ),
     # score_terms
-    (
-        "position 'deberta' adds terms of queries and keys .* or attention 'dense'",
-        dict(position="deberta", attention="linear_transformer"),
-    ),
-    (
-        "position 'shaw_relative' adds terms of queries and keys .* or attention 'dense'",
-        dict(position="shaw_relative", attention="linear_transformer"),
-    ),
+    ("position 'deberta' adds terms of queries and keys", dict(position="deberta", attention="linear_transformer")),
+    ("position 'shaw_relative' adds terms of queries", dict(position="shaw_relative", attention="linear_transformer")),
     ("untie_cls", dict(position={"type": "tupe", "untie_cls": True}, is_decoder=True)),
-    (
-        "position 'tupe' adds terms of queries and keys .* or attention 'dense'",
-        dict(position="tupe", attention="linear_transformer"),
-    ),
+    ("position 'tupe' adds terms of queries and keys .* or", dict(position="tupe", attention="linear_transformer")),
     # sinusoidal_absolute
-    (
-        "even width .`hidden_size`., got 15",
-        dict(position="sinusoidal_absolute", hidden_size=15, num_attention_heads=3),
-    ),
+    ("even width .`hidden_size`., got", dict(position="sinusoidal_absolute", hidden_size=15, num_attention_heads=3)),
     # t5_relative_bias
     (
         r"`max_distance` above half of `num_buckets` \(16\), got 16",
