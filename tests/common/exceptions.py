@@ -19,10 +19,6 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
     "embedding:complex_order": {
         "tying": "amplitudes and frequencies of words are no output table, so tying is refused",
         "resizing": "amplitudes and frequencies of words are no output table, so tying is refused",
-        "finite_in_half_precision:decoder": (
-            "the first token's imaginary part is zero, and where it sees itself alone stays so: the slope of "
-            "its norm is that of a variance of zero, so gradients are beyond float16 in float32 already"
-        ),
     },
     "attention:reformer": {
         "half_precision": (

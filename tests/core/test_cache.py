@@ -118,7 +118,9 @@ def test_rows_of_a_state():
 def test_several_prefixes_continue_twice_each(attention):
     """A batch of two texts, each repeated for two continuations."""
     torch.manual_seed(0)
-    model = make_strong(XFormerForCausalLM(XFormerConfig(**SMALL, attention=attention)).double().eval())
+    model = make_strong(
+        XFormerForCausalLM(XFormerConfig(**SMALL, attention=attention, is_decoder=True)).double().eval()
+    )
     prefixes, endings = tokens(2, 5, high=40), tokens(4, 3, seed=1, high=40)
     with torch.no_grad():
         cache = model(prefixes, use_cache=True).past_key_values
