@@ -226,8 +226,8 @@ class PoolingformerSpec(BlockSparseSpec):
         for layer in self.two_level_layers or ():
             if not 0 <= layer < config.num_hidden_layers:
                 raise ValueError(
-                    f"poolingformer's `two_level_layers` names layer {layer}; the {config.num_hidden_layers} layers"
-                    " count from 0."
+                    f"poolingformer's `two_level_layers` names layer {layer}; give numbers from 0 to"
+                    f" {config.num_hidden_layers - 1}."
                 )
         if self.share_projections and config.num_attention_heads * config.head_width != config.hidden_size:
             raise ValueError(

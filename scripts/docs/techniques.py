@@ -102,7 +102,7 @@ TECHNIQUES = (
         "fused softmax",
         "`attn_implementation`: SDPA, FlexAttention, FlashAttention; engines of this package (`ops/`)",
         ("tests/common/test_outputs.py::test_eager_equals_fast",),
-        "every family",
+        "every component",
         "all: the fast path beside the literal equation",
     ),
     Technique(
@@ -111,7 +111,7 @@ TECHNIQUES = (
         "several rows in one block; variance in one pass",
         "SDPA and `F.layer_norm`; a variance in one pass is not taken over, as it fails where the mean is large",
         ("tests/common/test_large_weights.py::test_finite_in_half_precision",),
-        "every family, with large weights",
+        "every component, with large weights",
         "all",
     ),
     Technique(
@@ -132,7 +132,7 @@ TECHNIQUES = (
             "tests/common/test_padding.py::test_half_precision",
             "tests/inference/test_caches.py::test_bfloat16_generation",
         ),
-        "every family",
+        "every component",
         "all",
     ),
     Technique(

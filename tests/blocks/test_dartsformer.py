@@ -5,10 +5,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerForMaskedLM, XFormerForSeq2SeqLM
+from hf_xformers import XFormerConfig, XFormerForMaskedLM
 from hf_xformers.blocks.dartsformer_operations import CANDIDATES
 from tests.attention.score_helpers import make_context, vectors
-from tests.helpers import close, gradients, make_strong, pad, tokens
+from tests.helpers import close, gradients, make_strong, tokens
 
 SIZES = dict(vocab_size=50, hidden_size=48, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48)
 REAL = torch.tensor([[1, 1, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 0, 0]]).bool()
@@ -114,49 +114,6 @@ def test_reach_of_convolutions(operation):
         assert (slope[0].abs().amax(-1) > 0).nonzero().flatten().tolist() == list(range(first, last + 1))
 
 
-@pytest.mark.parametrize(
-    "block", [{"operations": EVERY}, {"search": True}, {}], ids=["convolutions", "search", "preset"]
-)
-@pytest.mark.parametrize("cross", [False, True])
-@torch.no_grad()
-def test_step_by_step_and_padding(block, cross):
-    """Also of a cell without any attention, whose state does not grow."""
-    torch.manual_seed(0)
-    head = XFormerForSeq2SeqLM if cross else XFormerForCausalLM
-    made = config(is_encoder_decoder=cross, is_decoder=not cross, block=block, num_hidden_layers=3)
-    model = make_strong(head(made).double().eval(), amount=0.05)
-    ids, mask = pad([tokens(18, high=50), tokens(3, seed=1, high=50)], 18, "left")
-    given = {}
-    if cross:
-        source, known = pad([tokens(4, seed=2, high=50), tokens(2, seed=3, high=50)], 4, "right")
-        given = {"encoder_outputs": model.get_encoder()(source, attention_mask=known), "attention_mask": known}
-    names = ("decoder_input_ids", "decoder_attention_mask") if cross else ("input_ids", "attention_mask")
-    full = model(**dict(zip(names, (ids, mask))), **given).logits
-    cache, found = None, []
-    for begin, end in ((0, 1), (1, 9), (9, 18)):
-        own = dict(zip(names, (ids[:, begin:end], mask[:, :end])))
-        output = model(**own, **given, past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
-        found.append(output.logits)
-    close(torch.cat(found, 1)[mask.bool()], full[mask.bool()])
-    layers = cache.self_attention_cache.layers if cross else cache.layers
-    assert all(layer.get_seq_length() == 18 for layer in layers)
-    if block.get("operations"):
-        width = 16 if cross else 24
-        assert {name: tuple(x.shape) for name, x in layers[0].windows.items()} == {
-            "split_0_conv_3": (2, 2, width),
-            "split_1_dynamic_conv_7": (2, 6, width),
-        }
-        assert not any(layer.parts for layer in layers)
-    cache.batch_repeat_interleave(2)
-    cache.reorder_cache(torch.tensor([2, 1, 0, 3]))
-    cache.batch_select_indices(torch.tensor([0]))
-    kept = [x for layer in layers for x in (*layer.windows.values(), *(part.keys for part in layer.parts.values()))]
-    assert all(x.shape[0] == 1 for x in kept)
-    with pytest.raises(ValueError, match="rolled back"):
-        layers[0].crop(-1)
-
-
 def test_checkpointing():
     """Gradients with recomputation of layers, reentrant or not."""
     torch.manual_seed(0)
@@ -171,23 +128,3 @@ def test_checkpointing():
         (output * weights).sum().backward()
         for name, parameter in model.named_parameters():
             close(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad, expected[name])
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"block": {"operations": ()}}, "two or more parts"),
-        ({"block": {"operations": (("glu",),)}}, "two or more parts"),
-        ({"block": {"operations": (("glu", "ffn"), ("glu", "ffn", "zero"))}}, "same number"),
-        ({"block": {"operations": (("glu", "wave"),)}}, "unknown operation 'wave'"),
-        ({"block": {"operations": (("cross_attention", "ffn"),)}}, "unknown operation 'cross_attention'"),
-        ({"block": {"candidates": ("glu",)}}, "two different `candidates` or more"),
-        ({"hidden_size": 32, "is_encoder_decoder": True}, "in 3 parts"),
-        ({"normalization": "power_norm"}, "normalises parts"),
-        ({"attention": "longformer"}, "not made for"),
-        ({"attention": "linear_transformer", "is_decoder": True}, "no place for in a decoder"),
-    ],
-)
-def test_refusals(fields, message):
-    with pytest.raises(ValueError, match=message):
-        config(**fields)

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerModel
+from hf_xformers import XFormerConfig, XFormerModel
 from hf_xformers.blocks.delight import GroupLayer, GroupLinear, layer_sizes
 from hf_xformers.variants import config_class, family
 from tests.attention.score_helpers import make_context, vectors
-from tests.helpers import close, make_strong, pad, tokens
+from tests.helpers import close
 
 SIZES = dict(vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=1, intermediate_size=8)
 
@@ -143,22 +143,6 @@ def test_published_parameters():
     assert missing[384] > 0
 
 
-@torch.no_grad()
-def test_step_by_step_and_padding():
-    torch.manual_seed(0)
-    model = make_strong(XFormerForCausalLM(config(is_decoder=True, num_attention_heads=2)).double().eval())
-    ids, mask = pad([tokens(8, high=50), tokens(3, seed=1, high=50)], 8, "left")
-    full = model(ids, attention_mask=mask).logits
-    close(full[1, 5:], model(ids[1:, 5:]).logits[0])
-    cache, found = None, []
-    for begin, end in ((0, 1), (1, 6), (6, 8)):
-        output = model(ids[:, begin:end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
-        found.append(output.logits)
-    close(torch.cat(found, 1)[mask.bool()], full[mask.bool()])
-    assert cache.layers[0].keys.shape == (2, 2, 8, 8)
-
-
 def test_attention_by_torch():
     """One head over the transformed tokens, with an output of the whole width."""
     made = config(is_decoder=True)
@@ -172,23 +156,3 @@ def test_attention_by_torch():
     scores = (query @ key.mT / 16**0.5).masked_fill(torch.ones(6, 6).triu(1).bool(), -torch.inf)
     close(found, attention.o_proj(scores.softmax(-1) @ value))
     assert found.shape == (2, 6, 32)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"block": {"min_depth": 1}}, "2 <= `min_depth` <= `max_depth`, got 1"),
-        ({"block": {"min_depth": 5, "max_depth": 4}}, "2 <= `min_depth`"),
-        ({"block": {"max_groups": 0}}, "`max_groups` >= 1"),
-        ({"block": {"width_mult": 0.25}}, "`width_mult` of 1 / `proj_factor`"),
-        ({"block": {"activation": "wavy"}}, "unknown activation 'wavy'"),
-        ({"hidden_size": 24}, "up to 8 groups"),
-        ({"normalization": "power_norm"}, "normalises groups of channels"),
-        ({"attention": {"type": "dense", "aggregation": "capsule_heads"}}, "`aggregation`"),
-        ({"attention": "longformer"}, "not made for"),
-        ({"position": "rotary"}, "set `head_dim=16`"),
-    ],
-)
-def test_refusals(fields, message):
-    with pytest.raises(ValueError, match=message):
-        config(**fields)

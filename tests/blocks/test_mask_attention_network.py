@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from hf_xformers import XFormerConfig, XFormerForCausalLM
+from hf_xformers import XFormerConfig
 from tests.attention.score_helpers import build_layers, make_context, run_layers, split_heads, vectors
-from tests.helpers import close, make_strong, pad, tokens
+from tests.helpers import close
 
 SIZES = dict(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, intermediate_size=24)
 REAL = torch.tensor([[1, 1, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 0, 0]]).bool()
@@ -96,58 +96,8 @@ def config(**fields):
     return XFormerConfig(**{**SIZES, "position": "none", "residual": "pre_ln", "block": block, **fields})
 
 
-@torch.no_grad()
-def test_order_of_sublayers_and_caches():
-    """x + DMAN(n(x)), then attention, then the feed-forward; two caches, which grow, forget and are reordered."""
-    torch.manual_seed(0)
-    model = make_strong(XFormerForCausalLM(config(is_decoder=True)).double().eval())
-    first = model.model.trunk.layers[0]
-    assert [entry.name for entry in first.plan] == ["dynamic_mask", "attention", "feedforward"]
-    ids, mask = pad([tokens(9, high=50), tokens(3, seed=1, high=50)], 9, "left")
-    full = model(ids, attention_mask=mask).logits
-    close(full[1, 6:], model(ids[1:, 6:]).logits[0])
-    cache, found = None, []
-    for begin, end in ((0, 1), (1, 5), (5, 6), (6, 9)):
-        output = model(ids[:, begin:end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
-        found.append(output.logits)
-    close(torch.cat(found, 1)[mask.bool()], full[mask.bool()])
-    assert all(layer.parts["dynamic_mask"].keys.shape == layer.keys.shape == (2, 4, 9, 4) for layer in cache.layers)
-    cache.crop(-2)
-    again = model(ids[:, 7:], attention_mask=mask, past_key_values=cache).logits
-    close(again[mask.bool()[:, 7:]], full[:, 7:][mask.bool()[:, 7:]])
-    cache.batch_repeat_interleave(2)
-    cache.reorder_cache(torch.tensor([3, 0, 1, 2]))
-    cache.batch_select_indices(torch.tensor([0]))
-    assert cache.layers[0].parts["dynamic_mask"].keys.shape == cache.layers[0].keys.shape == (1, 4, 9, 4)
-    last = tokens(1, 1, high=50)
-    longer = torch.cat((ids[1:], last), 1)
-    expected = model(longer, attention_mask=torch.cat((mask[1:], torch.ones(1, 1).long()), 1)).logits[:, -1]
-    step = model(last, attention_mask=torch.cat((mask[1:], torch.ones(1, 1).long()), 1), past_key_values=cache)
-    close(step.logits[:, -1], expected)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"block": {"max_distance": 0}}, "`max_distance` >= 1"),
-        ({"attention": {"type": "dynamic_mask", "max_distance": 0}, "block": {"type": "vanilla"}}, "`max_distance`"),
-        ({"position": "deberta"}, "has two"),
-        ({"attention": "linear_transformer", "is_decoder": True}, "keys and values of a second attention"),
-    ],
-)
-def test_refusals(fields, message):
-    if fields.get("block") == {"type": "vanilla"}:
-        with pytest.raises(ValueError, match=message):
-            XFormerConfig(**{**SIZES, **fields})
-        return
-    with pytest.raises(ValueError, match=message):
-        config(**fields)
-
-
-def test_other_caches_are_refused():
-    from transformers import DynamicCache
-
-    model = XFormerForCausalLM(config(is_decoder=True))
-    with pytest.raises(ValueError, match="make_cache"):
-        model(tokens(1, 3, high=50), past_key_values=DynamicCache(), use_cache=True)
+def test_order_of_sublayers():
+    """x + DMAN(n(x)), then attention, then the feed-forward."""
+    made = config()
+    plan = made.block.build(made, layer_idx=0).plan
+    assert [entry.name for entry in plan] == ["dynamic_mask", "attention", "feedforward"]

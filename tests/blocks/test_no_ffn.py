@@ -41,9 +41,3 @@ def test_parameters():
     count = lambda net: sum(parameter.numel() for parameter in net.parameters())  # noqa: E731
     saved = 2 * (2 * 16 * 24 + 24 + 16 + 2 * 16)  # two layers' projections, biases and norms
     assert count(model(None)) - count(model({"block": "no_ffn"})) == saved
-
-
-@pytest.mark.parametrize("fields", [{"is_decoder": True}, {}])
-def test_refused_alone(fields):
-    with pytest.raises(ValueError, match="no_ffn"):
-        XFormerConfig(**{**SIZES, "is_encoder_decoder": False, "block": "no_ffn", **fields})

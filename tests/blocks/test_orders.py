@@ -86,14 +86,6 @@ def test_sandwich_runs_sublayers_in_its_order():
     torch.testing.assert_close(outputs[0], outputs[2])
 
 
-def test_sandwich_generates_with_one_cache_slot_a_layer():
-    net = model(cls=XFormerForCausalLM, block={"type": "sandwich", "coefficient": 2}, residual="pre_ln")
-    ids = torch.randint(3, 40, (2, 5))
-    out = net.generate(ids, max_new_tokens=6, do_sample=False, return_dict_in_generate=True)
-    assert len(out.past_key_values.layers) == 3
-    assert torch.equal(out.sequences, net.generate(ids, max_new_tokens=6, do_sample=False, use_cache=False))
-
-
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("residual", ["pre_ln", "rezero"])
 def test_parallel_equals_a_hand_written_block(shared, residual):
@@ -158,23 +150,3 @@ def test_parallel_cross_attention_stands_beside_the_others():
     read = attend(layer.cross_attention, n, output.encoder_last_hidden_state, 0.0)
     x = x + own + read + feedforward_by_hand(layer.feedforward, n)
     torch.testing.assert_close(output.logits, net.lm_head(net.model.decoder.final_norm(x)))
-
-
-def test_parallel_generates_with_a_cache():
-    net = model(cls=XFormerForCausalLM, block={"type": "parallel", "shared_norm": True}, residual="pre_ln")
-    ids = torch.randint(3, 40, (2, 5))
-    cached = net.generate(ids, max_new_tokens=6, do_sample=False)
-    assert torch.equal(cached, net.generate(ids, max_new_tokens=6, do_sample=False, use_cache=False))
-
-
-def test_refusals():
-    with pytest.raises(ValueError, match="does more than add to it"):
-        XFormerConfig(**SIZES, block="parallel")
-    with pytest.raises(ValueError, match="shared_norm"):
-        XFormerConfig(**SIZES, block={"type": "parallel", "shared_norm": True}, residual="rezero")
-    with pytest.raises(ValueError, match="side by side"):
-        XFormerConfig(**SIZES, block="parallel", residual="pre_ln", stack="reversible")
-    with pytest.raises(ValueError, match="coefficient"):
-        XFormerConfig(**SIZES, block={"type": "sandwich", "coefficient": 3})
-    with pytest.raises(ValueError, match="intermediate_size"):
-        XFormerConfig(**{**SIZES, "intermediate_size": 1}, block="macaron")

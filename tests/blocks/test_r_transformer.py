@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerModel
+from hf_xformers import XFormerConfig, XFormerModel
 from tests.attention.score_helpers import make_context, vectors
-from tests.helpers import close, make_strong, pad, tokens
+from tests.helpers import close, make_strong, tokens
 
 SIZES = dict(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, intermediate_size=24)
 
@@ -76,37 +76,3 @@ def test_shift_and_order():
         with torch.no_grad():
             gap = model(ids[:, order]).last_hidden_state - model(ids).last_hidden_state[:, order]
         assert (gap.abs().max() < 1e-9) == blind
-
-
-def test_step_by_step_and_padding():
-    torch.manual_seed(0)
-    model = make_strong(XFormerForCausalLM(config(is_decoder=True, block={"rnn_per_layer": 2})).double().eval())
-    ids, mask = pad([tokens(8, high=50), tokens(3, seed=1, high=50)], 8, "left")
-    with torch.no_grad():
-        full = model(ids, attention_mask=mask).logits
-        close(full[1, 5:], model(ids[1:, 5:]).logits[0])
-        cache, found = None, []
-        for begin, end in ((0, 1), (1, 5), (5, 6), (6, 8)):
-            output = model(ids[:, begin:end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True)
-            cache = output.past_key_values
-            found.append(output.logits)
-    close(torch.cat(found, 1)[mask.bool()], full[mask.bool()])
-    assert all(window.shape == (2, 2, 16) for layer in cache.layers for window in layer.windows.values())
-
-
-def test_other_caches_are_refused():
-    from transformers import DynamicCache
-
-    model = XFormerForCausalLM(config(is_decoder=True))
-    with pytest.raises(ValueError, match="make_cache"):
-        model(tokens(1, 3, high=50), past_key_values=DynamicCache(), use_cache=True)
-
-
-def test_refusals():
-    for fields, message in (
-        ({"block": {"window": 0}}, "`window` >= 1"),
-        ({"block": {"window": 9}, "max_position_embeddings": 8}, "more than `max_position_embeddings`"),
-        ({"attention": "linear_transformer", "is_decoder": True}, "no place for in a decoder"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            config(**fields)

@@ -1,7 +1,7 @@
-"""The table of what the contract suite runs over: every registered variant, and free mixes of components.
+"""The table of what the contract suite runs over: components, in every registered variant and in free mixes.
 
-A variant is covered by being registered: its family's heads say in which shapes it is tested. What a component or a
-family cannot do stands in `exceptions.py`, with the reason, and the suite reports a skip.
+A component is covered by being part of a variant, or of a mix; the family's heads say in which shapes it is tested.
+What a component or a family cannot do stands in `exceptions.py`, with the reason, and the suite reports a skip.
 """
 
 from __future__ import annotations
@@ -107,10 +107,7 @@ MIXES: dict[str, Mix] = {
         }
     ),
     "differing_decoder": Mix(
-        {
-            "num_decoder_layers": 1,
-            "decoder": {"position": "rotary", "feedforward": "reglu", "residual": "pre_ln"},
-        },
+        {"num_decoder_layers": 1, "decoder": {"position": "rotary", "feedforward": "reglu", "residual": "pre_ln"}},
         ("seq2seq",),
     ),
     "adaptive_vocabulary": Mix(
@@ -329,10 +326,6 @@ FAMILY_HEADS = [  # tests/finetuning/test_forecasting.py has the models that rea
 ]
 AUTO = HEADS
 
-# The head that every family is tested with. (Those that predict tokens, and read states as all of tokens do, are in
-# each case.)
-ALWAYS = "ForSequenceClassification"
-
 
 @functools.cache
 def _below_heads(name: str) -> tuple[Any, ...]:
@@ -348,7 +341,7 @@ def _tested_heads() -> list[tuple[str, str]]:
     with all heads."""
     found, seen = [], set()
     for name, head in FAMILY_HEADS:
-        if head == ALWAYS or (_below_heads(name), head) not in seen:
+        if (_below_heads(name), head) not in seen:
             found.append((name, head))
         seen.add((_below_heads(name), head))
     return found
@@ -358,23 +351,14 @@ TESTED_HEADS = _tested_heads()
 
 
 def _parts(case: Case) -> frozenset[Any]:
-    return components(case) | {case.name}
+    stacks = {("stack", tower.stack.type, case.shape) for tower in case.preset.tower_configs()}
+    return components(case) | stacks | {("field", name) for name in json.loads(case.fields) if name not in SLOTS}
 
 
-def _part_cases() -> list[Case]:
-    """Few of the cases: each family and mix, and each component with each of its settings, as an encoder and as a
-    decoder. Two towers are the same layers with cross-attention between them, so they come in where they have what
-    those of one lack."""
-    chosen = covering([case for case in CASES if case.shape != "seq2seq"], _parts)
-    shown = frozenset[Any]().union(*map(_parts, chosen))
-    return chosen + covering([case for case in CASES if case.shape == "seq2seq"], lambda case: _parts(case) - shown)
+# Few of the cases: each component with each of its settings in an encoder and in a decoder, each stack in each shape,
+# and each further field of the mixes. Families are made of these, and differ in their defaults alone:
+# `test_families.py` has those.
+PARTS = covering(CASES, _parts)
 
-
-# For what depends on each layer's mechanisms alone. What depends on how towers are put together, and whatever takes
-# little time, is tested in each case.
-PARTS = _part_cases()
-
-each_case = pytest.mark.parametrize("case", CASES, ids=str)
-each_causal_case = pytest.mark.parametrize("case", [case for case in CASES if case.causal], ids=str)
 each_part = pytest.mark.parametrize("case", PARTS, ids=str)
 each_causal_part = pytest.mark.parametrize("case", [case for case in PARTS if case.causal], ids=str)

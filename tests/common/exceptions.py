@@ -19,34 +19,30 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
     "embedding:complex_order": {
         "tying": "amplitudes and frequencies of words are no output table, so tying is refused",
         "resizing": "amplitudes and frequencies of words are no output table, so tying is refused",
-        "finite_in_half_precision:decoder": (
-            "the first token's imaginary part is zero, and where it sees itself alone stays so: the slope of "
-            "its norm is that of a variance of zero, so gradients are beyond float16 in float32 already"
-        ),
     },
     "attention:reformer": {
         "half_precision": (
             "a key near a border falls into another bucket after rounding; tests/attention/test_reformer.py "
             "compares precisions with equal buckets"
-        ),
+        )
     },
     "attention:rfa": {
         "gradient_checkpointing": (
             "every training pass draws new features (section 3.1); tests/attention/test_performer.py compares a pass"
             " with its recomputation"
-        ),
+        )
     },
     "attention:routing_transformer": {
         "gradient_checkpointing": (
             "each training pass moves the centroids, so a second one has another commitment loss; "
             "tests/attention/test_routing.py compares passes from equal centroids"
-        ),
+        )
     },
     "attention:sac": {
         "gradient_checkpointing": (
             "it compares passes one after the other, between which the baseline of the policy gradient moves;"
             " tests/attention/test_sac.py compares passes from one state"
-        ),
+        )
     },
     "head:logistic_mixture": {
         "tying": "a mixture of distributions over intensities has no table of tokens",
@@ -55,7 +51,7 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
     "normalization:power_norm": {
         "gradient_checkpointing": (
             "each backward pass moves the running statistics, so a second pass differs by design"
-        ),
+        )
     },
     "feedforward:hash_layers": {
         "inputs_embeds": "experts are chosen by token id, which embeddings do not have",
@@ -75,10 +71,10 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
         "finite_in_half_precision": (
             "the cube of its inputs is beyond float16 for such weights, and so is what the last projection makes of"
             " it, which no factor inside can help"
-        ),
+        )
     },
     "stack:distilling": {
-        "attention_weights": "later layers attend among fewer states, a half of those before (section 3.2)",
+        "attention_weights": "later layers attend among fewer states, a half of those before (section 3.2)"
     },
     "stack:etc": {
         "attention_weights": "global tokens are queries and keys beside the text (section 2.1)",
@@ -91,7 +87,7 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
         "hidden_states": "states inside the stack have the length of their block (section 2.2)",
     },
     "stack:reversible": {
-        "gradient_checkpointing": "its layers run twice without it; tests/stacks/test_reversible.py tests it",
+        "gradient_checkpointing": "its layers run twice without it; tests/stacks/test_reversible.py tests it"
     },
     "xf_conditional_computation_transformer": {
         "gradient_checkpointing": (
@@ -104,12 +100,12 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
         "gradient_checkpointing": (
             "a layer is one cell, inside which a recomputation ends with the last number that gradients need, so that"
             " the test does not see it run; tests/blocks/test_dartsformer.py compares gradients"
-        ),
+        )
     },
     "xf_deebert": {
         "loss_and_saving:ForSequenceClassification": (
             "the ramps inside learn in a second stage, on their own; tests/stacks/test_early_exit.py tests both"
-        ),
+        )
     },
     "attention:memory_vector": {"attention_weights:seq2seq": "it adds a vector, without weights (section 3.2)"},
     "xf_hibert": {
@@ -127,36 +123,28 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
         "attention_weights": (
             "weights are those of each sentence's words and its text; tests/stacks/test_hi_transformer.py "
             "compares them"
-        ),
+        )
     },
     "xf_pabee": {
         "loss_and_saving:ForSequenceClassification": (
             "evaluation stops at the exit, below later classifiers; tests/stacks/test_early_exit.py tests their"
             " gradients"
-        ),
+        )
     },
     "xf_token_early_exit": {
         "loss_and_saving:ForTokenClassification": (
             "in evaluation the last classifier alone has a loss; tests/stacks/test_token_exit.py tests the gradients"
             " of the others"
-        ),
+        )
     },
     "xf_voting_early_exit": {
         "loss_and_saving:ForSequenceClassification": (
             "evaluation stops at the exit, below later classifiers; tests/stacks/test_voting_exit.py tests their"
             " gradients"
-        ),
+        )
     },
     "xf_sparse_transformer": {
-        "determinism": "its output starts at zero (section 6), so that a new model gives the same whatever it reads",
-    },
-    "xf_universal_transformer": {
-        "padding_has_no_loss:decoder": (
-            "the ponder loss is a mean over all real tokens, the last one, which has no target, too"
-        ),
-        "padding_has_no_loss:seq2seq": (
-            "without `decoder_attention_mask` the ponder loss counts padded targets as tokens"
-        ),
+        "determinism": "its output starts at zero (section 6), so that a new model gives the same whatever it reads"
     },
 }
 

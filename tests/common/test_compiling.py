@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_xformers import XFormerConfig
 from hf_xformers.blocks.base import XFormerLayer, unpack_layer
 from hf_xformers.core.components import SLOTS
 from tests.common.cases import CASES, components, covering
@@ -25,8 +24,6 @@ def fresh_compiler():
 # Tracing is slow, so what is traced as an encoder and as a decoder is not traced as both at once, and a family whose
 # components are all traced elsewhere is not traced again.
 ONE_TOWER = {case.name for case in CASES if case.shape != "seq2seq"}
-DIRECTED = ("stack",)  # components that do something else in a decoder, and steer the graph
-FORMED = ("position",)  # components of which each form is a code of its own
 ATTENTION = ("attention", "cross_attention")
 
 
@@ -38,15 +35,12 @@ def traced_in_its_own_file(mechanism):
 
 
 def traced_parts(case):
-    """Each component, of positions each form, of free mixes each form of attention, and fields beside components."""
+    """Each component, of positions each form, of stacks each direction, and fields beside components."""
     parts = components(case)
     plain = {(slot, name) for slot, name, _, _ in parts if slot not in ATTENTION or not traced_in_its_own_file(name)}
-    forms = {part for part in parts if part[0] in DIRECTED} | {part[:3] for part in parts if part[0] in FORMED}
-    own = set()
-    if case.config_class is XFormerConfig:
-        own = {part[:3] for part in parts if part[0] in ATTENTION and not traced_in_its_own_file(part[1])}
-        own |= {("field", name) for name in json.loads(case.fields) if name not in SLOTS}
-    return plain | forms | own
+    forms = {(*part[:2], part[3]) for part in parts if part[0] == "stack"}
+    forms |= {part[:3] for part in parts if part[0] == "position"}
+    return plain | forms | {("field", name) for name in json.loads(case.fields) if name not in SLOTS}
 
 
 TRACED = covering([case for case in CASES if case.shape != "seq2seq" or case.name not in ONE_TOWER], traced_parts)

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from tests.common.cases import CASES, each_case, each_causal_case, each_causal_part
+from tests.common.cases import CASES, PARTS, components, covering, each_causal_part
 from tests.helpers import close, pad, tokens
 
 LENGTH = 13
 
 
-@each_causal_case
+@each_causal_part
 def test_causality(case):
     """A changed token changes itself and nothing before it."""
     model, ids = case.shared(), tokens(2, LENGTH)
@@ -29,7 +29,7 @@ def test_causality(case):
             assert (output[:, place] - expected[:, place]).abs().max() > 1e-6
 
 
-@each_causal_case
+@each_causal_part
 def test_gradient_causality(case):
     """No gradient flows from an output to a later input."""
     model, ids = case.shared(), tokens(1, 7)
@@ -42,7 +42,7 @@ def test_gradient_causality(case):
     assert (slope[:, 4:] == 0).all() and (slope[:, 3] != 0).any()
 
 
-@each_causal_case
+@each_causal_part
 def test_prefixes(case):
     """Every prefix gives what it gives inside the longer text: odd lengths, 1 among them."""
     model, ids = case.shared(), tokens(2, LENGTH)
@@ -57,11 +57,9 @@ def test_prefixes(case):
                 close(model(input_ids=ids, decoder_input_ids=ids[:, :length]).logits, expected[:, :length])
 
 
-@each_case
+@pytest.mark.parametrize("case", [case for case in PARTS if case.shape != "decoder"], ids=str)
 def test_encoder_looks_both_ways(case):
     """Some earlier token reads the last one (which one, may depend on the content)."""
-    if case.shape == "decoder":
-        return
     model, ids = case.shared(), tokens(1, 8)
     changed = ids.clone()
     changed[:, -1] = 5 + (ids[:, -1] - 4) % 90
@@ -97,23 +95,29 @@ def stepwise(case, model, ids, mask, pieces):
     return torch.cat(found, dim=1), cache
 
 
-@each_causal_case
-@pytest.mark.parametrize("pieces", [(1,) * 9, (5, 1, 1, 2)], ids=["by_token", "by_piece"])
-def test_cached_equals_full(case, pieces):
+@each_causal_part
+def test_cached_equals_full(case, pieces=None):
+    """By token and by piece, and with padding on the left."""
     model, ids = case.shared(), tokens(3, 9)
+    padded, mask = pad([ids[0], ids[1, :6], ids[2, :1]], 9, "left", seed=8)
     with torch.no_grad():
-        output, _ = stepwise(case, model, ids, None, pieces)
-        close(output, case.run(model, ids))
-        padded, mask = pad([ids[0], ids[1, :6], ids[2, :1]], 9, "left", seed=8)
-        output, _ = stepwise(case, model, padded, mask, pieces)
-        close(output[mask.bool()], case.run(model, padded, mask)[mask.bool()])
+        whole, real = case.run(model, ids), case.run(model, padded, mask)[mask.bool()]
+        for sizes in [pieces] if pieces else [(1,) * 9, (5, 1, 1, 2)]:
+            output, _ = stepwise(case, model, ids, None, sizes)
+            close(output, whole)
+            output, _ = stepwise(case, model, padded, mask, sizes)
+            close(output[mask.bool()], real)
 
 
 @each_causal_part
-@pytest.mark.parametrize("behind", ["padding", "virtual_tokens"])
-def test_cached_after_padding_anywhere(case, behind):
+def test_cached_after_padding_anywhere(case):
     """Texts are continued from a cache wherever their padding stands: behind a text, or between virtual tokens and
     it, as peft puts them."""
+    for behind in ("padding", "virtual_tokens"):
+        continue_a_padded_text(case, behind)
+
+
+def continue_a_padded_text(case, behind):
     model, rows, more = case.shared(), [tokens(length, seed=length) for length in (6, 3, 4)], tokens(3, 3, seed=8)
     ids, mask = pad(rows, 6, "right", seed=9)
     if behind == "virtual_tokens":
@@ -201,7 +205,11 @@ def test_beam_search(case):
     close(cached.sequences_scores, full.sequences_scores, 1e-6)
 
 
-@each_causal_part
+def stacks(case):
+    return {name for slot, name, _, _ in components(case) if slot == "stack"}
+
+
+@pytest.mark.parametrize("case", covering([case for case in PARTS if case.causal], stacks), ids=str)
 def test_sampling_is_seeded(case):
     model, ids = case.shared(), tokens(2, 4)
     texts = []

@@ -1,4 +1,4 @@
-"""Contract: heads of every family, in the shape that the preset has by itself. (test_saving.py builds them all.)"""
+"""Contract: every head, on each way in which a model makes the states that it reads."""
 
 import itertools
 
@@ -51,12 +51,7 @@ RESULTS = {
     "ForQuestionAnswering": ("start_logits", "end_logits"),
     "ForPreTraining": ("prediction_logits", "seq_relationship_logits"),
 }
-PER_TOKEN = (
-    "last_hidden_state",
-    "start_logits",
-    "end_logits",
-    "prediction_logits",
-)
+PER_TOKEN = ("last_hidden_state", "start_logits", "end_logits", "prediction_logits")
 TOKEN_HEADS = (
     *("ForMaskedLM", "ForCausalLM", "ForSeq2SeqLM", "ForTokenClassification", "ForReplacedTokenDetection"),
     "ForMaskedSentences",
@@ -104,6 +99,8 @@ each_head = pytest.mark.parametrize(
 def test_loss_and_saving(name, head, tmp_path):
     model, ids = build(name, head, torch.float32), tokens(2, 7)
     output = model(**inputs(head, ids), **labels(head, ids))
+    values = model(**inputs(head, ids), **labels(head, ids), return_dict=False)
+    assert isinstance(values, tuple) and torch.equal(values[0], next(iter(output.values())))
     if head != "Model":
         assert output.loss.ndim == 0 and output.loss.isfinite() and output.loss > 0
         output.loss.backward()

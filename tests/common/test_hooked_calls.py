@@ -10,7 +10,7 @@ import torch
 from accelerate import cpu_offload
 from torch import nn
 
-from tests.common.cases import CASES, components, covering, each_case
+from tests.common.cases import CASES, components, covering
 from tests.helpers import close, pad, tokens
 
 
@@ -21,8 +21,13 @@ def modules_in(argument):
     return [module for part in inner for module in modules_in(part)] if isinstance(inner, (list, tuple)) else []
 
 
-@each_case
-def test_no_module_is_an_argument(case):
+COVER = covering(CASES, lambda case: {(slot, name, is_decoder) for slot, name, _, is_decoder in components(case)})
+
+
+@pytest.mark.parametrize("case", COVER, ids=str)
+def test_weights_come_for_each_call(case):
+    """And no module is an argument of another's call."""
+    ids, mask = pad([tokens(9), tokens(5, seed=1)], 9, "left")
     model, found = case.shared(torch.float32), []
 
     def look(module, args, kwargs):
@@ -32,21 +37,11 @@ def test_no_module_is_an_argument(case):
     handles = [module.register_forward_pre_hook(look, with_kwargs=True) for module in model.modules()]
     try:
         with torch.no_grad():
-            case.run(model, tokens(9)[None])
+            expected = [case.run(model, ids, given) for given in (None, mask)]
     finally:
         for handle in handles:
             handle.remove()
     assert not found
-
-
-COVER = covering(CASES, lambda case: {(slot, name, is_decoder) for slot, name, _, is_decoder in components(case)})
-
-
-@pytest.mark.parametrize("case", COVER, ids=str)
-def test_weights_come_for_each_call(case):
-    ids, mask = pad([tokens(9), tokens(5, seed=1)], 9, "left")
-    with torch.no_grad():
-        expected = [case.run(case.shared(torch.float32), ids, given) for given in (None, mask)]
     model = cpu_offload(case.build(dtype=torch.float32), execution_device="cpu", offload_buffers=True)
     assert all(parameter.is_meta for parameter in model.parameters())
     with torch.no_grad():

@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 
-from tests.common.cases import each_case, each_part
+from tests.common.cases import each_part
 from tests.helpers import close, close_gradients, gradients, pad, tokens
 
 IMPLEMENTATIONS = ("eager", "sdpa")
@@ -17,13 +17,16 @@ def padded_batch():
 
 
 @each_part
-@pytest.mark.parametrize("length", [1, 13])
-def test_eager_equals_fast(case, length):
-    """`attn_implementation="eager"` runs the equation as written; forward and gradients, and with padding."""
-    ids = tokens(2, length)
-    mask = torch.ones_like(ids)
-    mask[0, length // 2 + 1 :] = 0
-    for given in (None, mask) if length > 1 else (None,):
+def test_eager_equals_fast(case, length=None):
+    """`attn_implementation="eager"` runs the equation as written; forward and gradients, of one token and of more,
+    and with padding."""
+    calls = []
+    for size in [length] if length else [1, 13]:
+        ids = tokens(2, size)
+        mask = torch.ones_like(ids)
+        mask[0, size // 2 + 1 :] = 0
+        calls += [(ids, given, mask) for given in ((None, mask) if size > 1 else (None,))]
+    for ids, given, mask in calls:
         outputs, slopes = [], []
         for implementation in IMPLEMENTATIONS:
             model = case.shared(implementation=implementation)
@@ -47,7 +50,7 @@ def attention_kinds(case, output):
     ]
 
 
-@each_case
+@each_part
 def test_attention_weights(case):
     """Shapes, one per step; each real query's weights sum to 1 over real keys, where its mechanism says so; asking
     changes nothing."""
@@ -75,7 +78,7 @@ def test_attention_weights(case):
                 assert (matrix.triu(1) == 0).all(), f"{name}: weight on later tokens"
 
 
-@each_case
+@each_part
 def test_hidden_states(case):
     """The input of every step and the last one's output, which is what the head reads."""
     model, ids = case.shared(), tokens(2, 7)
@@ -97,11 +100,9 @@ def test_hidden_states(case):
 
 
 @each_part
-@pytest.mark.parametrize("side", ["right", "left"])
-def test_what_is_recorded_stands_where_its_tokens_do(case, side):
+def test_what_is_recorded_stands_where_its_tokens_do(case):
     """States and weights of every layer, as far as they have the text's length: of a padded row as of the row alone"""
     model, rows = case.shared(implementation="eager"), [tokens(13), tokens(6, seed=1)]
-    ids, mask = pad(rows, 13, side)
 
     def recorded(ids, mask):
         more = {"decoder_input_ids": ids, "decoder_attention_mask": mask} if case.shape == "seq2seq" else {}
@@ -110,19 +111,21 @@ def test_what_is_recorded_stands_where_its_tokens_do(case, side):
         names = [f"{part}{name}" for part in ("", "encoder_", "decoder_") for name in ("hidden_states", "attentions")]
         return [entry for name in names for entry in output.get(name) or ()]
 
-    found, alone = recorded(ids, mask), [recorded(row[None], torch.ones_like(row[None])) for row in rows]
-    for step, entries in enumerate(found):
-        if entries.shape[0] != 2 or entries.shape[-2] < 13:
-            continue
-        for row, (one, real) in enumerate(zip(alone, mask.bool())):
-            entry, own, count = entries[row], one[step][0], len(rows[row])
-            if entry.ndim == 2:
-                close(entry[:13][real], own[:count])
-            elif entry.shape[-1] >= 13:
-                close(entry[:, :13, :13][:, real][:, :, real], own[:, :count, :count])
+    alone = [recorded(row[None], torch.ones_like(row[None])) for row in rows]
+    for side in ("right", "left"):
+        ids, mask = pad(rows, 13, side)
+        for step, entries in enumerate(recorded(ids, mask)):
+            if entries.shape[0] != 2 or entries.shape[-2] < 13:
+                continue
+            for row, (one, real) in enumerate(zip(alone, mask.bool())):
+                entry, own, count = entries[row], one[step][0], len(rows[row])
+                if entry.ndim == 2:
+                    close(entry[:13][real], own[:count])
+                elif entry.shape[-1] >= 13:
+                    close(entry[:, :13, :13][:, real][:, :, real], own[:, :count, :count])
 
 
-@each_case
+@each_part
 def test_inputs_embeds(case):
     """Token vectors in place of ids."""
     model = case.shared()
@@ -135,16 +138,6 @@ def test_inputs_embeds(case):
         close(model(**given).logits, case.run(model, ids, mask), 1e-12)
         with pytest.raises(ValueError, match="exactly one of"):
             model(input_ids=ids, inputs_embeds=vectors)
-
-
-@each_case
-def test_tuple_output(case):
-    model, ids = case.shared(), tokens(2, 7)
-    more = {"decoder_input_ids": ids} if case.shape == "seq2seq" else {}
-    with torch.no_grad():
-        output = model(input_ids=ids, labels=ids, return_dict=False, **more)
-    outputs = model.config.head.num_outputs(model.config)
-    assert isinstance(output, tuple) and output[0].ndim == 0 and output[1].shape == (2, 7, outputs)
 
 
 @each_part

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from hf_xformers.families import HEADS
 from hf_xformers.variants import config_class, family, model_types
-from tests.common.cases import ALL, CASES, SHAPES
+from tests.common.cases import ALL, CASES, PARTS, SHAPES, TESTED_HEADS
 from tests.common.exceptions import EXCEPTIONS, exception, holders
 
 TESTS = {
@@ -36,16 +37,16 @@ def test_exceptions_name_tests():
 
 
 def test_exceptions_excuse_something():
-    """Each belongs to a component or family that a case has, in a shape in which it is tested."""
-    shapes: dict[str, set[str]] = {}
-    for case in CASES:
-        for holder in holders(case.config()):
-            shapes.setdefault(holder, set()).add(case.shape)
+    """Each belongs to a component or family that is tested, in the shape or with the head that it names."""
     for holder, entries in EXCEPTIONS.items():
-        assert holder in shapes, f"{holder!r} is no component or family of any case; take it out"
         for key in entries:
-            shape = key.partition(":")[2]
-            assert shape not in ALL or shape in shapes[holder], f"{holder} is not tested as {shape}; take {key!r} out"
+            test, _, where = key.partition(":")
+            if where in HEADS:
+                assert (holder, where) in TESTED_HEADS, f"{holder} is not tested with {where}; take {key!r} out"
+                continue
+            cases = CASES if test in ("tying", "resizing") else PARTS
+            found = [case for case in cases if holder in holders(case.preset) and where in ("", case.shape)]
+            assert found, f"no case that has {holder!r} meets {key!r}; take it out"
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from hf_xformers.blocks.base import XFormerLayer
-from tests.common.cases import CASES, components, covering, each_case, each_part
+from tests.common.cases import CASES, components, covering, each_part
 from tests.helpers import NO_DROPOUT, aligned, close, close_gradients, pad, tokens
 
 ADAPTED = ("q_proj", "v_proj")
@@ -140,7 +140,7 @@ def test_autocast(case):
         close(found[1][name], expected, 0.01 * largest)
 
 
-@each_case
+@each_part
 def test_padding_has_no_loss(case):
     """A padded text's loss, auxiliary parts included, is that of the text alone; a padded batch's task loss is the
     mean over its real tokens."""
@@ -159,19 +159,19 @@ def test_padding_has_no_loss(case):
 
 
 @each_part
-@pytest.mark.parametrize("side", ["right", "left"])
-def test_a_batch_counts_by_its_share_of_the_step(case, side):
+def test_a_batch_counts_by_its_share_of_the_step(case):
     """Beside as many targets of other batches, as Trainer counts them, a loss is half of what it is alone: all of it,
     auxiliary parts included, and where padding is on the left, whose first tokens no token predicts."""
     model = case.build().train()
-    ids, mask = pad([tokens(9), tokens(5, seed=1)], 9, side)
-    counted = ids.masked_fill(mask == 0, -100)[:, 1 if case.shape == "decoder" else 0 :] != -100
-    found = []
-    for more in ({}, {"num_items_in_batch": 2 * counted.sum()}):
-        torch.manual_seed(0)  # dropout is on
-        with torch.no_grad():
-            found.append(output_of(copy.deepcopy(model), ids, mask, **more).loss)
-    close(2 * found[1], found[0])
+    for side in ("right", "left"):
+        ids, mask = pad([tokens(9), tokens(5, seed=1)], 9, side)
+        counted = ids.masked_fill(mask == 0, -100)[:, 1 if case.shape == "decoder" else 0 :] != -100
+        found = []
+        for more in ({}, {"num_items_in_batch": 2 * counted.sum()}):
+            torch.manual_seed(0)  # dropout is on
+            with torch.no_grad():
+                found.append(output_of(copy.deepcopy(model), ids, mask, **more).loss)
+        close(2 * found[1], found[0])
 
 
 ADAPTED_SLOTS = ("attention", "cross_attention", "feedforward", "block", "stack")
@@ -221,11 +221,11 @@ def test_lora(case, tmp_path):
 
 
 @each_part
-@pytest.mark.parametrize("length", [1, 2])
-def test_short_texts_train(case, length):
+def test_short_texts_train(case):
     """A text of one or two tokens has a finite loss and gradient (a causal one of a single token has no target)."""
     model = case.shared()
-    loss = loss_of(model, tokens(2, length))
-    assert loss.isfinite()
-    found = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
-    assert all(gradient.isfinite().all() for gradient in found if gradient is not None)
+    for length in (1, 2):
+        loss = loss_of(model, tokens(2, length))
+        assert loss.isfinite()
+        found = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+        assert all(gradient.isfinite().all() for gradient in found if gradient is not None)

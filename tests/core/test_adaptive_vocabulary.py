@@ -4,13 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_xformers import (
-    XFormerConfig,
-    XFormerForCausalLM,
-    XFormerForMaskedLM,
-    XFormerForSeq2SeqLM,
-    XFormerModel,
-)
+from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerForMaskedLM, XFormerForSeq2SeqLM, XFormerModel
 from tests.helpers import close, make_strong, tokens
 
 SIZES = dict(vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
@@ -137,18 +131,6 @@ def test_cutoffs_behind_the_end_divide_nothing():
 
 
 def test_refusals():
-    for fields, message in (
-        ({"head": "linear"}, "embedding 'adaptive' is tied to a head 'adaptive' .* got head 'linear'"),
-        ({"embedding": "token"}, "head 'adaptive' is tied to an embedding 'adaptive' .* got embedding 'token'"),
-        ({"head": {"type": "adaptive", **CLUSTERS, "cutoffs": [9]}}, "with the same `cutoffs`"),
-        ({"embedding": {"type": "adaptive", "cutoffs": [9, 9]}}, r"`cutoffs` that rise from 1 on, got \[9, 9\]"),
-        ({"embedding": {"type": "adaptive", "cutoffs": [0, 9]}}, "`cutoffs` that rise from 1 on"),
-        ({"embedding": {"type": "adaptive", "factor": 0}}, "`factor` >= 1"),
-        ({"embedding": {"type": "adaptive", "width": 0}}, "`width` >= 1"),
-        ({"embedding": {"type": "adaptive", "cutoffs": [9, 20], "factor": 8}}, "of width 16 / 8.2 < 1"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            model(**fields)
     with pytest.raises(ValueError, match="of 40 cannot become one of 41"):
         model().resize_token_embeddings(41)
     with pytest.raises(ValueError, match="of 40 cannot become one of 41"):

@@ -2,13 +2,14 @@
 
 from dataclasses import dataclass
 
+import pytest
 import torch
 from huggingface_hub.dataclasses import strict
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
 
 from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerForSeq2SeqLM
 from hf_xformers.attention.dense import DenseSpec
-from hf_xformers.core.cache import make_cache
+from hf_xformers.core.cache import RecurrentStateLayer, make_cache
 from tests.helpers import close, make_strong, tokens
 
 SMALL = dict(vocab_size=40, hidden_size=16, num_attention_heads=4, num_hidden_layers=3, intermediate_size=16)
@@ -98,3 +99,32 @@ def test_reordering_and_cropping():
         cache = model(ids, use_cache=True).past_key_values
         cache.crop(-2)  # two tokens fewer
         close(model(ids[:, 4:], past_key_values=cache).logits, expected[:, 4:])
+
+
+def test_rows_of_a_state():
+    """Rows are repeated one after the other, as beams stand, exchanged, and left out."""
+    layer, rows = RecurrentStateLayer(), torch.arange(6.0).view(3, 2)
+    layer.advance(4, sums=rows, counts=rows[:, 0])
+    layer.batch_repeat_interleave(2)
+    assert layer.state["sums"].tolist() == [[0, 1], [0, 1], [2, 3], [2, 3], [4, 5], [4, 5]]
+    assert layer.state["counts"].tolist() == [0, 0, 2, 2, 4, 4]
+    layer.reorder_cache(torch.tensor([5, 2, 0]))
+    assert layer.state["sums"].tolist() == [[4, 5], [2, 3], [0, 1]]
+    layer.batch_select_indices(torch.tensor([2, 1]))
+    assert layer.state["counts"].tolist() == [0, 2] and layer.get_seq_length() == 4
+
+
+@pytest.mark.parametrize("attention", ["linear_transformer", "delta_net"])
+def test_several_prefixes_continue_twice_each(attention):
+    """A batch of two texts, each repeated for two continuations."""
+    torch.manual_seed(0)
+    model = make_strong(
+        XFormerForCausalLM(XFormerConfig(**SMALL, attention=attention, is_decoder=True)).double().eval()
+    )
+    prefixes, endings = tokens(2, 5, high=40), tokens(4, 3, seed=1, high=40)
+    with torch.no_grad():
+        cache = model(prefixes, use_cache=True).past_key_values
+        cache.batch_repeat_interleave(2)
+        found = model(endings, past_key_values=cache).logits
+        whole = torch.cat([prefixes.repeat_interleave(2, 0), endings], 1)
+        close(found, model(whole, use_cache=False).logits[:, 5:])

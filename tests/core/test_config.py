@@ -209,11 +209,7 @@ def test_the_side_that_transformers_asks_for():
 
 @pytest.mark.parametrize(
     ("head", "shape"),
-    [
-        (XFormerForMaskedLM, (False, False)),
-        (XFormerForCausalLM, (True, False)),
-        (XFormerForSeq2SeqLM, (False, True)),
-    ],
+    [(XFormerForMaskedLM, (False, False)), (XFormerForCausalLM, (True, False)), (XFormerForSeq2SeqLM, (False, True))],
 )
 def test_heads_set_the_shape(head, shape, tmp_path):
     """Whatever the config said, and without changing the caller's; the saved config says what was built."""

@@ -183,5 +183,3 @@ def test_the_mask_decoder_takes_frames_that_read_the_stream(residual):
 
 def test_frames_that_normalise_first_are_refused():
     assert not PostLNSpec().additive
-    with pytest.raises(ValueError, match="reads a layer's input as it is"):
-        XFormerConfig(**SMALL, position="deberta", stack="enhanced_mask_decoder", residual="pre_ln")

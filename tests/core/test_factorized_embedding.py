@@ -84,15 +84,3 @@ def test_head_leads_back(tmp_path):
     after = net(input_ids=ids).logits
     assert after.shape[-1] == 45
     close(after[..., :40], before)
-
-
-def test_refusals():
-    with pytest.raises(ValueError, match="`width` >= 1, got 0"):
-        model(embedding={"type": "factorized", "width": 0})
-    with pytest.raises(ValueError, match="of width 6 needs the head 'transform'.* got 'linear'"):
-        model(head="linear")
-    narrow = {"type": "factorized", "width": 6, "narrow_positions": True}
-    with pytest.raises(ValueError, match="`narrow_positions` adds positions at its own width, which .*learnable_sin"):
-        model(embedding=narrow, position="learnable_sinusoidal")
-    with pytest.raises(ValueError, match="even width .* got 5"):
-        model(embedding={**narrow, "width": 5}, position="sinusoidal_absolute")

@@ -93,6 +93,16 @@ def test_t5(factor):
     near(model.model.trunk.position.table.weight, factor / math.sqrt(WIDTH))
 
 
+def test_small():
+    """Nguyen and Salazar 2019: normal of variance 2 / (5 D) for square maps, as of a head's, and 2 / (D + 4 D)."""
+    model = build(initializer="small")
+    for attention, feedforward in sublayers(model):
+        for part in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            near(getattr(attention, part).weight, math.sqrt(2 / (5 * WIDTH)))
+        near(feedforward.up_proj.weight, math.sqrt(2 / (WIDTH + INNER)))
+        near(feedforward.down_proj.weight, math.sqrt(2 / (WIDTH + INNER)))
+
+
 @pytest.mark.parametrize("initializer", ["normal", "scaled_residual", "xavier", "small", "t5"])
 def test_biases_and_norms(initializer):
     for normalization in ("layer_norm", "rms_norm"):

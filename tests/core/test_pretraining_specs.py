@@ -172,13 +172,6 @@ def test_refusals(given, error, message):
         XFormerConfig(**SIZES, pretraining=given)
 
 
-def test_refused_places():
-    with pytest.raises(ValueError, match="overrides 'pretraining', which both towers share"):
-        XFormerConfig(**SIZES, is_encoder_decoder=True, decoder={"pretraining": {}})
-    with pytest.raises(ValueError, match="overrides 'pretraining', which all layers"):
-        XFormerConfig(**SIZES, per_layer_config={0: {"pretraining": {"reordering": {"chunks": 2}}}})
-
-
 def test_specs_are_named_after_their_files():
     """So that a config of one head imports that head alone."""
     for name in PRETRAINING:

@@ -182,20 +182,3 @@ def test_sizes():
     module.initialize(config, torch.nn.init)
     assert module.values.shape == (64, 16) and abs(module.values.std() - 0.25) < 0.03
     assert module.keys.abs().max() <= 2**-0.5
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"num_heads": 0},
-        {"key_dim": 3},
-        {"topk": 9},
-        {"topk": 1},
-        {"num_keys": 7},
-        {"layers": [-1]},
-        {"activation": "no"},
-    ],
-)
-def test_refusals(wrong):
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        make_config(feedforward={"type": "product_key_memory", "num_keys": 8, **wrong})

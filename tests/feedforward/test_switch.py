@@ -300,18 +300,6 @@ def test_distributed(tmp_path):
         torch.distributed.destroy_process_group()
 
 
-def test_compiles():
-    module = build({**QUIET, "num_experts": 4, "capacity_factor": 0.8}).train()
-    states, weights = vectors(2, 7).requires_grad_(), vectors(2, 7, seed=4)
-    compiled = torch.compile(lambda x: module(x, None).output, backend="aot_eager", fullgraph=True)
-    found = [
-        torch.autograd.grad((run(states) * weights).sum(), states)[0]
-        for run in (compiled, lambda x: module(x, None).output)
-    ]
-    close(*found)
-    torch._dynamo.reset()
-
-
 def test_pieces():
     assert places(torch.tensor([3, 1, 3, 3, 1])).tolist() == [0, 0, 1, 2, 1]
     texts, real = torch.zeros(10, dtype=torch.long), torch.ones(10, dtype=torch.bool)

@@ -91,10 +91,7 @@ CASES: dict[str, tuple[Pattern, Rule]] = {
     "block_ring_before": (block_ring(8, 2), lambda i, j, t: near_before(i, j, t, 8, 2)),
     "summary": (summary_columns(6, 2), lambda i, j, t: j % 6 >= 4),
     "summary_group": (summary_columns(8, 2, group=1), lambda i, j, t: j % 8 in (4, 5)),
-    "fixed": (
-        fixed(8, 3) & causal(),
-        lambda i, j, t: j <= i and (i // 8 == j // 8 or j % 8 >= 5),
-    ),
+    "fixed": (fixed(8, 3) & causal(), lambda i, j, t: j <= i and (i // 8 == j // 8 or j % 8 >= 5)),
     "fixed_columns_only": (summary_columns(8, 3) & causal(), lambda i, j, t: j <= i and j % 8 >= 5),
     "sparse_transformer": (
         (band(4, 0) | strided(5)) & causal(),

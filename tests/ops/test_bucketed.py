@@ -126,63 +126,6 @@ def test_engine_equals_reference(sets, rounds):
                 torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
 
 
-def test_one_softmax_over_the_union():
-    """Rounds joined by their log-sum-exp, with keys in several rounds counted once, are one softmax over all of
-    them."""
-    q, k, v, labels = inputs(20, rounds=4)
-    out = bucketed_attention(q, k, v, labels, Recent(3), num_labels=3)
-    for b, h in itertools.product(range(2), range(2)):
-        for i in (0, 7, 19):
-            union = sorted(
-                j for j, count in enumerate(key_counts(Recent(3), labels[b, h].tolist(), [True] * 20, i)) if count
-            )
-            weights = torch.softmax(q[b, h, i] @ k[b, h, union].T / 2, dim=0)
-            torch.testing.assert_close(out[b, h, i], weights @ v[b, h, union], rtol=1e-12, atol=1e-12)
-
-
-def test_full_window_is_dense_attention():
-    q, k, v, _ = inputs(23)
-    labels = torch.zeros(2, 2, 1, 23, dtype=torch.long)
-    dense = torch.nn.functional.scaled_dot_product_attention
-    torch.testing.assert_close(
-        bucketed_attention(q, k, v, labels, Recent(22), num_labels=1), dense(q, k, v, is_causal=True)
-    )
-    torch.testing.assert_close(bucketed_attention(q, k, v, labels, Chunks(6, 3, 3), num_labels=1), dense(q, k, v))
-    # Two chunks of half the length in a ring: everybody meets everybody, whatever the labels are.
-    q, k, v, labels = inputs(24, rounds=1)
-    ring = Chunks(12, own_label=False, circular=True)
-    torch.testing.assert_close(bucketed_attention(q, k, v, labels, ring, num_labels=3, distinct=False), dense(q, k, v))
-
-
-def test_strict_causality_and_what_the_chunks_leak():
-    q, k, v, labels = inputs(24)
-    later = (torch.arange(24) >= 13)[None, None, :, None]
-    changed = [torch.where(later, torch.randn_like(x), x) for x in (q, k, v)]
-    relabelled = torch.where(later[..., 0][:, :, None], (labels + 1) % 3, labels)
-
-    def change(sets):
-        before = bucketed_attention(q, k, v, labels, sets, num_labels=3)
-        return (bucketed_attention(*changed, relabelled, sets, num_labels=3) - before)[:, :, :13].abs().max()
-
-    assert change(Recent(4)) < 1e-12
-    assert change(Chunks(4, causal=True)) > 0.1
-
-
-def test_padding_is_invisible():
-    """Padding in front, behind and between changes no real token's result, whatever it holds."""
-    q, k, v, labels = inputs(13, rounds=3)
-    for sets in SETS:
-        expected = bucketed_attention(q, k, v, labels, sets, num_labels=3, own_key_last=True)
-        for places in (torch.arange(13) + 6, torch.arange(13), torch.arange(13) * 2):
-            valid = torch.zeros(2, 30, dtype=torch.bool)
-            valid[:, places] = True
-            wide = [torch.randn(2, 2, 30, 4, dtype=q.dtype).index_copy(2, places, x) for x in (q, k, v)]
-            wide_labels = torch.randint(0, 3, (2, 2, 3, 30)).index_copy(3, places, labels)
-            out = bucketed_attention(*wide, wide_labels, sets, num_labels=3, key_padding_mask=valid, own_key_last=True)
-            torch.testing.assert_close(out[:, :, places], expected, rtol=1e-10, atol=1e-10)
-            assert (out.masked_select(~valid[:, None, :, None]) == 0).all()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_padding_alone_gives_zeros(dtype):
     q, k, v, labels = inputs(9, dtype=dtype)

@@ -187,22 +187,6 @@ def test_dpfp_is_the_index_formula(nu):
     torch.testing.assert_close(dpfp(3.0 * x, nu), 9.0 * phi)
 
 
-def test_dpfp_kernel_does_not_depend_on_the_direction_of_the_roll():
-    x, y = torch.randn(2, 6, generator=generator(), dtype=torch.float64)
-
-    def rolled(x, step):
-        r = torch.relu(torch.cat([x, -x]))
-        return torch.cat([r * r.roll(step * j) for j in (1, 2, 3)])
-
-    torch.testing.assert_close(dpfp(x) @ dpfp(y), rolled(x, 1) @ rolled(y, 1), rtol=1e-14, atol=1e-14)
-
-
-def test_dpfp_of_opposite_orthants_is_orthogonal():
-    x = torch.rand(6, generator=generator(), dtype=torch.float64) + 0.1
-    # All products of x lie in the first half of r, those of -x in the second, except where the two halves meet.
-    assert dpfp(x, 1) @ dpfp(-x, 1) == 0
-
-
 def test_sum_normalized_features():
     x = torch.randn(7, 5, generator=generator(), dtype=torch.float64, requires_grad=True)
     phi = sum_normalize(dpfp(x))

@@ -211,33 +211,6 @@ def test_min_denominator_keeps_the_sign():
     assert out.flatten().tolist() == [0.5, 0.5, 1.0]
 
 
-class TestLinearTransformer:
-    """Oracles of elu + 1 attention."""
-
-    def test_first_output_is_the_first_value(self):
-        q, k, v = (torch.randn(B, H, T, F, dtype=torch.float64) for _ in range(3))
-        out = linear_attention(elu_plus_one(q), elu_plus_one(k), v, causal=True)
-        torch.testing.assert_close(out[:, :, 0], v[:, :, 0], rtol=1e-15, atol=0)
-
-    def test_outputs_are_convex_combinations_of_visible_values(self):
-        q, k, v = (torch.randn(B, H, T, F, dtype=torch.float64) for _ in range(3))
-        out = linear_attention(elu_plus_one(q), elu_plus_one(k), v, causal=True, chunk_size=8)
-        assert (out <= v.cummax(2).values + 1e-12).all() and (out >= v.cummin(2).values - 1e-12).all()
-
-    def test_order_of_keys_does_not_matter_bidirectionally(self):
-        q, k, v = (torch.randn(B, H, T, F, dtype=torch.float64) for _ in range(3))
-        order = torch.randperm(T)
-        phi_q, phi_k = elu_plus_one(q), elu_plus_one(k)
-        out = linear_attention(phi_q, phi_k, v, causal=False)
-        assert_same(linear_attention(phi_q, phi_k[:, :, order], v[:, :, order], causal=False), out)
-
-    def test_attention_matrix_has_the_rank_of_the_features(self):
-        q, k = (torch.randn(1, 1, 64, 8, dtype=torch.float64) for _ in range(2))
-        identity = torch.eye(64, dtype=torch.float64)[None, None]
-        matrix = linear_attention(elu_plus_one(q), elu_plus_one(k), identity, causal=False)
-        assert torch.linalg.matrix_rank(matrix[0, 0]) == 8
-
-
 @pytest.mark.parametrize("chunk_size", [4, 64])
 @pytest.mark.parametrize("kind", ["elu", "weights", "positive", "trigonometric", "rotated"])
 def test_no_output_sees_a_later_token(kind, chunk_size):
@@ -282,33 +255,6 @@ def test_a_later_weight_cannot_underflow_an_earlier_row_in_float32():
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("weighted", [False, True])
-def test_padding(causal, weighted):
-    q, k, v = draw(B, H, T, F), draw(B, H, T, F), draw(B, H, T, DV)
-    weight = draw(B, H, T) if weighted else None
-    mask = some_mask()
-
-    def attend(k, v):
-        phi_q, phi_k = elu_plus_one(q), elu_plus_one(k)
-        return linear_attention(phi_q, phi_k, v, causal=causal, key_padding_mask=mask, log_weight=weight, chunk_size=5)
-
-    out = attend(k, v)
-    other = [torch.where(mask[:, None, :, None], x, 7.0 * torch.randn_like(x)) for x in (k, v)]
-    assert_same(attend(*other), out)
-    # Equal to leaving the padded tokens out: masking before the map would not be (phi(0) = 1).
-    keep = mask[0]
-    alone = linear_attention(
-        *(elu_plus_one(x[:1, :, keep]) for x in (q, k)), v[:1, :, keep], causal=causal,
-        log_weight=None if weight is None else weight[:1, :, keep],
-    )  # fmt: skip
-    assert_same(out[:1, :, keep], alone)
-    if causal:
-        assert (out[0, :, :6] == 0).all()
-    gradients = torch.autograd.grad(out.square().sum(), (k, v))
-    assert all((x.movedim(2, 1)[~mask] == 0).all() for x in gradients)
-
-
-@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("eps", [0.0, 1e-6])
 def test_row_of_padding_only_gives_zeros_and_zero_gradients(causal, eps):
     q, k, v = draw(B, H, T, F), draw(B, H, T, F), draw(B, H, T, DV)
@@ -322,15 +268,6 @@ def test_row_of_padding_only_gives_zeros_and_zero_gradients(causal, eps):
         assert (out[1] == 0).all() and (out[0] != 0).all()
         for gradient in torch.autograd.grad(out.square().sum(), (q, k, v)):
             assert torch.isfinite(gradient).all() and (gradient[1] == 0).all()
-
-
-def test_batch_and_heads_are_independent():
-    q, k, v = (torch.randn(4, 3, T, F, dtype=torch.float64) for _ in range(3))
-    projection = random_matrix(16, F, dtype=torch.float64)
-    for causal in (False, True):
-        whole = kernel_attention(q, k, v, positive_features, projection, causal=causal)
-        one = [x[1:2, 2:3] for x in (q, k, v)]
-        assert_same(kernel_attention(*one, positive_features, projection, causal=causal), whole[1:2, 2:3])
 
 
 def test_cross_attention_state_is_written_once_and_read_often():
@@ -392,40 +329,6 @@ def test_kernel_attention_step_by_step():
         out, state = kernel_attention(*cut, positive_features, projection, causal=True, state=state, return_state=True)
         outputs.append(out)
     assert_same(torch.cat(outputs, dim=2), full, 1e-11)
-
-
-def test_gated_sum_as_weights_of_keys():
-    """The recurrence S = g S + (1 - g) phi(k)^T v is attention with log weights log(1 - g) - cumsum(log g)."""
-    q, k, v = draw(B, H, T, F, positive=True), draw(B, H, T, F, positive=True), draw(B, H, T, DV)
-    gate = torch.sigmoid(3 * torch.randn(B, H, T, dtype=torch.float64))
-    weight = torch.log1p(-gate) - gate.log().cumsum(-1)
-    kv, z, rows = torch.zeros(B, H, F, DV, dtype=torch.float64), torch.zeros(B, H, F, dtype=torch.float64), []
-    for t in range(T):
-        g = gate[:, :, t, None]
-        kv = g[..., None] * kv + (1 - g)[..., None] * k[:, :, t, :, None] * v[:, :, t, None, :]
-        z = g * z + (1 - g) * k[:, :, t]
-        rows.append((q[:, :, t, None] @ kv).squeeze(2) / (q[:, :, t] * z).sum(-1, keepdim=True))
-    assert_same(linear_attention(q, k, v, causal=True, log_weight=weight, chunk_size=8), torch.stack(rows, dim=2))
-
-
-def test_two_scans_give_the_causal_function_of_luna():
-    """f(A, B, C)_t = (1/t) A_t sum_{j<=t} B_j^T C_j, twice with a softmax between (Ma et al. 2021, section 3.4)."""
-    length, width, slots = 21, 4, 6
-    x, keys, memory = draw(B, H, length, width), draw(B, H, length, width), draw(B, H, slots, width)
-    count = torch.arange(1, length + 1, dtype=torch.float64)[:, None]
-    a = elu_plus_one(keys @ memory.mT)
-
-    def f(rows, left, right):
-        return linear_attention(rows, left, right, causal=True, normalize=False, chunk_size=8) / count
-
-    fast = f(f(x, keys, a).softmax(-1), a, keys)
-    left, right, rows = torch.zeros(B, H, width, slots), torch.zeros(B, H, slots, width), []
-    for t in range(length):
-        left = left + keys[:, :, t, :, None] * a[:, :, t, None, :]
-        right = right + a[:, :, t, :, None] * keys[:, :, t, None, :]
-        u = (x[:, :, t, None] @ left / (t + 1)).softmax(-1)
-        rows.append((u @ right / (t + 1)).squeeze(2))
-    assert_same(fast, torch.stack(rows, dim=2))
 
 
 @pytest.mark.parametrize("causal", [False, True])

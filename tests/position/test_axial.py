@@ -55,17 +55,3 @@ def test_too_long():
     model(tokens(1, 8, high=40))
     with pytest.raises(ValueError, match="9 tokens.*'axial'.*covers 8"):
         model(tokens(1, 9, high=40))
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"widths": (3, 8, 4)}, "to a width of 16"),
-        ({"widths": (8, 8)}, "2 `widths`.*3 axes"),
-        ({"combine": "sum", "widths": (16, 16, 16)}, "leave out `widths`"),
-        ({"std": -1}, "`std` >= 0, got -1"),
-    ],
-)
-def test_refusals(fields, message):
-    with pytest.raises(ValueError, match=message):
-        XFormerConfig(**GEOMETRY, position={**GRID, **fields})

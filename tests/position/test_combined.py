@@ -71,24 +71,6 @@ def test_it_can_do_what_its_parts_can():
     assert net.trunk.position.parts[0].table.weight.shape == (12, 8)
 
 
-@pytest.mark.parametrize(
-    ("parts", "message"),
-    [
-        (("rotary",), "two `parts` at least.* got 'rotary'"),
-        ((), "got none"),
-        (("rotary", "none"), "a position that does something.* got 'rotary', 'none'"),
-        (("learned_absolute", combined("learned_absolute", "rotary")), "not 'combined' again"),
-        (("rotary", "t5_relative_bias"), "one part at most that acts inside attention, got 'rotary' and 't5_rel"),
-        (("learned_absolute", "nothing"), "Unknown position component 'nothing'"),
-        (("learned_absolute", {"type": "t5_relative_bias", "num_buckets": 5}), "must be even and at least 4, got 5"),
-        (("learned_absolute", "music_transformer"), "only works in a causal decoder"),
-    ],
-)
-def test_refusals(parts, message):
-    with pytest.raises(ValueError, match=message):
-        model(combined(*parts))
-
-
 def test_too_long():
     with pytest.raises(ValueError, match="has 13 tokens, but position 'combined' of this model covers 12"):
         model(combined("learned_absolute", "rotary"))(input_ids=tokens(1, 13, high=40))

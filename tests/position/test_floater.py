@@ -6,7 +6,7 @@ import torch
 from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerModel
 from hf_xformers.position import floater
 from hf_xformers.position.floater import trajectory
-from tests.attention.score_helpers import check_compile, mixes, vectors
+from tests.attention.score_helpers import vectors
 from tests.helpers import close, make_strong, tokens
 from tests.position.term_helpers import build, projected, run
 
@@ -125,17 +125,3 @@ def test_own_positions_beyond_the_text():
     ids = tokens(1, 4, high=50)
     with torch.no_grad():
         model(ids, position_ids=torch.arange(60, 64)[None])
-
-
-@pytest.mark.parametrize("case", mixes({"floater": {"position": "floater"}}, ("decoder",)), ids=str)
-def test_compile(case):
-    check_compile(case)
-
-
-def test_refusals():
-    with pytest.raises(ValueError, match="leave `head_dim`"):
-        XFormerConfig(position="floater", num_key_value_heads=2)
-    with pytest.raises(ValueError, match="`delta` > 0"):
-        XFormerConfig(position={"type": "floater", "delta": 0.0})
-    with pytest.raises(ValueError, match="adds to the queries, keys and values"):
-        XFormerConfig(position="floater", attention="linear_transformer")

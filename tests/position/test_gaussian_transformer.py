@@ -119,21 +119,3 @@ def test_cross_attention_has_none():
     config = XFormerConfig(**{**GEOMETRY, "position": "gaussian_transformer", "is_encoder_decoder": True})
     cross = config.tower("decoder").cross_attention.build(config.tower("decoder"), layer_idx=0, cross=True)
     assert cross.position_terms is None
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"start_scale": 0}, "`start_scale` > 0"),
-        ({"start_offset": 0.5}, "`start_offset` < 0.*`offset=False`"),
-        ({"start_offset": -1.0, "offset": False}, "leave one of them out"),
-    ],
-)
-def test_refusals(fields, message):
-    with pytest.raises(ValueError, match=message):
-        XFormerConfig(position={"type": "gaussian_transformer", **fields})
-
-
-def test_attention_without_a_place_for_it():
-    with pytest.raises(ValueError, match="'gaussian_transformer' adds terms .* 'performer' has no place for"):
-        XFormerConfig(position="gaussian_transformer", attention="performer")

@@ -102,8 +102,6 @@ def test_equal_vectors_are_no_positions():
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match="only works in a causal decoder"):
-        XFormerConfig(position="indigo")
     made, ids = model(), tokens(2, 5, high=50)
     with pytest.raises(ValueError, match="covers 3 tokens"):
         made(ids, insertion_positions=PLACES[:, :3])
@@ -241,5 +239,3 @@ def test_decoding_ends():
     assert model.insert_tokens(torch.tensor([[1, 2]]), max_new_tokens=4, eos_token_id=first) == [[]]
     with pytest.raises(ValueError, match="two boundary tokens"):
         model.insert_tokens(torch.tensor([[1, 2, 3]]), max_new_tokens=4)
-    with pytest.raises(ValueError, match="use it with position 'indigo'"):
-        XFIndigoConfig(**SIZES, position="rotary")

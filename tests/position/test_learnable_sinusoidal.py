@@ -56,10 +56,3 @@ def test_half_precision_keeps_far_positions_apart():
     position = build().to(torch.bfloat16).trunk.position
     table = position.embed(torch.zeros(1, 2, 16, dtype=torch.bfloat16), torch.tensor([[1000, 1001]]))[0]
     assert (table[0, :2].float() - table[1, :2].float()).abs().max() > 0.1
-
-
-def test_refusals():
-    with pytest.raises(ValueError, match="even `hidden_size`"):
-        XFormerConfig(hidden_size=15, num_attention_heads=3, position="learnable_sinusoidal")
-    with pytest.raises(ValueError, match="`base` > 1"):
-        XFormerConfig(position={"type": "learnable_sinusoidal", "base": 1.0})

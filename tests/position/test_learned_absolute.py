@@ -101,15 +101,3 @@ def test_padding_may_exceed_the_table():
         close(model(wide, attention_mask=mask).logits[:, :4], model(ids).logits)
         wide, mask = wide.roll(10, 1), mask.roll(10, 1)
         close(model(wide, attention_mask=mask).logits[:, 10:], model(ids).logits)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"position": {"type": "learned_absolute", "offset": -1}}, "`offset` >= 0, got -1"),
-        ({"max_position_embeddings": 0}, "`max_position_embeddings` >= 1, got 0"),
-    ],
-)
-def test_refusals(fields, message):
-    with pytest.raises(ValueError, match=message):
-        XFormerConfig(**{**GEOMETRY, **fields})

@@ -141,21 +141,3 @@ def check(config, shape):
             cache = step.past_key_values
             found.append(step.logits)
         close(torch.cat(found, dim=1)[mask.bool()], output[mask.bool()])
-
-
-@pytest.mark.parametrize("row", ROWS)
-def test_beyond_the_training_length(row):
-    """Four times the length that the config names: positions that extrapolate compute it; the others say that they
-    cannot."""
-    shape = "decoder" if row in ("music_transformer", "indigo") else "encoder"
-    config = refused(row, "dense", shape)
-    torch.manual_seed(0)
-    model = family("xformer")[SHAPES[shape]](config).eval()
-    ids = tokens(1, 4 * SIZES["max_position_embeddings"])
-    assert (config.position.max_length(config) is None) == config.position.extrapolates
-    with torch.no_grad():
-        if config.position.extrapolates:
-            assert model(input_ids=ids).logits.isfinite().all()
-        else:
-            with pytest.raises(ValueError, match=r"64 tokens, but position '\w+' of this model covers 16"):
-                model(input_ids=ids)

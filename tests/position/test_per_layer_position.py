@@ -76,10 +76,3 @@ def test_length():
     with pytest.raises(ValueError, match="covers 12"):
         model(tokens(1, 13, high=50))
     build({"type": "per_layer_position", "source": "sinusoidal"})(tokens(1, 40, high=50))
-
-
-def test_refusals():
-    with pytest.raises(ValueError, match="depth signal"):
-        XFormerConfig(position={"type": "per_layer_position", "depth_signal": True})
-    with pytest.raises(ValueError, match="reversible"):
-        XFormerConfig(position="per_layer_position", stack="reversible", residual="pre_ln")

@@ -109,35 +109,9 @@ def test_model_sees_distances_only(fields):
         assert (stretched - expected).abs().max() > 1e-4
 
 
-def test_cached_keys_keep_their_rotation():
-    """A token that is read later is turned by its own position, not by its place in the piece."""
-    model, ids = build(), tokens(2, 9, high=40)
-    with torch.no_grad():
-        expected = model(ids).logits
-        cache = model(ids[:, :6], use_cache=True).past_key_values
-        close(model(ids[:, 6:], past_key_values=cache).logits, expected[:, 6:])
-        cache = model(ids[:, :6], use_cache=True).past_key_values
-        given = model(ids[:, 6:], past_key_values=cache, position_ids=torch.tensor([[6, 7, 8]])).logits
-        close(given, expected[:, 6:])
-
-
 def test_values_are_not_rotated():
     """One token attends to itself alone, so its position cannot matter."""
     model = build()
     with torch.no_grad():
         one = [model(torch.tensor([[7]]), position_ids=torch.tensor([[t]])).logits for t in (0, 25)]
     close(*one)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"theta": 1}, "`theta` > 1, got 1"),
-        ({"fraction": 0.0}, r"`fraction` in \(0, 1\], got 0.0"),
-        ({"fraction": 1.5}, r"`fraction` in \(0, 1\], got 1.5"),
-        ({"fraction": 0.4}, "0.4 of head width 8 is 3; choose an even rotated width"),
-    ],
-)
-def test_refusals(fields, message):
-    with pytest.raises(ValueError, match=message):
-        XFormerConfig(hidden_size=32, num_attention_heads=4, position={"type": "rotary", **fields})

@@ -176,38 +176,6 @@ def test_config_keeps_the_scaling():
         assert {key: stored[key] for key in ("type", *fields)} == {"type": name, **fields}
 
 
-@pytest.mark.parametrize(
-    ("scaling", "message"),
-    [
-        ({"type": "lineer"}, "Unknown rotary scaling 'lineer'. Did you mean 'linear'"),
-        ({"type": "linear", "factr": 2.0}, "Unknown field 'factr' of scaling 'linear'. Did you mean 'factor'"),
-        ({"type": "linear"}, "scaling 'linear' needs `factor`"),
-        ({"type": "linear", "factor": 0.5}, "needs `factor` >= 1, got 0.5"),
-        ({"type": "linear", "factor": "2"}, "factor"),
-        ({"type": "yarn", "original_max_position_embeddings": 0}, ">= 1 token, got 0"),
-        ({"type": "yarn", "original_max_position_embeddings": 8, "beta_slow": 40}, "`beta_fast` > `beta_slow`"),
-        (
-            {"type": "llama3", "factor": 2.0, "original_max_position_embeddings": 8, "low_freq_factor": 5},
-            "`high_freq_factor` > `low_freq_factor`",
-        ),
-        ({"type": "proportional", "proportion": 2}, r"`proportion` in \(0, 1\], got 2"),
-        (
-            {"type": "longrope", "short_factor": [1], "long_factor": [1], "original_max_position_embeddings": 8},
-            "one number in `short_factor` for each of 8 pairs",
-        ),
-    ],
-)
-def test_bad_scalings_are_refused(scaling, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        XFormerConfig(hidden_size=32, num_attention_heads=2, position={"type": "rotary", "scaling": scaling})
-
-
-def test_whole_heads_take_no_fraction():
-    made = {"type": "rotary", "scaling": "proportional", "fraction": 0.5}
-    with pytest.raises(ValueError, match="leave that at 1"):
-        XFormerConfig(hidden_size=32, num_attention_heads=2, position=made)
-
-
 GROWING = {
     "longrope": {
         "type": "longrope",
@@ -263,9 +231,3 @@ def test_caches_turn_keys_anew(attention, scaling):
         found = model(ids[:, done:seen], attention_mask=mask[:, :seen], past_key_values=past, use_cache=True)
         past, done = found.past_key_values, seen
     torch.testing.assert_close(found.logits[:, -1], expected[:, -1], rtol=0, atol=1e-10)
-
-
-@pytest.mark.parametrize("attention", ["delta_net", "hedgehog", "linear_transformer", "lolcats", "performer", "t2r"])
-def test_states_that_keep_turned_keys_are_refused(attention):
-    with pytest.raises(ValueError, match=f"'{attention}' as it is set generates from keys as they were turned"):
-        growing(attention, "dynamic")

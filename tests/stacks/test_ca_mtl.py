@@ -141,26 +141,6 @@ def test_checkpointing_and_generation_carry_the_task():
     assert torch.equal(cached, model.generate(ids, tasks=TASKS[:1], use_cache=False, **options))
 
 
-@pytest.mark.parametrize(
-    "fields, message",
-    [
-        ({"residual": "conditional_post_ln"}, "reads a vector of the task, which stack 'plain' does not make"),
-        ({**WHOLE, "normalization": "rms_norm"}, "changes the gain of a layer norm"),
-        ({"stack": {"type": "ca_mtl", "num_tasks": 0}}, "needs `num_tasks` >= 1"),
-        ({"stack": {"type": "ca_mtl", "alignment": False, "reduction": None}}, "nothing reads"),
-        ({**WHOLE, "attention": {"type": "ca_mtl", "num_tasks": 2}}, "is for 2 tasks, and the stack"),
-        (
-            {"stack": {"type": "ca_mtl", "num_tasks": 2}, "is_encoder_decoder": True},
-            "knows no task",
-        ),
-        ({"stack": "ca_mtl", "unpad_inputs": True}, "each row has a task of its own"),
-    ],
-)
-def test_what_cannot_be_is_refused(fields, message):
-    with pytest.raises(ValueError, match=message):
-        XFormerConfig(**{**GEOMETRY, **fields})
-
-
 def test_the_task_has_to_be_told():
     model = tiny("ForMaskedLM", **WHOLE)
     with pytest.raises(ValueError, match="for 3 tasks: give `tasks`"):

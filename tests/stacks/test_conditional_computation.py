@@ -341,12 +341,3 @@ def test_count_of_parameters():
     assert sum(p.numel() for p in layer.parameters()) == attention + feedforward
     assert isinstance(layer.attention, ConditionalAttention) and isinstance(layer.feedforward, ConditionalFeedForward)
     assert len([module for module in layer.modules() if isinstance(module, Part)]) == PARTS
-
-
-def test_refusals():
-    with pytest.raises(ValueError, match="set `stack='conditional_computation'`"):
-        XFormerConfig(**SIZES)
-    with pytest.raises(ValueError, match="does not come out even"):
-        build(intermediate_size=26)
-    with pytest.raises(ValueError, match="`parts` >= 1"):
-        build(feedforward={"type": "conditional", "parts": 0})

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from hf_xformers import XFormerConfig, XFormerForCausalLM
 from hf_xformers.variants.depth_adaptive_transformer import (
     XFDepthAdaptiveTransformerConfig,
     XFDepthAdaptiveTransformerForCausalLM,
@@ -52,10 +51,7 @@ def by_hand(model, ids):
     return logits, layers
 
 
-MODES = {
-    "confidence": {"exit_threshold": 0.25},
-    "gates": {"halting": "gates", "exit_threshold": 0.7},
-}
+MODES = {"confidence": {"exit_threshold": 0.25}, "gates": {"halting": "gates", "exit_threshold": 0.7}}
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -193,18 +189,3 @@ def test_mixed_training():
     logits = model.lm_head(trunk.final_norm(states))
     close(loss, cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()))
     loss.backward()
-
-
-REFUSED = {
-    "'token_exit' for the tokens of an encoder": {"is_decoder": False},
-    "training='aligned'": {"stack": {"type": "decoder_exit", "halting": "gates", "training": "mixed"}},
-    "`exit_weight` >= 0": {"stack": {"type": "decoder_exit", "exit_weight": -1}},
-    "attention 'dense'": {"attention": "linear_transformer"},
-}
-
-
-@pytest.mark.parametrize("message", REFUSED)
-def test_refusals(message):
-    usual = {**SIZES, "is_decoder": True, "stack": "decoder_exit"}
-    with pytest.raises(ValueError, match=message):
-        XFormerForCausalLM(XFormerConfig(**{**usual, **REFUSED[message]}))

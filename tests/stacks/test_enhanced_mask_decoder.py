@@ -66,10 +66,3 @@ def test_plain_stack_and_refusals():
     assert build(stack="plain").absolute_positions is None
     with pytest.raises(ValueError, match="12 absolute positions"):
         build()(tokens(1, 13, high=50))
-    for fields, message in (
-        ({"position": "rotary"}, "a position inside it such as 'deberta'"),
-        ({"residual": "pre_ln"}, "for residual 'post_ln'"),
-        ({"is_decoder": True}, "cannot stand in a decoder"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            XFDebertaConfig(**SIZES, **fields)

@@ -307,7 +307,6 @@ def test_other_caches():
         ({"stack": "plain"}, "only stack 'feedback' makes, not 'plain'"),
         ({"is_decoder": False}, "causal only and cannot stand in an encoder"),
         ({"position": "rotary"}, "rotates queries and keys"),
-        ({"attention": {"type": "feedback", "window": 0}}, "`window` >= 1, got 0"),
         ({"per_layer_config": {0: {"attention": {"type": "feedback", "window": 2}}}}, "all layers the same memories"),
     ],
 )

@@ -189,18 +189,6 @@ def test_sentences_of_other_rows_and_padding_decide_nothing():
     assert all(gradient.isfinite().all() for gradient in gradients(net, loss).values())
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"size": 0}, "`context_size` >= 1, got 0"),
-        ({"side": "decoder", "is_encoder_decoder": False}, "does nothing in an encoder alone"),
-    ],
-)
-def test_refusals(fields, message):
-    with pytest.raises(ValueError, match=message):
-        build(**fields)
-
-
 def test_sentences_of_another_batch_are_refused():
     net = build("both", size=2)
     with pytest.raises(ValueError, match=r"does not belong to a batch of 2 texts with at most 2 sentences before"):

@@ -127,22 +127,6 @@ def test_memory_vector_adds_the_mean_of_real_items():
     assert not added[1].any()
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"stack": {"segment_length": 0}}, "`segment_length` >= 1, got 0"),
-        ({"stack": {"document_layers": 2}}, "`document_layers` 2 leaves none of the 2 layers"),
-        ({"position": "alibi"}, "acts inside layers on one sequence, which stack 'hibert' has not"),
-        ({"attention": "memory_vector"}, "set it as `cross_attention`"),
-        ({"attention": "transformer_xl", "position": "none"}, "stack 'hibert' runs its layers apart"),
-        ({"cross_attention": {"type": "memory_vector", "scale": 2.0}, "is_encoder_decoder": True}, "no scores"),
-    ],
-)
-def test_refusals(fields, message):
-    with pytest.raises(ValueError, match=message):
-        build(**fields)
-
-
 def test_wrong_inputs_are_refused():
     net = build(stack={"max_sentences": 2})
     with pytest.raises(

@@ -9,7 +9,7 @@ import torch
 
 from hf_xformers import XFormerConfig, XFormerForSeq2SeqLM
 from hf_xformers.blocks.hiersumm import InterParagraphAttention
-from tests.helpers import NO_DROPOUT, close, close_gradients, gradients, make_strong, pad, tokens
+from tests.helpers import NO_DROPOUT, close, gradients, make_strong, pad, tokens
 
 WIDTH, SIZE, HEADS = 4, 16, 2
 FIELDS = {
@@ -166,32 +166,6 @@ def test_a_row_of_padding_and_a_graph_without_edges_are_finite():
     close(states.last_hidden_state[:1], alone)
     weights = InterParagraphAttention.shares_of_graph(torch.zeros(1, 2, 2), torch.ones(1, 1, 1, 2, dtype=torch.bool))
     assert not weights.any()
-
-
-def test_checkpointing_recomputes_the_same():
-    found = []
-    for checkpointing in (False, True):
-        net = build().train()
-        if checkpointing:
-            net.gradient_checkpointing_enable()
-        loss = net(input_ids=tokens(2, 9), labels=tokens(2, 4)).loss
-        found.append(gradients(net, loss))
-    close_gradients(*found)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"stack": {"segment_length": 0}}, "`segment_length` >= 1, got 0"),
-        ({"graph_heads": 3}, "hiersumm has 2 heads .*fewer than the `graph_heads` 3"),
-        ({"hidden_size": 18}, "multiple of 4, got 18"),
-        ({"block": "vanilla"}, "which block 'vanilla' has not"),
-        ({"stack": {"type": "plain"}}, "Unknown|unknown|does not make"),
-    ],
-)
-def test_refusals(fields, message):
-    with pytest.raises((ValueError, TypeError), match=message):
-        build(**fields)
 
 
 def test_wrong_inputs_are_refused():

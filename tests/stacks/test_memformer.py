@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from hf_xformers import XFormerConfig, XFormerForCausalLM
 from hf_xformers.stacks.memformer import normalized
 from hf_xformers.training.replay import replay_backward
 from hf_xformers.variants.memformer import (
@@ -229,13 +228,6 @@ def test_refusals():
         model(ids[:1], segment_memory=memory)
     with pytest.raises(TypeError, match="SegmentMemory"):
         model(ids, segment_memory=memory.states)
-    with pytest.raises(ValueError, match="num_slots"):
-        build(num_slots=0)
-    with pytest.raises(ValueError, match="temperature"):
-        build(temperature=0.0)
-    for fields, message in (({"block": "memformer"}, "stack 'memformer'"), ({"stack": "memformer"}, "use block")):
-        with pytest.raises(ValueError, match=message):
-            XFormerForCausalLM(XFormerConfig(**fields))
     xl = XFTransformerXLForCausalLM(XFTransformerXLConfig(**SIZES))
     with pytest.raises(ValueError, match="has no gradient"):
         replay_backward(xl, [{"input_ids": ids}])

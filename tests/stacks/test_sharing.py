@@ -68,45 +68,12 @@ def test_shared_layers_are_copies_whose_gradients_add_up(name, order):
             close(parameter.grad, expected, 1e-9)
 
 
-@pytest.mark.parametrize("attention", ["dense", "linear_transformer"])
-def test_every_depth_has_a_cache_of_its_own(attention, tmp_path):
-    model = tiny(num_hidden_layers=4, distinct_layers=2, sharing="cycle_rev", attention=attention)
-    model.save_pretrained(tmp_path)
-    again = type(model).from_pretrained(tmp_path)
-    assert again.config.distinct_layers == 2 and len(again.model.trunk.layers) == 2
-    ids, cache, steps = batch()["input_ids"], None, []
-    with torch.no_grad():
-        whole = model(ids, use_cache=False).logits
-        for column in range(ids.shape[1]):
-            output = again(ids[:, column : column + 1], past_key_values=cache, use_cache=True)
-            cache = output.past_key_values
-            steps.append(output.logits)
-    assert len(cache.layers) == 4
-    close(torch.cat(steps, 1), whole, 1e-9)
-
-
 def test_parameters_shrink_and_towers_share_apart():
     one, four = (tiny(num_hidden_layers=4, distinct_layers=count) for count in (1, None))
     layer = sum(p.numel() for p in four.model.trunk.layers[0].parameters())
     assert four.num_parameters() - one.num_parameters() == 3 * layer
     both = tiny("ForSeq2SeqLM", num_hidden_layers=3, num_decoder_layers=2, distinct_layers=1)
     assert len(both.model.trunk.layers) == len(both.model.decoder.layers) == 1
-
-
-@pytest.mark.parametrize(
-    "fields, message",
-    [
-        ({"distinct_layers": 0}, "`distinct_layers` 0 must be at least 1"),
-        ({"distinct_layers": 9}, "at most the tower's 3 layers"),
-        ({"stack": "universal"}, "stack 'universal' says itself which of its layers run"),
-        ({"attention": "realformer"}, "attention 'realformer' as it is set hands tensors from layer to layer"),
-        ({"per_layer_config": {0: {"intermediate_size": 8}}}, "single layers cannot differ"),
-        ({"block": "sandwich"}, "block 'sandwich' has other sublayers at depth"),
-    ],
-)
-def test_layers_whose_place_counts_are_not_shared(fields, message):
-    with pytest.raises(ValueError, match=message):
-        tiny(**{"distinct_layers": 1, **fields})
 
 
 # ------------------------------------------------------------------------------------------------ parts of layers
@@ -235,38 +202,6 @@ def test_heads_go_from_all_depths_and_layers_do_not():
         prune_layers(model, {"model.trunk": [0, 1]})
 
 
-def test_a_trained_step_gives_gradients_under_checkpointing():
-    model, again = (tiny(distinct_layers=1, share="feedforward").train() for _ in range(2))
-    again.gradient_checkpointing_enable()
-    for one in (model, again):
-        one(**batch()).loss.backward()
-    for (_, first), (_, second) in zip(model.named_parameters(), again.named_parameters(), strict=True):
-        close(second.grad, first.grad, 1e-10)
-
-
-@pytest.mark.parametrize(
-    "fields, message",
-    [
-        ({"share": "attention"}, "says what layers share, and none do"),
-        ({"layer_map": [0, 1]}, "has 2 entries for the tower's 3 layers"),
-        ({"layer_map": [0, 2, 0]}, "leave no gaps"),
-        ({"layer_map": [0, -1, 1]}, "leave no gaps"),
-        ({"layer_map": [0, 1, 1], "distinct_layers": 3}, "has 2 different layers, and `distinct_layers` is 3"),
-        ({"layer_map": [0, 0, 0], "stack": "universal"}, "stack 'universal' says itself"),
-        ({"distinct_layers": 1, "share": "attention", "attention": "realformer"}, "share='feedforward'"),
-        ({"distinct_layers": 1, "share": "feedforward", "block": "sandwich"}, "sublayers of the kind 'feedforward'"),
-        (
-            {"distinct_layers": 1, "share": "feedforward", "block": "no_ffn", "attention": "all_attention"},
-            "sublayers of the kind 'feedforward'",
-        ),
-        ({"distinct_layers": 1, "share": "attention", "per_layer_config": {0: {"head_dim": 8}}}, "cannot differ"),
-    ],
-)
-def test_parts_whose_place_counts_are_not_shared(fields, message):
-    with pytest.raises(ValueError, match=message):
-        tiny(**fields)
-
-
 def test_feedforwards_are_shared_where_attention_hands_tensors_on():
     model = tiny(distinct_layers=1, share="feedforward", attention="realformer")
     layers = model.model.trunk.layers
@@ -276,11 +211,7 @@ def test_feedforwards_are_shared_where_attention_hands_tensors_on():
 
 def test_unlike_parts_are_refused():
     with pytest.raises(ValueError, match="the two are not alike"):
-        tiny(
-            distinct_layers=1,
-            share="feedforward",
-            feedforward={"type": "product_key_memory", "layers": [1]},
-        )
+        tiny(distinct_layers=1, share="feedforward", feedforward={"type": "product_key_memory", "layers": [1]})
 
 
 @pytest.mark.parametrize("share, names", [("all", ["0", "1"]), ("attention", ["0", "2"]), ("feedforward", ["0", "2"])])

@@ -145,17 +145,3 @@ def classifier_logits(net, ids, depth):
         net.eval()(ids, output_hidden_states=True)  # all rows run through all layers
     handle.remove()
     return hooked[0]
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"stack": {"type": "token_exit", "exit_window": -1}}, "exit_window"),
-        ({"stack": {"type": "token_exit", "exit_threshold": -1}}, "exit_threshold"),
-        ({"tag_decoder": "crf"}, "chooses tags together"),
-        ({"classifier_transform": "dense"}, "linear"),
-    ],
-)
-def test_refusals(fields, message):
-    with pytest.raises(ValueError, match=message):
-        XFormerConfig(**{**SIZES, "stack": "token_exit", **fields})

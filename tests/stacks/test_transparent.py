@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
 
-from hf_xformers import XFormerConfig, XFormerForSeq2SeqLM, XFormerModel
+from hf_xformers import XFormerConfig, XFormerForSeq2SeqLM
 from tests.helpers import NO_DROPOUT, close, make_strong, pad, tokens
 
 SIZES = {
@@ -157,23 +157,6 @@ def test_decoder_of_another_kind():
     assert len(seen) == 1 or all(torch.equal(one, two) for one, two in zip(seen, memories.unbind(1)))
 
 
-@pytest.mark.parametrize("beams", [1, 3])
-def test_generation_carries_the_memories(beams):
-    """Beams expand them; with a cache, keys and values come from them once."""
-    net = model()
-    ids, mask = pad([tokens(6), tokens(3, seed=1)], 6, "left")
-    settings = {"num_beams": beams, "max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
-    cached, full = (
-        net.generate(input_ids=ids, attention_mask=mask, use_cache=use_cache, **settings)
-        for use_cache in (True, False)
-    )
-    assert torch.equal(cached, full)
-    given = net.get_encoder()(ids, attention_mask=mask)
-    assert torch.equal(net.generate(encoder_outputs=given, attention_mask=mask, **settings), cached)
-    alone = net.generate(input_ids=ids[1:, 3:], **settings)
-    assert torch.equal(alone, cached[1:])
-
-
 def test_last_state_alone_is_refused():
     net, ids = model(), tokens(2, 5)
     state = net.get_encoder()(ids).last_hidden_state
@@ -186,10 +169,3 @@ def test_wrong_number_of_memories():
     net, ids = model(), tokens(2, 5)
     with pytest.raises(ValueError, match="runs 2 layers, .* hold 3 memories"):
         net.get_decoder()(input_ids=ids, encoder_hidden_states=torch.zeros(2, 3, 5, 16, dtype=torch.float64))
-
-
-def test_refusals():
-    with pytest.raises(ValueError, match="needs `is_encoder_decoder=True`"):
-        XFormerModel(XFormerConfig(**{**SIZES, "is_encoder_decoder": False, "stack": "transparent"}))
-    with pytest.raises(ValueError, match=r"in \[0, 1\), got 1.0"):
-        XFormerConfig(**SIZES, stack={"type": "transparent", "weight_dropout": 1.0})

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_xformers import XFormerConfig, XFXLNetConfig, XFXLNetForMaskedLM, XFXLNetModel
+from hf_xformers import XFXLNetConfig, XFXLNetForMaskedLM, XFXLNetModel
 from tests.attention.score_helpers import small_blocks
 from tests.helpers import NO_DROPOUT, close, make_strong, tokens
 
@@ -122,25 +122,6 @@ def test_content_alone():
         targets = one_hot(turn[:, :2], 6)
         states = model(ids, target_mapping=targets, output_hidden_states=True)
     assert states.last_hidden_state.shape == (2, 2, 16)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"attention": "dense"}, "does not know; set `attention='transformer_xl'`"),
-        ({"is_decoder": True, "attention": "transformer_xl"}, "cannot stand in a decoder"),
-        ({"attention": "transformer_xl", "position": "learned_absolute"}, "starts its queries from one vector"),
-        ({"attention": "transformer_xl", "residual": "pre_ln"}, "for residual 'post_ln', got 'pre_ln'"),
-        *(
-            ({"attention": "transformer_xl", "block": block}, f"learn of them through block '{block}'")
-            for block in ("conformer", "convolution", "cpe", "r_transformer", "mask_attention_network")
-        ),
-        ({"attention": "transformer_xl", "normalization": "power_norm"}, "takes statistics"),
-    ],
-)
-def test_refusals(fields, message):
-    with pytest.raises(ValueError, match=message):
-        XFormerConfig(**{**SIZES, "position": "none", "stack": "two_stream", **fields})
 
 
 @pytest.mark.parametrize(

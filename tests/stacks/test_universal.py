@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import AlbertConfig, AlbertModel
 
-from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerForSeq2SeqLM, XFormerModel
+from hf_xformers import XFormerConfig, XFormerForSeq2SeqLM, XFormerModel
 from hf_xformers.core.context import LayerContext
 from hf_xformers.position.base import Position
 from tests.helpers import NO_DROPOUT, close, make_strong, pad, tokens
@@ -300,29 +300,6 @@ def test_a_row_does_not_depend_on_the_batch(act, halted_state):
         close(together.aux_losses["ponder"], total / sum(map(len, rows)))
 
 
-@pytest.mark.parametrize("act", RULES)
-@pytest.mark.parametrize("halted_state", HALTED)
-def test_causality_and_decoding(act, halted_state):
-    """A changed token changes nothing before it, and token by token equals the whole text, though tokens halt at
-    different steps and the loop may end early."""
-    net, ids = model(XFormerForCausalLM, act=act, halted_state=halted_state), tokens(2, 9)
-    with torch.no_grad():
-        expected = net(ids, use_cache=False).logits
-        for place in (0, 4, 8):
-            changed = ids.clone()
-            changed[:, place] = 5 + (ids[:, place] - 4) % 90
-            output = net(changed, use_cache=False).logits
-            close(output[:, :place], expected[:, :place], 1e-12)
-            assert (output[:, place] - expected[:, place]).abs().max() > 1e-6
-        cache, parts = None, []
-        for piece in ids.split([4, 1, 1, 3], dim=1):
-            output = net(piece, past_key_values=cache, use_cache=True)
-            cache = output.past_key_values
-            parts.append(output.logits)
-        close(torch.cat(parts, dim=1), expected)
-        assert [layer.get_seq_length() for layer in cache.layers] == [9] * 6
-
-
 def test_seq2seq_pays_for_both_towers():
     net = model(XFormerForSeq2SeqLM, act="accumulated", num_decoder_layers=3)
     ids = tokens(2, 7)
@@ -361,10 +338,7 @@ def test_recording_runs_all_steps():
     ("stack", "fields", "message"),
     [
         ({"layers_per_step": 4}, {}, "does not divide `num_hidden_layers` 6"),
-        ({"layers_per_step": 0}, {}, "`layers_per_step` >= 1, got 0"),
-        ({"groups": 0}, {}, "`groups` >= 1, got 0"),
         ({"groups": 4, "layers_per_step": 2}, {}, "`groups=4`, of 2 layers each, for 3 steps"),
-        ({"act_loss_weight": -1}, {}, "`act_loss_weight` >= 0, got -1"),
         ({}, {"hidden_size": 15, "num_attention_heads": 3}, "even `hidden_size`, got 15"),
         ({}, {"per_layer_config": {0: {"feedforward": "relu"}}}, "leave out `per_layer_config`"),
     ],

@@ -86,16 +86,3 @@ def test_training_loss():
 def test_numbers_do_not_vote():
     net = build("voting_exit", labels=1, problem_type="regression")
     assert net(batch()[1][0]).exit_layers.tolist() == [LAYERS] * 24
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"vote_lambda": 1, "vote_threshold": 2}, "never 2"),
-        ({"min_layers": 0}, "min_layers"),
-        ({"diversity_weight": -1}, "diversity_weight"),
-    ],
-)
-def test_refusals(fields, message):
-    with pytest.raises(ValueError, match=message):
-        build("voting_exit", **fields)

@@ -1,0 +1,74 @@
+"""What configs refuse of blocks, in one sentence: a line for each."""
+
+import pytest
+from transformers import AutoConfig
+
+REFUSED = [
+    # convolution
+    ("odd `kernel`, got 4", dict(block={"type": "convolution", "kernel": 4})),
+    ("`hidden_size` 16 into", dict(hidden_size=16, num_attention_heads=4, block={"type": "convolution", "groups": 3})),
+    ("unknown activation 'wavy'", dict(block={"type": "convolution", "activation": "wavy"})),
+    ("indices of layers", dict(block={"type": "convolution", "layers": ()})),
+    ("no place for in a decoder", dict(block="convolution", attention="linear_transformer", is_decoder=True)),
+    ("residual 'no_residual' would put in its place", dict(block="convolution", residual="no_residual")),
+    ("convolution", dict(block="convolution", stack="reversible", residual="pre_ln")),
+    # cpe
+    ("odd `kernel`", dict(block={"type": "cpe", "kernel": 4})),
+    ("rows, columns", dict(block={"type": "cpe", "grid_size": (3,)})),
+    ("images alone", dict(block={"type": "cpe", "border": "circular"})),
+    ("cannot stand in a decoder", dict(block={"type": "cpe", "grid_size": (2, 2)}, is_decoder=True)),
+    ("no place for in a decoder", dict(block="cpe", attention="linear_transformer", is_decoder=True)),
+    # dartsformer
+    ("two or more parts", dict(block={"type": "dartsformer", "operations": ()})),
+    ("two or more parts", dict(block={"type": "dartsformer", "operations": (("glu",),)})),
+    ("same number", dict(block={"type": "dartsformer", "operations": (("glu", "ffn"), ("glu", "ffn", "zero"))})),
+    ("unknown operation 'wave'", dict(block={"type": "dartsformer", "operations": (("glu", "wave"),)})),
+    ("unknown operation", dict(block={"type": "dartsformer", "operations": (("cross_attention", "ffn"),)})),
+    ("two different `candidates` or more", dict(block={"type": "dartsformer", "candidates": ("glu",)})),
+    ("in 3 parts", dict(hidden_size=32, num_attention_heads=2, block="dartsformer", is_encoder_decoder=True)),
+    ("normalises parts", dict(block="dartsformer", normalization="power_norm")),
+    ("not made for", dict(block="dartsformer", attention="longformer")),
+    ("no place for in a decoder", dict(block="dartsformer", attention="linear_transformer", is_decoder=True)),
+    # delight
+    ("2 <= `min_depth` <= `max_depth`, got 1", dict(block={"type": "delight", "min_depth": 1})),
+    ("2 <= `min_depth`", dict(block={"type": "delight", "min_depth": 5, "max_depth": 4})),
+    ("`width_mult` of 1 / `proj_factor`", dict(block={"type": "delight", "width_mult": 0.25})),
+    ("unknown activation 'wavy'", dict(block={"type": "delight", "activation": "wavy"})),
+    ("up to 8 groups", dict(hidden_size=24, block="delight")),
+    ("normalises groups of channels", dict(block="delight", normalization="power_norm")),
+    ("`aggregation`", dict(block="delight", attention={"type": "dense", "aggregation": "capsule_heads"})),
+    ("not made for", dict(block="delight", attention="longformer")),
+    ("set `head_dim=16`", dict(hidden_size=32, num_attention_heads=1, position="rotary", block="delight")),
+    # no_ffn
+    ("no_ffn", dict(block="no_ffn")),
+    # orders
+    ("intermediate_size", dict(intermediate_size=1, block="macaron")),
+    ("does more than add to it", dict(block="parallel")),
+    ("shared_norm", dict(block={"type": "parallel", "shared_norm": True}, residual="rezero")),
+    ("coefficient", dict(num_hidden_layers=3, block={"type": "sandwich", "coefficient": 3})),
+    ("side by side", dict(block="parallel", residual="pre_ln", stack="reversible")),
+    # r_transformer
+    (
+        "more than `max_position_embeddings`",
+        dict(block={"type": "r_transformer", "window": 9}, max_position_embeddings=8),
+    ),
+    ("no place for in a decoder", dict(block="r_transformer", attention="linear_transformer", is_decoder=True)),
+    # separable_convolution
+    ("two sizes", dict(block={"type": "separable_convolution", "kernels": (3,)})),
+    ("odd `kernels`, got 4", dict(block={"type": "separable_convolution", "kernels": (3, 4)})),
+    ("no place for in a", dict(block="separable_convolution", attention="linear_transformer", is_decoder=True)),
+    # mask_attention_network
+    ("has two", dict(block="mask_attention_network", position="deberta", residual="pre_ln")),
+    (
+        "keys and values of a second attention",
+        dict(block="mask_attention_network", attention="linear_transformer", is_decoder=True, residual="pre_ln"),
+    ),
+]
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=lambda case: case[0])
+def test_refused(case):
+    message, fields, *error = case
+    variant = fields.get("variant", "xformer")
+    with pytest.raises(*(error or [ValueError]), match=message):
+        AutoConfig.for_model(variant, **{name: value for name, value in fields.items() if name != "variant"})
