@@ -69,7 +69,6 @@ REFUSED = [
         dict(is_encoder_decoder=True, embedding={"type": "token", "id_tables": (("langs", 2),), "absent_ids": "none"}),
     ),
     # pretraining_specs
-    ("no field 'generator_sise'; did you mean 'generator_size'", dict(generator_sise=0.5)),
     ("overrides 'pretraining', which both towers share", dict(decoder={"pretraining": {}})),
     ("overrides 'pretraining', which all", dict(per_layer_config={0: {"pretraining": {"reordering": {"chunks": 2}}}})),
 ]

@@ -5,7 +5,6 @@ from transformers import AutoConfig
 
 REFUSED = [
     # axial
-    ("`shape` of numbers >= 1", dict(position={"type": "axial", "shape": (0, 4)})),
     (
         "to a width of 16",
         dict(

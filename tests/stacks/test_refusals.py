@@ -16,7 +16,6 @@ REFUSED = [
     ("does not come out even", dict(intermediate_size=26, feedforward="conditional", stack="conditional_computation")),
     # decoder_exit
     ("'token_exit' for the tokens of an encoder", dict(stack="decoder_exit")),
-    ("from 0 to 1", dict(stack={"type": "decoder_exit", "exit_threshold": 1.5})),
     ("training='aligned'", dict(stack={"type": "decoder_exit", "halting": "gates", "training": "mixed"})),
     ("attention 'dense'", dict(is_decoder=True, stack="decoder_exit", attention="linear_transformer")),
     # distilling
@@ -37,7 +36,6 @@ REFUSED = [
     ("rotary|rotates", dict(attention="transformer_xl", position="rotary")),
     ("must sum to", dict(stack={"type": "funnel", "block_sizes": (1, 1)})),
     ("as many `block_repeats`", dict(stack={"type": "funnel", "block_repeats": (1, 1)})),
-    ("numbers >= 1", dict(stack={"type": "funnel", "block_sizes": (3, 0)})),
     ("attention='transformer_xl'", dict(stack="funnel")),
     ("'vanilla'", dict(attention="transformer_xl", stack="funnel", block="macaron")),
     ("does not come first in block", dict(attention="transformer_xl", stack="funnel", block="mask_attention_network")),
