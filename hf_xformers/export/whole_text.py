@@ -12,6 +12,7 @@ report = export_onnx(model, "model.onnx")
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.util
 import io
 import logging
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 
 from ..compat import grouped_mm_fallback
 from ..modeling_base import XFormerPreTrainedModel
+from .growth import grows_with_square
 
 # What a graph gives, where the model's output has it.
 _RESULTS = ("logits", "last_hidden_state", "pooler_output", "start_logits", "end_logits")
@@ -40,9 +42,9 @@ TALKATIVE = ("torch.onnx", "onnxscript", "torch.export", "torch.fx", "torch.fx.e
 @dataclass(frozen=True)
 class OnnxReport:
     """path: the file. inputs, outputs: names of what the graph reads and gives. dynamic: whether batch and length may
-    differ from call to call (else they are `shape`). literal: whether attention is exported as its literal equation,
-    whose memory grows with the square of the length. difference: largest absolute difference to the model under
-    onnxruntime; None where that is not installed."""
+    differ from call to call (else they are `shape`). literal: whether attention is exported as its literal equation.
+    quadratic: whether the largest tensor of the graph grows with the square of the length. difference: largest
+    absolute difference to the model under onnxruntime; None where that is not installed."""
 
     path: str
     inputs: tuple[str, ...]
@@ -50,6 +52,7 @@ class OnnxReport:
     dynamic: bool
     shape: tuple[int, int]
     literal: bool
+    quadratic: bool
     difference: float | None
 
     @property
@@ -58,6 +61,12 @@ class OnnxReport:
         if not self.dynamic:
             return f"{self.shape[0]} images" if "pixel_values" in self.inputs else f"{self.shape[0]} x {self.shape[1]}"
         return "any number of images" if "pixel_values" in self.inputs else "any batch and length"
+
+    @property
+    def attention(self) -> str:
+        """Which form attention has, and what the graph's memory grows with, in words."""
+        memory = f", memory O(length{'^2' if self.quadratic else ''})" if self.dynamic else ""
+        return ("literal equation" if self.literal else "usual path") + memory
 
 
 class _Plain(nn.Module):
@@ -147,19 +156,44 @@ def export_onnx(
     path = Path(path)
     if not path.absolute().parent.is_dir() or path.is_dir():
         raise ValueError(f"the graph cannot be written to {str(path)!r}; give a file in a folder that exists.")
-    literal = any(not layer.attention.exports_usual_path for layer in layers_of(model))
-    scratch = tempfile.TemporaryDirectory(dir=path.absolute().parent, prefix=".exporting-")
-    with scratch as folder, as_exported(model, literal), torch.no_grad():
-        sample = _sample(model, batch, length)
-        output = model(**sample)
-        names = tuple(name for name in _RESULTS if isinstance(getattr(output, name, None), Tensor))
-        program = _trace(_plain(model, names), sample, names, dynamic, opset, type(model).__name__)
-        program.save(str(Path(folder) / path.name))
-        shapes = _shapes(model, batch, length, dynamic)
-        difference = _compare(model, Path(folder) / path.name, names, shapes, tolerance)
-        for file in sorted(Path(folder).iterdir(), reverse=True):  # weights, then the graph that refers to them
-            os.replace(file, path.absolute().parent / file.name)
-    return OnnxReport(str(path), tuple(sample), names, dynamic, (batch, length), literal, difference)
+    problem: ValueError | None = None
+    for literal in (False, True):
+        scratch = tempfile.TemporaryDirectory(dir=path.absolute().parent, prefix=".exporting-")
+        with scratch as folder, as_exported(model, literal), torch.no_grad():
+            try:
+                made = _write(model, Path(folder) / path.name, (batch, length), dynamic, literal, tolerance, opset)
+            except ValueError as error:  # the literal equation may have a graph; what is said is of the usual path
+                problem = problem or error
+                continue
+            for file in sorted(Path(folder).iterdir(), reverse=True):  # weights, then the graph that refers to them
+                os.replace(file, path.absolute().parent / file.name)
+        return dataclasses.replace(made, path=str(path))
+    raise problem or RuntimeError("no form of attention was tried")
+
+
+def _write(
+    model: XFormerPreTrainedModel,
+    path: Path,
+    shape: tuple[int, int],
+    dynamic: bool,
+    literal: bool,
+    tolerance: float,
+    opset: int | None,
+) -> OnnxReport:
+    """Writes the graph of a model as it is set, and compares it."""
+    longest = _longest(model)
+    traced = shape
+    if dynamic and not literal and model.config.modality == "text":
+        least = max(layer.attention.traced_length(model.config) for layer in layers_of(model))
+        traced = shape[0], max(shape[1], least if longest is None else min(least, longest))
+    sample = _sample(model, *traced)
+    output = model(**sample)
+    names = tuple(name for name in _RESULTS if isinstance(getattr(output, name, None), Tensor))
+    program = _trace(_plain(model, names), sample, dynamic, longest, type(model).__name__)
+    _to_onnx(program, list(sample), names, opset, type(model).__name__).save(str(path))
+    difference = _compare(model, path, names, _shapes(shape, traced, longest, dynamic), tolerance)
+    grows = grows_with_square(program, [name for name in sample if name != "pixel_values"])
+    return OnnxReport(str(path), tuple(sample), names, dynamic, shape, literal, grows, difference)
 
 
 def exporter_of_onnx() -> None:
@@ -238,42 +272,51 @@ def _sample(model: XFormerPreTrainedModel, batch: int, length: int) -> dict[str,
 
 
 def _trace(
-    module: nn.Module,
-    sample: dict[str, Tensor],
-    names: tuple[str, ...],
-    dynamic: bool,
-    opset: int | None,
-    model: str,
-) -> Any:
+    module: nn.Module, sample: dict[str, Tensor], dynamic: bool, longest: int | None, model: str
+) -> torch.export.ExportedProgram:
     axes = {name: range(1 if name == "pixel_values" else 2) for name in sample}  # images have one size
-    free = {name: dict.fromkeys(places, torch.export.Dim.DYNAMIC) for name, places in axes.items()}
-    shapes = free if dynamic else None
-    said = io.StringIO()
+    shapes = {name: dict.fromkeys(places, torch.export.Dim.DYNAMIC) for name, places in axes.items()}
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(said), silent(*TALKATIVE):
+        with warnings.catch_warnings(), silent(*TALKATIVE):
             warnings.simplefilter("ignore")
-            program = torch.onnx.export(
-                module.eval(),
-                tuple(sample.values()),
+            given = tuple(sample.values())
+            program = torch.export.export(module.eval(), given, dynamic_shapes=shapes if dynamic else None, strict=False)
+    except Exception as error:
+        remedy = "; `dynamic=False` may give a graph for one shape" if dynamic else ""
+        raise ValueError(f"{model} has no ONNX graph of its computation ({first_line(error)}){remedy}.") from error
+    for bounds in program.range_constraints.values() if dynamic else ():
+        if bounds.upper < (1 << 16 if longest is None else longest):
+            raise ValueError(
+                f"{model} has no ONNX graph of its computation (it would be another one from {bounds.upper} tokens"
+                " on); `dynamic=False` may give a graph for one shape."
+            )
+    return program
+
+
+def _to_onnx(
+    program: torch.export.ExportedProgram, inputs: list[str], outputs: tuple[str, ...], opset: int | None, model: str
+) -> Any:
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), silent(*TALKATIVE):
+            warnings.simplefilter("ignore")
+            made = torch.onnx.export(
+                program,
                 dynamo=True,
-                dynamic_shapes=shapes,
-                input_names=list(sample),
-                output_names=list(names),
+                input_names=inputs,
+                output_names=list(outputs),
                 opset_version=opset,
                 custom_translation_table=translations(),
                 verbose=False,
             )
     except Exception as error:
-        first = first_line(error)
-        missing = first.startswith("No ONNX function found")  # an operator, and so for one shape as well
-        remedy = "; `dynamic=False` may give a graph for one shape" if dynamic and not missing else ""
-        raise ValueError(f"{model} has no ONNX graph of its computation ({first}){remedy}.") from error
-    made = None if program is None else program.model.opset_imports.get("")
-    if opset is not None and made != opset:  # where a conversion fails, the exporter keeps its own version
+        raise ValueError(f"{model} has no ONNX graph of its computation ({first_line(error)}).") from error
+    version = None if made is None else made.model.opset_imports.get("")
+    if opset is not None and version != opset:  # where a conversion fails, the exporter keeps its own version
         raise ValueError(
-            f"{model} has no ONNX graph of opset {opset}, but one of opset {made}; leave `opset` out, or take another."
+            f"{model} has no ONNX graph of opset {opset}, but one of opset {version}; leave `opset` out, or take"
+            " another."
         )
-    return program
+    return made
 
 
 @contextlib.contextmanager
@@ -353,13 +396,22 @@ def translations() -> dict[Any, Any]:
     return table
 
 
-def _shapes(model: XFormerPreTrainedModel, batch: int, length: int, dynamic: bool) -> list[tuple[int, int]]:
-    if not dynamic:
-        return [(batch, length)]
+def _longest(model: XFormerPreTrainedModel) -> int | None:
+    """The most tokens that all towers take; None: any number."""
     towers = [tower for tower in (model.base_model.trunk, model.base_model.decoder) if tower is not None]
     limits = [tower.max_length for tower in towers if tower.max_length is not None]
-    most = min(limits) if limits else length + 5
-    return [(batch, length), (batch + 1, min(length + 5, most)), (1, max(length - 3, 1))]
+    return min(limits) if limits else None
+
+
+def _shapes(
+    shape: tuple[int, int], traced: tuple[int, int], longest: int | None, dynamic: bool
+) -> list[tuple[int, int]]:
+    """Shapes that are compared: of a graph for every length also some around the one that was traced, and one token."""
+    if not dynamic:
+        return [shape]
+    (batch, length), most = shape, traced[1] + 5 if longest is None else longest
+    found = [shape, (batch + 1, min(length + 5, most)), (1, max(length - 3, 1)), (2, 1)]
+    return found if traced == shape else [*found, (2, min(traced[1] + 5, most))]
 
 
 def _compare(
