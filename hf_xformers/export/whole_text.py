@@ -35,6 +35,7 @@ from .growth import grows_with_square
 _RESULTS = ("logits", "last_hidden_state", "pooler_output", "start_logits", "end_logits")
 
 
+_FAR = 1 << 16  # tokens, for which a graph without a limit has to be the same
 # Loggers of what the exporter is made of; what matters of it is in the error or in the comparison.
 TALKATIVE = ("torch.onnx", "onnxscript", "torch.export", "torch.fx", "torch.fx.experimental.symbolic_shapes")
 
@@ -184,13 +185,20 @@ def _write(
     longest = _longest(model)
     traced = shape
     if dynamic and not literal and model.config.modality == "text":
-        least = max(layer.attention.traced_length(model.config) for layer in layers_of(model))
+        # 3: by which the sample of a decoder is shorter
+        least = max(layer.attention.traced_length(layer) for layer in layers_of(model)) + 3
         traced = shape[0], max(shape[1], least if longest is None else min(least, longest))
     sample = _sample(model, *traced)
     output = model(**sample)
     names = tuple(name for name in _RESULTS if isinstance(getattr(output, name, None), Tensor))
-    program = _trace(_plain(model, names), sample, dynamic, longest, type(model).__name__)
-    _to_onnx(program, list(sample), names, opset, type(model).__name__).save(str(path))
+    program = _trace(_plain(model, names), sample, dynamic, type(model).__name__)
+    most = min((bounds.upper for bounds in program.range_constraints.values()), default=_FAR)
+    if dynamic and not literal and most < (_FAR if longest is None else longest):
+        raise ValueError(
+            f"{type(model).__name__} has no ONNX graph of its computation (from {most + 1} tokens on it would be"
+            " another one); `dynamic=False` may give a graph for one shape."
+        )
+    _to_onnx(program, list(sample), names, dynamic, opset, type(model).__name__).save(str(path))
     difference = _compare(model, path, names, _shapes(shape, traced, longest, dynamic), tolerance)
     grows = grows_with_square(program, [name for name in sample if name != "pixel_values"])
     return OnnxReport(str(path), tuple(sample), names, dynamic, shape, literal, grows, difference)
@@ -272,29 +280,26 @@ def _sample(model: XFormerPreTrainedModel, batch: int, length: int) -> dict[str,
 
 
 def _trace(
-    module: nn.Module, sample: dict[str, Tensor], dynamic: bool, longest: int | None, model: str
+    module: nn.Module, sample: dict[str, Tensor], dynamic: bool, model: str
 ) -> torch.export.ExportedProgram:
     axes = {name: range(1 if name == "pixel_values" else 2) for name in sample}  # images have one size
-    shapes = {name: dict.fromkeys(places, torch.export.Dim.DYNAMIC) for name, places in axes.items()}
+    free = {name: dict.fromkeys(places, torch.export.Dim.DYNAMIC) for name, places in axes.items()}
+    shapes = free if dynamic else None
     try:
         with warnings.catch_warnings(), silent(*TALKATIVE):
             warnings.simplefilter("ignore")
-            given = tuple(sample.values())
-            program = torch.export.export(module.eval(), given, dynamic_shapes=shapes if dynamic else None, strict=False)
+            return torch.export.export(module.eval(), tuple(sample.values()), dynamic_shapes=shapes, strict=False)
     except Exception as error:
-        remedy = "; `dynamic=False` may give a graph for one shape" if dynamic else ""
-        raise ValueError(f"{model} has no ONNX graph of its computation ({first_line(error)}){remedy}.") from error
-    for bounds in program.range_constraints.values() if dynamic else ():
-        if bounds.upper < (1 << 16 if longest is None else longest):
-            raise ValueError(
-                f"{model} has no ONNX graph of its computation (it would be another one from {bounds.upper} tokens"
-                " on); `dynamic=False` may give a graph for one shape."
-            )
-    return program
+        raise _no_graph(model, error, dynamic) from error
 
 
 def _to_onnx(
-    program: torch.export.ExportedProgram, inputs: list[str], outputs: tuple[str, ...], opset: int | None, model: str
+    program: torch.export.ExportedProgram,
+    inputs: list[str],
+    outputs: tuple[str, ...],
+    dynamic: bool,
+    opset: int | None,
+    model: str,
 ) -> Any:
     try:
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), silent(*TALKATIVE):
@@ -309,7 +314,7 @@ def _to_onnx(
                 verbose=False,
             )
     except Exception as error:
-        raise ValueError(f"{model} has no ONNX graph of its computation ({first_line(error)}).") from error
+        raise _no_graph(model, error, dynamic) from error
     version = None if made is None else made.model.opset_imports.get("")
     if opset is not None and version != opset:  # where a conversion fails, the exporter keeps its own version
         raise ValueError(
@@ -317,6 +322,13 @@ def _to_onnx(
             " another."
         )
     return made
+
+
+def _no_graph(model: str, error: Exception, dynamic: bool) -> ValueError:
+    first = first_line(error)
+    missing = first.startswith("No ONNX function found")  # an operator, and so for one shape as well
+    remedy = "; `dynamic=False` may give a graph for one shape" if dynamic and not missing else ""
+    return ValueError(f"{model} has no ONNX graph of its computation ({first}){remedy}.")
 
 
 @contextlib.contextmanager
@@ -426,7 +438,14 @@ def _compare(
         output = model(**inputs)
         given = {name: tensor.cpu().numpy() for name, tensor in inputs.items()}
         mask = None if len(inputs) != 2 else inputs["attention_mask"]  # a decoder's text is not padded
-        for name, found in zip(names, session.run(list(names), given)):
+        try:
+            results = session.run(list(names), given)
+        except Exception as error:  # its classes have no base of their own
+            raise ValueError(
+                f"onnxruntime does not run the graph on a batch of {shape[0]} x {shape[1]} ({first_line(error)}); the"
+                " graph does not compute this model and is not written."
+            ) from error
+        for name, found in zip(names, results):
             expected = output[name].float().cpu()
             apart = (torch.from_numpy(found).float() - expected).abs()
             if (

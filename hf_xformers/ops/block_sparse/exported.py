@@ -142,6 +142,8 @@ def walk_of(pattern: Pattern) -> Walk | None:
             sets[own[0]] = None
         else:
             return None
+    if not (spans or columns or summaries or sets):
+        return None
     kinds = tuple(columns), tuple(summaries), tuple(sets), tuple(rows)
     sizes, gaps = {each.block for each in sets}, {term.gap for term in spans}
     gap = gaps.pop() if len(gaps) == 1 and not (sets or summaries) else 1
