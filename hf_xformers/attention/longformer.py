@@ -17,7 +17,16 @@ from ..ops.common.real_tokens import from_first_real, is_first_real
 from .shared.base import AttentionSpec
 from .shared.block_sparse import BlockSparseAttention, Inputs
 from .shared.global_tokens import given_globals
-from .shared.pattern_spec import by_head, check_at_least, check_heads, check_layers, largest, of_layer, traced_length_of_patterns, window_cache
+from .shared.pattern_spec import (
+    by_head,
+    check_at_least,
+    check_heads,
+    check_layers,
+    largest,
+    of_layer,
+    traced_length_of_patterns,
+    window_cache,
+)
 from .shared.window_parts import form_of_window
 
 

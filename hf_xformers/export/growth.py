@@ -30,7 +30,9 @@ def grows_with_square(program: torch.export.ExportedProgram, inputs: list[str]) 
 def _shapes_made(node: Any) -> list[list[Any]]:
     """Shapes of the tensors that a node makes, and of those that ONNX makes in its place."""
     made = node.meta.get("val")
-    shapes = [list(x.shape) for x in (made if isinstance(made, tuple | list) else [made]) if isinstance(x, torch.Tensor)]
+    shapes = [
+        list(x.shape) for x in (made if isinstance(made, tuple | list) else [made]) if isinstance(x, torch.Tensor)
+    ]
     if node.op != "call_function":
         return [] if node.op == "placeholder" else shapes
     given = [x.meta["val"] for x in node.args if isinstance(x, torch.fx.Node) and "val" in x.meta]

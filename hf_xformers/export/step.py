@@ -48,7 +48,8 @@ from .comparison import compare, input_names, under_onnxruntime
 from .decoding_step import DecodingStep, States, StepReport, after_step
 from .opening import trace_opening
 from .state import Held, Layout, advance, lengths_to_try, longest_text, observe, read, sample
-from .whole_text import TALKATIVE, as_exported, exporter_of_onnx, first_line, silent, translations
+from .translations import translations
+from .whole_text import TALKATIVE, as_exported, exporter_of_onnx, first_line, silent
 
 _FAR = (1 << 16) + 3  # tokens after which a graph has to be the same as at first
 _NEXT = "next."

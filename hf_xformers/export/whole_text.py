@@ -27,9 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..compat import grouped_mm_fallback
 from ..modeling_base import XFormerPreTrainedModel
 from .growth import grows_with_square
+from .translations import translations
 
 # What a graph gives, where the model's output has it.
 _RESULTS = ("logits", "last_hidden_state", "pooler_output", "start_logits", "end_logits")
@@ -127,8 +127,8 @@ def export_onnx(
     `[batch, length]` and, of an encoder-decoder, `decoder_input_ids`; of an image model of `pixel_values`; of a model
     of sound of `input_features` and `attention_mask`. Decoders are exported without their cache: the graph gives the
     logits of all tokens of a text, and a generation calls it with the text so far ([`export_step_onnx`] has graphs of
-    one step). The file, and one beside it for
-    weights of more than 2 GB, are written whole or not at all.
+    one step). Attention has its usual path, or where that has no graph its literal equation. The file, and one beside
+    it for weights of more than 2 GB, are written whole or not at all.
 
     Args:
         batch, length: the sample that is traced; with `dynamic=False` also the only shape that the graph takes.
@@ -279,9 +279,7 @@ def _sample(model: XFormerPreTrainedModel, batch: int, length: int) -> dict[str,
     return {name: tensor.to(model.device) for name, tensor in given.items()}
 
 
-def _trace(
-    module: nn.Module, sample: dict[str, Tensor], dynamic: bool, model: str
-) -> torch.export.ExportedProgram:
+def _trace(module: nn.Module, sample: dict[str, Tensor], dynamic: bool, model: str) -> torch.export.ExportedProgram:
     axes = {name: range(1 if name == "pixel_values" else 2) for name in sample}  # images have one size
     free = {name: dict.fromkeys(places, torch.export.Dim.DYNAMIC) for name, places in axes.items()}
     shapes = free if dynamic else None
@@ -345,69 +343,6 @@ def silent(*names: str) -> Iterator[None]:
             logger.setLevel(level)
 
 
-def translations() -> dict[Any, Any]:
-    """Operators that torch does not translate by itself."""
-    from onnxscript import opset18 as op
-
-    from .triangular import inverse_of_unit_lower
-
-    def sort_stable(self: Any, stable: Any = None, dim: int = -1, descending: bool = False) -> Any:
-        # ONNX says of TopK that equal values stand in the order of their places: it is stable.
-        size = op.Shape(self, start=dim, end=None if dim == -1 else dim + 1)
-        return op.TopK(self, size, axis=dim, largest=int(descending), sorted=1)
-
-    def searchsorted(
-        sorted_sequence: Any, self: Any, out_int32: bool = False, right: bool = False, **kwargs: Any
-    ) -> Any:
-        # How many entries stand before each value, counted.
-        entries, values = op.Unsqueeze(sorted_sequence, [-2]), op.Unsqueeze(self, [-1])
-        before = op.LessOrEqual(entries, values) if right else op.Less(entries, values)
-        return op.ReduceSum(op.Cast(before, to=6 if out_int32 else 7), [-1], keepdims=0)
-
-    def cummax(self: Any, dim: int) -> Any:
-        # The largest of all entries up to each one, over pairs of entries.
-        order = list(range(len(self.shape)))
-        order[dim], order[-1] = order[-1], order[dim]
-        moved = op.Transpose(self, perm=order)
-        places = op.Range(0, op.Squeeze(op.Shape(moved, start=-1)), 1)
-        earlier = op.LessOrEqual(places, op.Unsqueeze(places, [1]))
-        entries, ends = op.Unsqueeze(moved, [-2]), op.Unsqueeze(moved, [-1])
-        values = op.ReduceMax(op.Where(earlier, entries, ends), [-1], keepdims=0)
-        largest = op.And(earlier, op.Equal(entries, op.Unsqueeze(values, [-1])))
-        indices = op.ReduceMax(op.Where(largest, places, 0), [-1], keepdims=0)  # of equals the last, as torch's
-        return op.Transpose(values, perm=order), op.Transpose(indices, perm=order)
-
-    def solve_triangular(
-        self: Any, B: Any, upper: bool = False, left: bool = True, unitriangular: bool = False
-    ) -> Any:
-        if upper or not left or not unitriangular:
-            raise NotImplementedError("of triangular systems only I + strictlower(A) has a form in ONNX")
-        return op.MatMul(inverse_of_unit_lower(self), B)
-
-    def grouped_matmul(rows: Any, weight: Any, ends: Any) -> Any:
-        # Every expert reads its rows and zeros in place of the others': rows stay where they are, at E times the
-        # products.
-        last = op.Unsqueeze(op.Cast(ends, to=7), [0])
-        places = op.Unsqueeze(op.Range(0, op.Squeeze(op.Shape(rows, start=0, end=1)), 1), [1])
-        expert = op.ReduceSum(op.Cast(op.LessOrEqual(last, places), to=7), [1], keepdims=1)
-        total = None
-        for index in range(int(weight.shape[0])):
-            own = op.Mul(rows, op.CastLike(op.Equal(expert, index), rows))
-            part = op.MatMul(own, op.Gather(weight, index, axis=0))
-            total = part if total is None else op.Add(total, part)
-        return total
-
-    aten = torch.ops.aten
-    table = {
-        aten.sort.stable: sort_stable,
-        aten.searchsorted.Tensor: searchsorted,
-        aten.cummax.default: cummax,
-        aten.linalg_solve_triangular.default: solve_triangular,
-    }
-    table[grouped_mm_fallback().default] = grouped_matmul
-    return table
-
-
 def _longest(model: XFormerPreTrainedModel) -> int | None:
     """The most tokens that all towers take; None: any number."""
     towers = [tower for tower in (model.base_model.trunk, model.base_model.decoder) if tower is not None]
@@ -418,7 +353,7 @@ def _longest(model: XFormerPreTrainedModel) -> int | None:
 def _shapes(
     shape: tuple[int, int], traced: tuple[int, int], longest: int | None, dynamic: bool
 ) -> list[tuple[int, int]]:
-    """Shapes that are compared: of a graph for every length also some around the one that was traced, and one token."""
+    """Shapes that are compared: of a graph for every length also others than what was traced, and one token."""
     if not dynamic:
         return [shape]
     (batch, length), most = shape, traced[1] + 5 if longest is None else longest

@@ -78,7 +78,13 @@ def test_a_window_stays_one(tmp_path):
     report = export_onnx(model, path)
     assert report.attention == "usual path, memory O(length)" and report.difference < 1e-4
     session = onnxruntime.InferenceSession(str(path))
-    for lengths, side in (((1, 1), "right"), ((16, 9), "left"), ((17,), "right"), ((96, 33), "left"), ((301,), "right")):
+    for lengths, side in (
+        ((1, 1), "right"),
+        ((16, 9), "left"),
+        ((17,), "right"),
+        ((96, 33), "left"),
+        ((301,), "right"),
+    ):
         ids, mask = pad([tokens(n, seed=n) for n in lengths], max(lengths), side, seed=9)
         (found,) = session.run(None, {"input_ids": ids.numpy(), "attention_mask": mask.numpy()})
         with torch.no_grad():

@@ -96,9 +96,7 @@ def test_what_a_call_adds(length):
 def test_a_few_queries_after_others():
     """A step of a decoder: the last of 30 positions, of which a cache holds those from 19 on."""
     query, key, value = inputs(11)
-    found, _ = exported_attention(
-        query[:, :, -1:], key, value, band(6, 0) | block_local(8), (29, 19), 0.5, hidden(11)
-    )
+    found, _ = exported_attention(query[:, :, -1:], key, value, band(6, 0) | block_local(8), (29, 19), 0.5, hidden(11))
     expected, _ = block_sparse_reference(
         query[:, :, -1:], key, value, band(6, 0) | block_local(8), query_offset=29, key_offset=19, scale=0.5
     )

@@ -381,8 +381,8 @@ class AttentionSpec(Spec):
     own, without a position. rotates_values: a rotation may turn values and its output. reads_pages: its state is keys
     and values, any of which a mask of pairs may hide, so that those of many texts may lie side by side (continuous
     batching). asks_interface: its usual path is transformers' attention interface, with queries, keys and values and
-    nothing more, so that a function registered there may do all of it. hands_out_heads: what each head has read and its
-    values can be had head by head ([`Attention.written`], [`Attention.losses`]), so that heads may be joined in
+    nothing more, so that a function registered there may do all of it. hands_out_heads: what each head has read and
+    its values can be had head by head ([`Attention.written`], [`Attention.losses`]), so that heads may be joined in
     another way and have losses. weighs_blocks: the weights of some queries can be had without those of all
     ([`Attention.weights_of_block`]), as losses on them need.
 

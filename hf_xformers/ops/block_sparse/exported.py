@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..common.products import widened
 from .pattern_atoms import BlockSets, Positions, SummaryColumns
-from .pattern_base import Intersection, Pattern
+from .pattern_base import Pattern
 from .plan import BLOCK_SIZES, HALF_SPEED_ROWS
 
 # Up to this many queries are rows that read everything, whatever the pattern.
@@ -175,7 +175,7 @@ def _few(interval: Interval) -> bool:
 
 
 def _near(spans: list[Pattern], size: int, phases: int, gap: int) -> tuple[tuple[int, ...], int]:
-    """How far before the first query of a block its keys begin, for each phase of the period, and how many they are."""
+    """How far before the first query of a block its keys begin, for each phase of the period; how many they are."""
     if not spans:
         return (0,), 0
     lows, width = [], 0
@@ -271,7 +271,9 @@ def _keys(walk: Walk, length: Any, q_at: Tensor, lengths: Tensor | None) -> tupl
         counts.append(real[:, None] & outside(places[:, None]))
     for summary in walk.summaries:
         columns = torch.arange(summary.first, summary.last + 1, device=device)
-        columns = (torch.arange(_whole(length, summary.stride), device=device)[:, None] * summary.stride + columns).flatten()
+        columns = (
+            torch.arange(_whole(length, summary.stride), device=device)[:, None] * summary.stride + columns
+        ).flatten()
         real = columns < length
         for held in earlier:
             real = real & ~held(columns[None])
