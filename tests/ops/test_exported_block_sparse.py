@@ -5,11 +5,37 @@ import pytest
 import torch
 
 from hf_xformers.ops.block_sparse.exported import Hidden, exported_attention, traced_length, walk_of
-from hf_xformers.ops.block_sparse.patterns import band, block_local, causal, dilated, global_, per_head
+from hf_xformers.ops.block_sparse.patterns import (
+    band,
+    block_local,
+    block_ring,
+    causal,
+    dilated,
+    global_,
+    per_head,
+    summary_columns,
+)
 from hf_xformers.ops.block_sparse.reference import block_sparse_reference
 
-from .pattern_cases import CASES, RANDOM
+from .pattern_cases import CASES as SHARED
+from .pattern_cases import RANDOM, listed, near_before
 
+# Keys that are listed twice, away from the window.
+TWICE = {
+    "ends_that_meet": (
+        band(1, 1) | global_(first=40, last=40, rows=False),
+        lambda i, j, t: abs(i - j) <= 1 or j < 40 or j >= t - 40,
+    ),
+    "columns_of_two_strides": (
+        summary_columns(8, 2) | summary_columns(6, 1) | global_(first=12, rows=False) | band(1, 1),
+        lambda i, j, t: j % 8 >= 6 or j % 6 == 5 or j < 12 or abs(i - j) <= 1,
+    ),
+    "blocks_of_two_tables": (
+        SHARED["table"][0] | block_ring(5, 2) | global_(first=3, rows=False),
+        lambda i, j, t: listed(i, j, t) or near_before(i, j, t, 5, 2) or j < 3,
+    ),
+}
+CASES = SHARED | TWICE
 # Keys at any distance, or in a plane: there the engine is not exported.
 WITHOUT = {"full", "causal", "one_sided", "share", "strided", "strided_causal", "sparse_transformer", "overlapping"}
 WITHOUT |= {"rows_only", "complement"}

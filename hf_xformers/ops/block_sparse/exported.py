@@ -281,7 +281,8 @@ def _keys(walk: Walk, length: Any, q_at: Tensor, lengths: Tensor | None) -> tupl
         found.append(columns[None, None].expand(1, blocks, -1))
         counts.append(real.reshape(-1, 1, columns.shape[0]) & outside(columns[None, None]))
     if walk.sets:
-        slots = torch.cat([_slots(each, blocks, lengths, length, device) for each in walk.sets], -1)
+        of_sets = [_slots(each, blocks, lengths, length, device) for each in walk.sets]
+        slots = torch.cat(_one_batch(of_sets, lengths), -1)
         again = (slots[..., :, None] == slots[..., None, :]).tril(-1).any(-1)
         places = (slots[..., None] * walk.size + torch.arange(walk.size, device=device)).flatten(-2)
         real = ((slots >= 0) & ~again)[..., None].expand(-1, -1, -1, walk.size).flatten(-2) & (places < length)
