@@ -16,6 +16,7 @@ from ..ops.common.real_tokens import first_real
 from .shared.base import AttentionSpec
 from .shared.block_sparse import BlockSparseAttention
 from .shared.global_tokens import given_globals
+from .shared.pattern_spec import traced_length_of_patterns
 
 
 class BigBirdAttention(BlockSparseAttention):
@@ -134,6 +135,9 @@ class BigBirdSpec(AttentionSpec):
             last=self.num_global_blocks if self.global_mode == "itc" else 0,
         )
         return near | drawn.for_layer(layer_idx)
+
+    def traced_length(self, config) -> int:
+        return traced_length_of_patterns(self, config)
 
     def build(self, config, **where) -> BigBirdAttention:
         return BigBirdAttention(config, self, **where)

@@ -202,7 +202,6 @@ class DenseSpec(AttentionSpec):
     reads_carried_keys = True
     rotates_values = True
     reads_pages = True
-    exports_usual_path = True
     normalizes_heads = True
     caps_scores = True
     learns_sinks = True

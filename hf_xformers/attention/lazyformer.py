@@ -59,7 +59,7 @@ class LazyFormerAttention(ScoreChain, DenseAttention):
 
     def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
         super().prepare(context, past_key_values)
-        if not self.cross and self._keeps_weights(context, len(context.query_index), len(context.key_index)):
+        if not self.cross and self._keeps_weights(context, context.query_index.shape[0], context.key_index.shape[0]):
             visible_pairs(context)
 
     def _keeps_weights(self, context: LayerContext, queries: int, keys: int) -> bool:

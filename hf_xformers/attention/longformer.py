@@ -17,7 +17,15 @@ from ..ops.common.real_tokens import from_first_real, is_first_real
 from .shared.base import AttentionSpec
 from .shared.block_sparse import BlockSparseAttention, Inputs
 from .shared.global_tokens import given_globals
-from .shared.pattern_spec import by_head, check_heads, check_layers, largest, of_layer, window_cache
+from .shared.pattern_spec import (
+    by_head,
+    check_heads,
+    check_layers,
+    largest,
+    of_layer,
+    traced_length_of_patterns,
+    window_cache,
+)
 from .shared.window_parts import form_of_window
 
 
@@ -162,6 +170,9 @@ class LongformerSpec(AttentionSpec):
         answer = seen.roll(2, dims=-1)  # from two places after the first separator
         answer[:, :2] = False
         return {"global_attention_mask": torch.where(has, mask & answer, chosen)}
+
+    def traced_length(self, config) -> int:
+        return traced_length_of_patterns(self, config)
 
     def build(self, config, **where) -> LongformerAttention:
         return LongformerAttention(config, self, **where)

@@ -46,7 +46,7 @@ class RealFormerAttention(ScoreChain):
         self.joined_width = self.head_dim * (config.num_hidden_layers + 1)
 
     def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
-        if not self.cross and self._hands_on_scores(context, len(context.query_index), len(context.key_index)):
+        if not self.cross and self._hands_on_scores(context, context.query_index.shape[0], context.key_index.shape[0]):
             visible_pairs(context)
 
     def _hands_on_scores(self, context: LayerContext, queries: int, keys: int) -> bool:

@@ -150,9 +150,9 @@ class SlidingWindowAttention(BlockSparseAttention):
             side_value=sinks.value,
             side_mask=seen,
             score_cap=self.spec.score_cap,
-            return_lse=True,
+            return_lse=self.sinks is not None,
         )
-        return self.less_sinks(*result).transpose(1, 2), None
+        return (result if self.sinks is None else self.less_sinks(*result)).transpose(1, 2), None
 
 
 @register("attention", "sliding_window", aliases=("streaming_llm",))

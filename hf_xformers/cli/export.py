@@ -74,7 +74,7 @@ def run(argv: Sequence[str]) -> int:
             "outputs": ", ".join(report.outputs),
             "inputs": ", ".join(report.inputs),
             "shapes": report.shapes,
-            "attention": "literal equation, memory O(length^2)" if report.literal else "usual path",
+            "attention": report.attention,
             "largest difference": "not compared: pip install onnxruntime" if difference is None else difference,
         },
     )

@@ -48,7 +48,8 @@ from .comparison import compare, input_names, under_onnxruntime
 from .decoding_step import DecodingStep, States, StepReport, after_step
 from .opening import trace_opening
 from .state import Held, Layout, advance, lengths_to_try, longest_text, observe, read, sample
-from .whole_text import TALKATIVE, as_exported, exporter_of_onnx, first_line, layers_of, silent, translations
+from .translations import translations
+from .whole_text import TALKATIVE, as_exported, exporter_of_onnx, first_line, silent
 
 _FAR = (1 << 16) + 3  # tokens after which a graph has to be the same as at first
 _NEXT = "next."
@@ -111,9 +112,8 @@ def export_step_onnx(
         raise ValueError(f"the graph cannot be written to {str(path)!r}; give a file in a folder that exists.")
     kind = "onnx" if model.config.is_encoder_decoder else "safetensors"
     start = path.with_name(f"{path.stem}.start.{kind}")
-    usual = all(layer.attention.exports_usual_path for layer in layers_of(model))
     problem: ValueError | None = None
-    for literal in (False,) if usual else (False, True):
+    for literal in (False, True):
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=".exporting-") as folder, as_exported(model, literal):
             step = _exported(model, tolerance)
             try:

@@ -12,6 +12,7 @@ report = export_onnx(model, "model.onnx")
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.util
 import io
 import logging
@@ -26,13 +27,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..compat import grouped_mm_fallback
 from ..modeling_base import XFormerPreTrainedModel
+from .growth import grows_with_square
+from .translations import translations
 
 # What a graph gives, where the model's output has it.
 _RESULTS = ("logits", "last_hidden_state", "pooler_output", "start_logits", "end_logits")
 
 
+_FAR = 1 << 16  # tokens, for which a graph without a limit has to be the same
 # Loggers of what the exporter is made of; what matters of it is in the error or in the comparison.
 TALKATIVE = ("torch.onnx", "onnxscript", "torch.export", "torch.fx", "torch.fx.experimental.symbolic_shapes")
 
@@ -40,9 +43,9 @@ TALKATIVE = ("torch.onnx", "onnxscript", "torch.export", "torch.fx", "torch.fx.e
 @dataclass(frozen=True)
 class OnnxReport:
     """path: the file. inputs, outputs: names of what the graph reads and gives. dynamic: whether batch and length may
-    differ from call to call (else they are `shape`). literal: whether attention is exported as its literal equation,
-    whose memory grows with the square of the length. difference: largest absolute difference to the model under
-    onnxruntime; None where that is not installed."""
+    differ from call to call (else they are `shape`). literal: whether attention is exported as its literal equation.
+    quadratic: whether the largest tensor of the graph grows with the square of the length. difference: largest
+    absolute difference to the model under onnxruntime; None where that is not installed."""
 
     path: str
     inputs: tuple[str, ...]
@@ -50,6 +53,7 @@ class OnnxReport:
     dynamic: bool
     shape: tuple[int, int]
     literal: bool
+    quadratic: bool
     difference: float | None
 
     @property
@@ -58,6 +62,12 @@ class OnnxReport:
         if not self.dynamic:
             return f"{self.shape[0]} images" if "pixel_values" in self.inputs else f"{self.shape[0]} x {self.shape[1]}"
         return "any number of images" if "pixel_values" in self.inputs else "any batch and length"
+
+    @property
+    def attention(self) -> str:
+        """Which form attention has, and what the graph's memory grows with, in words."""
+        memory = f", memory O(length{'^2' if self.quadratic else ''})" if self.dynamic else ""
+        return ("literal equation" if self.literal else "usual path") + memory
 
 
 class _Plain(nn.Module):
@@ -117,8 +127,8 @@ def export_onnx(
     `[batch, length]` and, of an encoder-decoder, `decoder_input_ids`; of an image model of `pixel_values`; of a model
     of sound of `input_features` and `attention_mask`. Decoders are exported without their cache: the graph gives the
     logits of all tokens of a text, and a generation calls it with the text so far ([`export_step_onnx`] has graphs of
-    one step). The file, and one beside it for
-    weights of more than 2 GB, are written whole or not at all.
+    one step). Attention has its usual path, or where that has no graph its literal equation. The file, and one beside
+    it for weights of more than 2 GB, are written whole or not at all.
 
     Args:
         batch, length: the sample that is traced; with `dynamic=False` also the only shape that the graph takes.
@@ -147,19 +157,51 @@ def export_onnx(
     path = Path(path)
     if not path.absolute().parent.is_dir() or path.is_dir():
         raise ValueError(f"the graph cannot be written to {str(path)!r}; give a file in a folder that exists.")
-    literal = any(not layer.attention.exports_usual_path for layer in layers_of(model))
-    scratch = tempfile.TemporaryDirectory(dir=path.absolute().parent, prefix=".exporting-")
-    with scratch as folder, as_exported(model, literal), torch.no_grad():
-        sample = _sample(model, batch, length)
-        output = model(**sample)
-        names = tuple(name for name in _RESULTS if isinstance(getattr(output, name, None), Tensor))
-        program = _trace(_plain(model, names), sample, names, dynamic, opset, type(model).__name__)
-        program.save(str(Path(folder) / path.name))
-        shapes = _shapes(model, batch, length, dynamic)
-        difference = _compare(model, Path(folder) / path.name, names, shapes, tolerance)
-        for file in sorted(Path(folder).iterdir(), reverse=True):  # weights, then the graph that refers to them
-            os.replace(file, path.absolute().parent / file.name)
-    return OnnxReport(str(path), tuple(sample), names, dynamic, (batch, length), literal, difference)
+    problem: ValueError | None = None
+    for literal in (False, True):
+        scratch = tempfile.TemporaryDirectory(dir=path.absolute().parent, prefix=".exporting-")
+        with scratch as folder, as_exported(model, literal), torch.no_grad():
+            try:
+                made = _write(model, Path(folder) / path.name, (batch, length), dynamic, literal, tolerance, opset)
+            except ValueError as error:  # the literal equation may have a graph; what is said is of the usual path
+                problem = problem or error
+                continue
+            for file in sorted(Path(folder).iterdir(), reverse=True):  # weights, then the graph that refers to them
+                os.replace(file, path.absolute().parent / file.name)
+        return dataclasses.replace(made, path=str(path))
+    raise problem or RuntimeError("no form of attention was tried")
+
+
+def _write(
+    model: XFormerPreTrainedModel,
+    path: Path,
+    shape: tuple[int, int],
+    dynamic: bool,
+    literal: bool,
+    tolerance: float,
+    opset: int | None,
+) -> OnnxReport:
+    """Writes the graph of a model as it is set, and compares it."""
+    longest = _longest(model)
+    traced = shape
+    if dynamic and not literal and model.config.modality == "text":
+        # 3: by which the sample of a decoder is shorter
+        least = max(layer.attention.traced_length(layer) for layer in layers_of(model)) + 3
+        traced = shape[0], max(shape[1], least if longest is None else min(least, longest))
+    sample = _sample(model, *traced)
+    output = model(**sample)
+    names = tuple(name for name in _RESULTS if isinstance(getattr(output, name, None), Tensor))
+    program = _trace(_plain(model, names), sample, dynamic, type(model).__name__)
+    most = min((bounds.upper for bounds in program.range_constraints.values()), default=_FAR)
+    if dynamic and not literal and most < (_FAR if longest is None else longest):
+        raise ValueError(
+            f"{type(model).__name__} has no ONNX graph of its computation (from {most + 1} tokens on it would be"
+            " another one); `dynamic=False` may give a graph for one shape."
+        )
+    _to_onnx(program, list(sample), names, dynamic, opset, type(model).__name__).save(str(path))
+    difference = _compare(model, path, names, _shapes(shape, traced, longest, dynamic), tolerance)
+    grows = grows_with_square(program, [name for name in sample if name != "pixel_values"])
+    return OnnxReport(str(path), tuple(sample), names, dynamic, shape, literal, grows, difference)
 
 
 def exporter_of_onnx() -> None:
@@ -237,43 +279,54 @@ def _sample(model: XFormerPreTrainedModel, batch: int, length: int) -> dict[str,
     return {name: tensor.to(model.device) for name, tensor in given.items()}
 
 
-def _trace(
-    module: nn.Module,
-    sample: dict[str, Tensor],
-    names: tuple[str, ...],
+def _trace(module: nn.Module, sample: dict[str, Tensor], dynamic: bool, model: str) -> torch.export.ExportedProgram:
+    axes = {name: range(1 if name == "pixel_values" else 2) for name in sample}  # images have one size
+    free = {name: dict.fromkeys(places, torch.export.Dim.DYNAMIC) for name, places in axes.items()}
+    shapes = free if dynamic else None
+    try:
+        with warnings.catch_warnings(), silent(*TALKATIVE):
+            warnings.simplefilter("ignore")
+            return torch.export.export(module.eval(), tuple(sample.values()), dynamic_shapes=shapes, strict=False)
+    except Exception as error:
+        raise _no_graph(model, error, dynamic) from error
+
+
+def _to_onnx(
+    program: torch.export.ExportedProgram,
+    inputs: list[str],
+    outputs: tuple[str, ...],
     dynamic: bool,
     opset: int | None,
     model: str,
 ) -> Any:
-    axes = {name: range(1 if name == "pixel_values" else 2) for name in sample}  # images have one size
-    free = {name: dict.fromkeys(places, torch.export.Dim.DYNAMIC) for name, places in axes.items()}
-    shapes = free if dynamic else None
-    said = io.StringIO()
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(said), silent(*TALKATIVE):
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), silent(*TALKATIVE):
             warnings.simplefilter("ignore")
-            program = torch.onnx.export(
-                module.eval(),
-                tuple(sample.values()),
+            made = torch.onnx.export(
+                program,
                 dynamo=True,
-                dynamic_shapes=shapes,
-                input_names=list(sample),
-                output_names=list(names),
+                input_names=inputs,
+                output_names=list(outputs),
                 opset_version=opset,
                 custom_translation_table=translations(),
                 verbose=False,
             )
     except Exception as error:
-        first = first_line(error)
-        missing = first.startswith("No ONNX function found")  # an operator, and so for one shape as well
-        remedy = "; `dynamic=False` may give a graph for one shape" if dynamic and not missing else ""
-        raise ValueError(f"{model} has no ONNX graph of its computation ({first}){remedy}.") from error
-    made = None if program is None else program.model.opset_imports.get("")
-    if opset is not None and made != opset:  # where a conversion fails, the exporter keeps its own version
+        raise _no_graph(model, error, dynamic) from error
+    version = None if made is None else made.model.opset_imports.get("")
+    if opset is not None and version != opset:  # where a conversion fails, the exporter keeps its own version
         raise ValueError(
-            f"{model} has no ONNX graph of opset {opset}, but one of opset {made}; leave `opset` out, or take another."
+            f"{model} has no ONNX graph of opset {opset}, but one of opset {version}; leave `opset` out, or take"
+            " another."
         )
-    return program
+    return made
+
+
+def _no_graph(model: str, error: Exception, dynamic: bool) -> ValueError:
+    first = first_line(error)
+    missing = first.startswith("No ONNX function found")  # an operator, and so for one shape as well
+    remedy = "; `dynamic=False` may give a graph for one shape" if dynamic and not missing else ""
+    return ValueError(f"{model} has no ONNX graph of its computation ({first}){remedy}.")
 
 
 @contextlib.contextmanager
@@ -290,76 +343,22 @@ def silent(*names: str) -> Iterator[None]:
             logger.setLevel(level)
 
 
-def translations() -> dict[Any, Any]:
-    """Operators that torch does not translate by itself."""
-    from onnxscript import opset18 as op
-
-    from .triangular import inverse_of_unit_lower
-
-    def sort_stable(self: Any, stable: Any = None, dim: int = -1, descending: bool = False) -> Any:
-        # ONNX says of TopK that equal values stand in the order of their places: it is stable.
-        size = op.Shape(self, start=dim, end=None if dim == -1 else dim + 1)
-        return op.TopK(self, size, axis=dim, largest=int(descending), sorted=1)
-
-    def searchsorted(
-        sorted_sequence: Any, self: Any, out_int32: bool = False, right: bool = False, **kwargs: Any
-    ) -> Any:
-        # How many entries stand before each value, counted.
-        entries, values = op.Unsqueeze(sorted_sequence, [-2]), op.Unsqueeze(self, [-1])
-        before = op.LessOrEqual(entries, values) if right else op.Less(entries, values)
-        return op.ReduceSum(op.Cast(before, to=6 if out_int32 else 7), [-1], keepdims=0)
-
-    def cummax(self: Any, dim: int) -> Any:
-        # The largest of all entries up to each one, over pairs of entries.
-        order = list(range(len(self.shape)))
-        order[dim], order[-1] = order[-1], order[dim]
-        moved = op.Transpose(self, perm=order)
-        places = op.Range(0, op.Squeeze(op.Shape(moved, start=-1)), 1)
-        earlier = op.LessOrEqual(places, op.Unsqueeze(places, [1]))
-        entries, ends = op.Unsqueeze(moved, [-2]), op.Unsqueeze(moved, [-1])
-        values = op.ReduceMax(op.Where(earlier, entries, ends), [-1], keepdims=0)
-        largest = op.And(earlier, op.Equal(entries, op.Unsqueeze(values, [-1])))
-        indices = op.ReduceMax(op.Where(largest, places, 0), [-1], keepdims=0)  # of equals the last, as torch's
-        return op.Transpose(values, perm=order), op.Transpose(indices, perm=order)
-
-    def solve_triangular(
-        self: Any, B: Any, upper: bool = False, left: bool = True, unitriangular: bool = False
-    ) -> Any:
-        if upper or not left or not unitriangular:
-            raise NotImplementedError("of triangular systems only I + strictlower(A) has a form in ONNX")
-        return op.MatMul(inverse_of_unit_lower(self), B)
-
-    def grouped_matmul(rows: Any, weight: Any, ends: Any) -> Any:
-        # Every expert reads its rows and zeros in place of the others': rows stay where they are, at E times the
-        # products.
-        last = op.Unsqueeze(op.Cast(ends, to=7), [0])
-        places = op.Unsqueeze(op.Range(0, op.Squeeze(op.Shape(rows, start=0, end=1)), 1), [1])
-        expert = op.ReduceSum(op.Cast(op.LessOrEqual(last, places), to=7), [1], keepdims=1)
-        total = None
-        for index in range(int(weight.shape[0])):
-            own = op.Mul(rows, op.CastLike(op.Equal(expert, index), rows))
-            part = op.MatMul(own, op.Gather(weight, index, axis=0))
-            total = part if total is None else op.Add(total, part)
-        return total
-
-    aten = torch.ops.aten
-    table = {
-        aten.sort.stable: sort_stable,
-        aten.searchsorted.Tensor: searchsorted,
-        aten.cummax.default: cummax,
-        aten.linalg_solve_triangular.default: solve_triangular,
-    }
-    table[grouped_mm_fallback().default] = grouped_matmul
-    return table
-
-
-def _shapes(model: XFormerPreTrainedModel, batch: int, length: int, dynamic: bool) -> list[tuple[int, int]]:
-    if not dynamic:
-        return [(batch, length)]
+def _longest(model: XFormerPreTrainedModel) -> int | None:
+    """The most tokens that all towers take; None: any number."""
     towers = [tower for tower in (model.base_model.trunk, model.base_model.decoder) if tower is not None]
     limits = [tower.max_length for tower in towers if tower.max_length is not None]
-    most = min(limits) if limits else length + 5
-    return [(batch, length), (batch + 1, min(length + 5, most)), (1, max(length - 3, 1))]
+    return min(limits) if limits else None
+
+
+def _shapes(
+    shape: tuple[int, int], traced: tuple[int, int], longest: int | None, dynamic: bool
+) -> list[tuple[int, int]]:
+    """Shapes that are compared: of a graph for every length also others than what was traced, and one token."""
+    if not dynamic:
+        return [shape]
+    (batch, length), most = shape, traced[1] + 5 if longest is None else longest
+    found = [shape, (batch + 1, min(length + 5, most)), (1, max(length - 3, 1)), (2, 1)]
+    return found if traced == shape else [*found, (2, min(traced[1] + 5, most))]
 
 
 def _compare(
@@ -374,7 +373,14 @@ def _compare(
         output = model(**inputs)
         given = {name: tensor.cpu().numpy() for name, tensor in inputs.items()}
         mask = None if len(inputs) != 2 else inputs["attention_mask"]  # a decoder's text is not padded
-        for name, found in zip(names, session.run(list(names), given)):
+        try:
+            results = session.run(list(names), given)
+        except Exception as error:  # its classes have no base of their own
+            raise ValueError(
+                f"onnxruntime does not run the graph on a batch of {shape[0]} x {shape[1]} ({first_line(error)}); the"
+                " graph does not compute this model and is not written."
+            ) from error
+        for name, found in zip(names, results):
             expected = output[name].float().cpu()
             apart = (torch.from_numpy(found).float() - expected).abs()
             if (

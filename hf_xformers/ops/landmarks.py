@@ -54,7 +54,9 @@ def landmark_attention(
         # A softmax over nothing is NaN: let an empty sequence see everything and blank its output.
         nonempty = key_padding_mask.any(-1)
         visible = (key_padding_mask | ~nonempty[:, None])[:, None, None, :]
-    if exact_when_short and key.shape[2] <= num_landmarks:
+    # In a graph for every length the choice is made row by row, below.
+    every = isinstance(key.shape[2], torch.SymInt) and key_padding_mask is not None
+    if exact_when_short and not every and key.shape[2] <= num_landmarks:
         return _blank(F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scale), nonempty)
 
     landmarks_q, count_q = segment_means(query, num_landmarks, query_padding_mask)

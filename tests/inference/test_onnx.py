@@ -1,5 +1,7 @@
 """ONNX graphs of models, run by onnxruntime on shapes that were not traced."""
 
+import json
+
 import pytest
 import torch
 
@@ -20,6 +22,10 @@ OTHERS = (
     *("xf_longformer", "xf_performer", "xf_switch_transformer", "xf_reformer", "xf_deberta"),
     *("xf_delta_net", "xf_tupe", "xf_nystromformer", "xf_informer", "xf_star_transformer"),
 )
+# Which form each of them has, and whether its memory grows with the square of the length.
+FORMS = {
+    **dict.fromkeys(("xf_longformer", "xf_performer", "xf_nystromformer"), (False, False)),
+}
 SIZES = {
     "xf_nystromformer": {"type": "nystromformer", "num_landmarks": 20},  # more than the sample has tokens
     "xf_informer": {"type": "informer", "sampling_factor": 1},  # or all queries of short texts attend
@@ -42,6 +48,7 @@ def test_parity(name, tmp_path):
     before = model.config._attn_implementation
     report = export_onnx(model, tmp_path / "model.onnx")
     assert report.outputs == ("logits",) and report.dynamic and report.difference < 1e-4
+    assert (report.literal, report.quadratic) == FORMS.get(name, (False, True))
     assert model.config._attn_implementation == before
     for lengths, side in (((9, 5), "right"), ((3, 7, 25), "right"), ((4, 21), "left"), ((1,), "right")):
         ids, mask = pad([tokens(n, seed=n) for n in lengths], max(lengths), side, seed=9)
@@ -50,6 +57,42 @@ def test_parity(name, tmp_path):
             expected = model(ids, mask).logits
         real = mask.bool()
         torch.testing.assert_close(torch.from_numpy(found)[real], expected[real], atol=1e-4, rtol=1e-4)
+
+
+def largest_tensor(path, length):
+    """Bytes of the largest result of a node, of one text; as onnxruntime counts them."""
+    options = onnxruntime.SessionOptions()
+    options.enable_profiling, options.profile_file_prefix = True, str(path.with_suffix(""))
+    session = onnxruntime.InferenceSession(str(path), options)
+    ids, mask = tokens(1, length), torch.ones(1, length, dtype=torch.long)
+    session.run(None, {"input_ids": ids.numpy(), "attention_mask": mask.numpy()})
+    with open(session.end_profiling()) as file:
+        return max(int(event.get("args", {}).get("output_size", 0)) for event in json.load(file))
+
+
+def test_a_window_stays_one(tmp_path):
+    """Lengths around a block and a window, on both sides of padding, and no result of length x length numbers."""
+    window = {"type": "longformer", "window": 24}
+    case, path = ENCODERS["xf_longformer"], tmp_path / "model.onnx"
+    model = case.build(dtype=torch.float32, num_hidden_layers=1, max_position_embeddings=2048, attention=window)
+    report = export_onnx(model, path)
+    assert report.attention == "usual path, memory O(length)" and report.difference < 1e-4
+    session = onnxruntime.InferenceSession(str(path))
+    for lengths, side in (
+        ((1, 1), "right"),
+        ((16, 9), "left"),
+        ((17,), "right"),
+        ((96, 33), "left"),
+        ((301,), "right"),
+    ):
+        ids, mask = pad([tokens(n, seed=n) for n in lengths], max(lengths), side, seed=9)
+        (found,) = session.run(None, {"input_ids": ids.numpy(), "attention_mask": mask.numpy()})
+        with torch.no_grad():
+            expected = model(ids, mask).logits
+        real = mask.bool()
+        torch.testing.assert_close(torch.from_numpy(found)[real], expected[real], atol=1e-4, rtol=1e-4)
+    # A number for each pair would take 16 MiB for each head, a boolean 4 MiB.
+    assert largest_tensor(path, 2048) < 2048**2
 
 
 def test_classifier(tmp_path):

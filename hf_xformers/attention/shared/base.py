@@ -381,9 +381,8 @@ class AttentionSpec(Spec):
     own, without a position. rotates_values: a rotation may turn values and its output. reads_pages: its state is keys
     and values, any of which a mask of pairs may hide, so that those of many texts may lie side by side (continuous
     batching). asks_interface: its usual path is transformers' attention interface, with queries, keys and values and
-    nothing more, so that a function registered there may do all of it. exports_usual_path: its usual path is made of
-    ONNX operators alone; of others the literal equation is exported. hands_out_heads: what each head has read and its
-    values can be had head by head ([`Attention.written`], [`Attention.losses`]), so that heads may be joined in
+    nothing more, so that a function registered there may do all of it. hands_out_heads: what each head has read and
+    its values can be had head by head ([`Attention.written`], [`Attention.losses`]), so that heads may be joined in
     another way and have losses. weighs_blocks: the weights of some queries can be had without those of all
     ([`Attention.weights_of_block`]), as losses on them need.
 
@@ -435,7 +434,6 @@ class AttentionSpec(Spec):
     rotates_values: ClassVar[bool] = False
     reads_pages: ClassVar[bool] = False
     asks_interface: ClassVar[bool] = False
-    exports_usual_path: ClassVar[bool] = False
     hands_out_heads: ClassVar[bool] = False
     weighs_blocks: ClassVar[bool] = False
 
@@ -508,6 +506,11 @@ class AttentionSpec(Spec):
     def cache_layer_at(self, config, layer_idx: int) -> CacheLayerMixin:
         """[`AttentionSpec.cache_layer`] of one layer, where layers keep different states."""
         return self.cache_layer(config)
+
+    def traced_length(self, config) -> int:
+        """How many tokens a text needs to have, as far as `config` allows, for the graph that is traced of it to be
+        that of every text: a graph of a text that is one block alone knows no others."""
+        return 2
 
     def token_grid(self, config) -> TokenGrid | None:
         """The grid that it reads a sequence as; None: it knows none."""

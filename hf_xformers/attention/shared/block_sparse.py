@@ -48,7 +48,7 @@ class BlockSparseAttention(Attention):
 
     def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
         super().prepare(context, past_key_values)
-        if context.parts is not None or not self._literal(context, len(context.query_index)):
+        if context.parts is not None or not self._literal(context, context.query_index.shape[0]):
             return
         bias = self.score_bias(context)
         self._pairs(context)

@@ -7,6 +7,7 @@ from typing import ClassVar
 from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 
 from ...ops.block_sparse import patterns
+from ...ops.block_sparse.exported import traced_length
 from ...ops.block_sparse.patterns import Pattern
 from .base import AttentionSpec
 from .block_sparse import BlockSparseAttention
@@ -56,6 +57,13 @@ def by_head(make, value) -> Pattern:
     return patterns.per_head(*(make(one) for one in value)) if isinstance(value, tuple) else make(value)
 
 
+def traced_length_of_patterns(spec, config) -> int:
+    """`traced_length` of attention over patterns."""
+    layers = {spec.pattern(config, layer) for layer in range(config.num_hidden_layers)}
+    causal = [pattern & patterns.causal() if config.is_decoder else pattern for pattern in layers]
+    return max(traced_length(pattern, config.num_attention_heads) for pattern in causal)
+
+
 class BlockSparseSpec(AttentionSpec):
     """Base of attention over a pattern of positions; a subclass says which ([`BlockSparseSpec.pattern`])."""
 
@@ -70,6 +78,9 @@ class BlockSparseSpec(AttentionSpec):
     def pattern(self, config, layer_idx: int) -> Pattern:
         """N(i) of layer `layer_idx`; a decoder's causal order is added to it."""
         raise NotImplementedError
+
+    def traced_length(self, config) -> int:
+        return traced_length_of_patterns(self, config)
 
     def build(self, config, **where) -> BlockSparseAttention:
         return BlockSparseAttention(config, self, **where)

@@ -21,6 +21,7 @@ from ..common.kept import kept
 from ..common.padding import row_spans
 from ..common.products import wide_products
 from ..common.real_tokens import real_first
+from .exported import Hidden, exported_attention
 from .flex import Places, flex_applies, flex_block_sparse
 from .op import bound_rows, forward_op, make_pieces, pieces_of_rows
 from .pattern_base import Pattern, PerHead
@@ -195,6 +196,14 @@ def _engine(
         found = _few_rows(query, key, value, pattern, key_mask, call)
         if found is not None:
             return found
+    # Other runtimes have no such operator. (Where dynamo records, it cannot make the pattern.)
+    if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling() and call.dropout == 0:
+        whole = pattern & causal_pattern() if call.causal else pattern
+        others = call.segment_ids, call.row_lengths, call.side, call.score_bias, call.cap
+        hidden, offsets = Hidden(key.shape[2], key_mask, *others), (call.query_offset, call.key_offset)
+        made = exported_attention(query, key, value, whole, offsets, call.scale, hidden)
+        if made is not None:
+            return made
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     extras = [] if call.score_bias is None else _bias_blocks(query, key, pattern, call.score_bias, call)
     # The seed comes from the global generator, as for any dropout, and is replayed by gradient checkpointing.

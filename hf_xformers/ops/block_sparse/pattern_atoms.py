@@ -237,8 +237,15 @@ class BlockSets(Pattern):
         """For query blocks `row` [...]: the key blocks read, one tensor [...] per slot; -1 where a slot is empty."""
         raise NotImplementedError
 
+    def drawn_within(self, row: Tensor, length: Tensor) -> list[Tensor]:
+        """`drawn` after `bind(length)`, where the numbers of key positions are a tensor that broadcasts with `row`."""
+        return self.drawn(row)
+
     def allows(self, q: Tensor, k: Tensor) -> Tensor:
         return self._named(q, k, self.drawn(q // self.block))
+
+    def allows_within(self, q: Tensor, k: Tensor, length: Tensor) -> Tensor:
+        return self._named(q, k, self.drawn_within(q // self.block, length))
 
     def _named(self, q: Tensor, k: Tensor, slots: list[Tensor]) -> Tensor:
         """Whether one of the slots names the key's block."""
@@ -325,9 +332,8 @@ class RandomBlocks(BlockSets):
     def _for_head(self, head: int) -> Pattern:
         return replace(self, head=head, vary_heads=False) if self.vary_heads else self
 
-    def allows_within(self, q: Tensor, k: Tensor, length: Tensor) -> Tensor:
-        total = -(-length // self.size) if self.needs_length else self.total
-        return self._named(q, k, self._drawn(q // self.size, total))
+    def drawn_within(self, row: Tensor, length: Tensor) -> list[Tensor]:
+        return self._drawn(row, -(-length // self.size) if self.needs_length else self.total)
 
     def drawn(self, row: Tensor) -> list[Tensor]:
         if self.needs_length:
@@ -378,9 +384,8 @@ class BlockRing(BlockSets):
     def _bind(self, length: int) -> Pattern:
         return self if self.total is not None else replace(self, total=max(-(-length // self.size), 1))
 
-    def allows_within(self, q: Tensor, k: Tensor, length: Tensor) -> Tensor:
-        total = torch.clamp(-(-length // self.size), min=1) if self.total is None else self.total
-        return self._named(q, k, self._around(q // self.size, total))
+    def drawn_within(self, row: Tensor, length: Tensor) -> list[Tensor]:
+        return self._around(row, torch.clamp(-(-length // self.size), min=1) if self.total is None else self.total)
 
     def drawn(self, row: Tensor) -> list[Tensor]:
         if self.total is None:
