@@ -8,7 +8,7 @@ from hf_xformers.variants import config_class, family, model_types
 from tests.helpers import make_strong, tiny_fields
 
 HEADS = {head: name for name in reversed(model_types()) for head in config_class(name).heads}
-HEADS |= dict.fromkeys(config_class("xformer").heads, "xformer")
+HEADS |= dict.fromkeys(config_class("xformer").heads, "xformer") | {"ForTimeSeriesPrediction": "xf_informer"}
 WINDOW = {"type": "band_attention", "window_size": 1}
 OTHERS = {"ForSegmentReordering": {"type": "adaptive_span", "max_span": 2}}  # what its stack has a place for
 SHAPES = {"ForCausalLM": "decoder", "ForSeq2SeqLM": "seq2seq"}

@@ -1,5 +1,7 @@
 """Held-out figures of a large vocabulary: the same in pieces, without ever making all logits."""
 
+import copy
+
 import pytest
 import torch
 
@@ -44,8 +46,8 @@ def test_evaluation_in_pieces(name, tmp_path, monkeypatch):
 def test_attention_transfer_predicts_nothing():
     torch.manual_seed(0)
     model = XFormerForCausalLM(XFormerConfig(vocab_size=VOCAB, **FIELDS)).eval()
-    sizes = []
+    source, sizes = copy.deepcopy(model), []
     model.lm_head.register_forward_hook(lambda module, given, logits: sizes.append(tuple(logits.shape)))
-    transfer_losses(model, attention_pairs(model, model, [0]), {"input_ids": torch.arange(9)[None]})
+    transfer_losses(model, attention_pairs(model, source, [0]), {"input_ids": torch.arange(9)[None]})
     assert sizes == [(1, 1, VOCAB)] and not model.under_a_head
     assert model(torch.arange(9)[None]).logits.shape == (1, 9, VOCAB)
