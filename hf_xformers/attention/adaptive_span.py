@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, CacheLayerMixin
 
+from ..core.cache import WindowLayer, alone
 from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..core.segment_memory import SegmentCacheLayer, take_slots
@@ -27,7 +28,7 @@ from .transformer_xl import MEMORY_ORDER, MEMORY_REAL, SEGMENT_MEMORY, TEXT_BEGU
 TRIM = 64  # spans are rounded up to this many tokens, so that plans for them can be used again
 
 
-class SpanCacheLayer(DynamicSlidingWindowLayer):
+class SpanCacheLayer(WindowLayer):
     """Keys and values of the last tokens only: as many as the longest possible span, or fewer as the heads need."""
 
     def keep(self, tokens: int) -> None:
@@ -35,7 +36,7 @@ class SpanCacheLayer(DynamicSlidingWindowLayer):
         keys, values = self.keys, self.values
         if keys is not None and values is not None and not self.record_past and keys.shape[-2] > tokens:
             first = keys.shape[-2] - tokens
-            self.keys, self.values = keys[:, :, first:], values[:, :, first:]
+            self.keys, self.values = alone(keys[:, :, first:]), alone(values[:, :, first:])
 
 
 class _UnitClamp(torch.autograd.Function):

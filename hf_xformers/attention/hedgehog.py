@@ -56,6 +56,12 @@ class HedgehogSpec(LearnedFeaturesSpec):
 
     adds_up = True
     summary = "learned softmax features that imitate softmax attention: linear time, a state of constant size"
+    citation = """@inproceedings{zhang2024hedgehog,
+  title={The Hedgehog \\& the Porcupine: Expressive Linear Attentions with Softmax Mimicry},
+  author={Zhang, Michael and Bhatia, Kush and Kumbong, Hermann and R{\\'e}, Christopher},
+  booktitle={International Conference on Learning Representations},
+  year={2024}
+}"""
 
     num_features: int | None = bounded(None, least=1)
     chunk_size: int = 64

@@ -116,6 +116,14 @@ class LolcatsSpec(LearnedFeaturesSpec):
     tokens in a chunk of a whole text."""
 
     summary = "softmax in a sliding window, learned linear attention beyond it: linear time, a state of constant size"
+    citation = """@misc{zhang2024lolcats,
+  title={{LoLCATs}: On Low-Rank Linearizing of Large Language Models},
+  author={Zhang, Michael and Arora, Simran and Chalamala, Rahul and Wu, Alan and Spector, Benjamin and
+          Singhal, Aaryan and Ramesh, Krithik and R{\\'e}, Christopher},
+  year={2024},
+  eprint={2410.10254},
+  archivePrefix={arXiv}
+}"""
     cross = False
 
     window: int = bounded(64, "window_size", least=1)

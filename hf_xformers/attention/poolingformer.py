@@ -6,8 +6,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, CacheLayerMixin
 
+from ..core.cache import WindowLayer
 from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..ops.block_sparse import patterns
@@ -20,14 +21,14 @@ from .shared.block_sparse import BlockSparseAttention
 from .shared.pattern_spec import BlockSparseSpec, window_cache
 
 
-class PoolingCacheLayer(DynamicSlidingWindowLayer):
+class PoolingCacheLayer(WindowLayer):
     """Keys and values of the last tokens, for a window, and others of more tokens, from which windows are pooled."""
 
     is_croppable = False
 
     def __init__(self, window: int, pooled_window: int):
         super().__init__(sliding_window=window)
-        self.pooled = DynamicSlidingWindowLayer(sliding_window=pooled_window)
+        self.pooled = WindowLayer(sliding_window=pooled_window)
 
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache, DynamicLayer
 
-from ..core.cache import FollowsRows
+from ..core.cache import FollowsRows, alone
 from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..core.holes import take
@@ -150,7 +150,7 @@ class PredictiveAttention(ScoreChain):
                 before = F.pad(rows, (0, image.shape[3] - rows.shape[3]))  # earlier rows do not see later tokens
             image = torch.cat((before, image), dim=2)
             if layer is not None:
-                layer.rows[self.chain] = image[:, :, image.shape[2] - conv.above :]
+                layer.rows[self.chain] = alone(image[:, :, image.shape[2] - conv.above :])
         found = self.activation(conv(image))
         found = found if columns is None else take(found, columns.argsort(-1), 3)
         return (1 - alpha) * mixed + alpha * found if evolving else alpha * scores + (1 - alpha) * found

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, CacheLayerMixin
 
-from ..core.cache import FollowsRows
+from ..core.cache import FollowsRows, WindowLayer
 from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..core.sequence_parallel import SequenceForm, Unserved
@@ -32,7 +32,7 @@ class Sinks(NamedTuple):
     real: Tensor
 
 
-class SinkWindowLayer(FollowsRows, DynamicSlidingWindowLayer):
+class SinkWindowLayer(FollowsRows, WindowLayer):
     """The keys and values of a window, and those of the first tokens of each row. Its size does not grow."""
 
     is_croppable = False

@@ -64,6 +64,13 @@ class T2RSpec(LearnedFeaturesSpec):
 
     adds_up = True
     summary = "learned ReLU features: linear time, a state of constant size"
+    citation = """@inproceedings{kasai2021finetuning,
+  title={Finetuning Pretrained Transformers into {RNN}s},
+  author={Kasai, Jungo and Peng, Hao and Zhang, Yizhe and Yogatama, Dani and Ilharco, Gabriel and Pappas, Nikolaos and
+          Mao, Yi and Chen, Weizhu and Smith, Noah A.},
+  booktitle={Conference on Empirical Methods in Natural Language Processing},
+  year={2021}
+}"""
 
     num_features: int | None = bounded(None, least=1)
     normalization: Literal["denominator", "output_norm"] = "denominator"

@@ -446,6 +446,9 @@ def parse_command(
     first_look = {**_glance(file_plain), **_glance(plain)}
     first_look |= {f"{name}": fields["type"] for name, fields in merged.items() if "type" in fields}
     parser = make_parser(first_look)
+    rows = first_look.get("per_device_train_batch_size", "")
+    if rows.isdecimal():  # what training has the memory for, evaluation has, too
+        parser.set_defaults(per_device_eval_batch_size=int(rows))
     file_plain, _ = split_dotted(file_tokens(options, groups, parser), groups)
     tokens = [*file_plain, *plain]
     if "objective" in merged and "type" in merged["objective"]:

@@ -53,6 +53,7 @@ def run(argv: Sequence[str]) -> int:
     )
     with in_options(_OPTIONS):
         report = _swap(arguments, dotted) if swaps else _convert(arguments)
+    swaps = hasattr(report, "changes")
     content = json.dumps(report.to_dict(), indent=2)
     if report_file is not None:
         from ..core.saved_files import write_json
@@ -84,11 +85,13 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _convert(arguments: argparse.Namespace) -> Any:
-    from ..conversion import convert_checkpoint
+    from ..conversion import convert_checkpoint, swap_checkpoint
 
     for name, what in (("text", "the sample for"), ("seed", "that of the tensors that start anew in")):
         if getattr(arguments, name) is not None:
             raise ValueError(f"--{name} is {what} a swap; give components to swap, or leave it out")
+    if arguments.head is not None and arguments.model_type is None and _stays(arguments):
+        return swap_checkpoint(arguments.source, arguments.target, head=arguments.head, overwrite=arguments.overwrite)
     return convert_checkpoint(
         arguments.source,
         arguments.target,
@@ -98,6 +101,18 @@ def _convert(arguments: argparse.Namespace) -> Any:
         gguf_file=arguments.gguf_file,
         overwrite=arguments.overwrite,
     )
+
+
+def _stays(arguments: argparse.Namespace) -> bool:
+    """Whether a model of this package gets another head of this package: where that is asked for, or transformers has
+    none for what the model is."""
+    from ..conversion.checkpoint import goes_back, model_type_of
+    from ..variants import model_types
+
+    if arguments.gguf_file is not None or arguments.direction == "to_theirs":
+        return False
+    ours = model_type_of(arguments.source) in model_types()
+    return ours and (arguments.direction == "to_ours" or not goes_back(arguments.source, arguments.head))
 
 
 def _swap(arguments: argparse.Namespace, dotted: Mapping[str, Mapping[str, str]]) -> Any:
@@ -155,7 +170,10 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--to", dest="target", required=True, metavar="DIR", help="folder to write; new or empty")
     parser.add_argument(
-        "--head", metavar="CLASS", help="class to make, such as Model or ForMaskedLM; default: what the source has"
+        "--head",
+        metavar="CLASS",
+        help="class to make, such as Model or ForMaskedLM; one that the source lacks starts anew, also in a model that"
+        " stays with this package (--direction to_ours). Default: what the source has",
     )
     parser.add_argument(
         "--model-type",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,6 +52,8 @@ def run(argv: Sequence[str]) -> int:
     with in_options(_OPTIONS):
         try:
             model = load_ours(source, model_type, arguments.head)
+            with contextlib.suppress(OSError):  # which the export then says in its own words
+                output.parent.mkdir(parents=True, exist_ok=True)
             if arguments.step:
                 return _step(arguments, model, output, export_step_onnx)
             report = export_onnx(

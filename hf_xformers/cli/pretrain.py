@@ -46,6 +46,7 @@ def run(argv: Sequence[str], callbacks: Sequence[Any] = ()) -> int:
     preparation = Preparation(choice, source, args, **model_options(config_class, parsed, choice))
     devices.check_devices(preparation.config, args.world_size)
     quiet_libraries(args)
+    tell_new_head(choice.init_from, preparation)
     with folder_lock(preparation.folder, writes=args.should_save):
         prepared = preparation.run()
         _tell(prepared)
@@ -108,6 +109,13 @@ def _tell(prepared: Prepared) -> None:
         )
     if prepared.checkpoint is not None:
         say(f"resuming from {prepared.checkpoint}")
+
+
+def tell_new_head(source: str | None, preparation: Any) -> None:
+    """Says, before anything is prepared, which head of the model to start from is not there."""
+    if preparation.new_head and preparation.checkpoint is None:
+        head = f"For{preparation.objective.head}"
+        say(f"{source} has no trained head {head}: {', '.join(preparation.new_head)} start untrained")
 
 
 def amount(rows: int | None) -> str:

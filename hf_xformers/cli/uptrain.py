@@ -9,7 +9,7 @@ from typing import Any
 from ..core.components import SLOTS, build_spec
 from .arguments import Parser, parse_command, parse_objective
 from .console import in_options, say
-from .pretrain import OUTPUT_HELP, amount, quiet_libraries, report
+from .pretrain import OUTPUT_HELP, amount, quiet_libraries, report, tell_new_head
 
 _DESCRIPTION = """Continue the pretraining of a saved model, e.g. after `hf-xformers convert --attention ...`, on its
 own objective and tokenizer. With --teacher the model also learns to predict as another one does, which the source of
@@ -36,6 +36,7 @@ def run(argv: Sequence[str], callbacks: Sequence[Any] = ()) -> int:
     with in_options(_OPTIONS):
         preparation = prepare(choice, source, args, objective_fields=objective)
         devices.check_devices(preparation.config, args.world_size)
+    tell_new_head(choice.model, preparation)
 
     def tell(prepared: Any) -> None:
         plan = prepared.plan

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.chunked_loss import divergence_of_chosen, takes_chunks
 from ..ops.common.segments import accumulation_dtype
 
 IGNORED = -100  # label of what is not predicted
@@ -77,7 +78,11 @@ def prediction_loss(
     chosen = chosen_tokens(batch, own, next_token=next_token, everywhere=everywhere)
     if next_token:
         own, taught = own[:, :-1], taught[:, :-1]
-    return divergence(own[chosen], taught[chosen], temperature).sum() / chosen.sum().clamp(min=1)
+    if divergence is softened_divergence and takes_chunks(own):
+        total = temperature**2 * divergence_of_chosen(own, taught, chosen, temperature)
+    else:
+        total = divergence(own[chosen], taught[chosen], temperature).sum()
+    return total / chosen.sum().clamp(min=1)
 
 
 def chosen_tokens(

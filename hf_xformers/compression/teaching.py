@@ -67,6 +67,7 @@ class _Teaches:
         me: Any = self
         if teaching.teacher is not None:
             teaching.teacher.to(me.args.device).requires_grad_(False).eval()
+            me.models_beside = [teaching.teacher]
         self._terms: dict[str, Tensor] = {}
         self._term_batches = 0
 

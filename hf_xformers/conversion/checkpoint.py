@@ -116,6 +116,15 @@ def read_model_type(source: str | Path, wanted: str | None = None) -> tuple[Conv
     return converter_back(config_class(str(model_type))(), wanted, made_of), True
 
 
+def goes_back(source: str | Path, head: str) -> bool:
+    """Whether transformers has a class with `head` for one of our models, a folder or Hub id."""
+    try:
+        converter, ours = read_model_type(source)
+    except ValueError:
+        return False
+    return ours and converter.head_of_ours(head, cast(XFormerConfig, open_config(source))) is not None
+
+
 def _variant_again(source: str | Path, wanted: str | None) -> str:
     """The variant whose components a swapped model has: that of the family that is `wanted`, the one that the model
     was made of, or another that says what it is; the free mix if nothing says which.
@@ -260,6 +269,15 @@ def load_ours(source: str | Path, model_type: str, head: str | None) -> PreTrain
     another head than the saved one the tensors start anew.
 
     Raises:
+        ValueError: as [`open_ours`].
+    """
+    return open_ours(source, model_type, head).model
+
+
+def open_ours(source: str | Path, model_type: str, head: str | None) -> Source:
+    """[`load_ours`], with the tensors that started anew as what is `absent`.
+
+    Raises:
         ValueError: there is no such head, or the weights are missing, damaged, of other sizes or not those of the
         class.
     """
@@ -286,7 +304,7 @@ def load_ours(source: str | Path, model_type: str, head: str | None) -> PreTrain
                 f"The checkpoint {name!r} {what} {shown}; copy or download weights and config.json again from one"
                 " place."
             )
-    return found.model
+    return found
 
 
 def _class_of(config: PreTrainedConfig, converter: Converter, ours: bool, head: str | None) -> Any:

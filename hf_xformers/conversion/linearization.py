@@ -17,7 +17,7 @@ TITLES = {"transfer": "attention transfer", "distillation": "distillation", "lor
 @dataclass
 class StageRecord:
     """One finished stage. trained: parameters that could change, of `parameters`. what: in words. loss: held-out loss
-    after it, nats per predicted token (None: nothing was held out). seconds: of training, since its last start."""
+    after it, nats per predicted token (None: nothing was held out). rows: of a step. seconds: of training."""
 
     name: str
     steps: int
@@ -28,6 +28,7 @@ class StageRecord:
     seconds: float
     train_loss: float | None = None
     loss: float | None = None
+    rows: int | None = None
 
 
 @dataclass
@@ -36,8 +37,8 @@ class Linearization:
 
     source: folder or Hub id, as it was given. attention: the component that was put in. layers: which have it. plan:
     the settings, which a resumed run must share. source_loss, swapped_loss, floor_loss: held-out losses of the source,
-    after the swap before any training, and of token frequencies alone. layer_errors: by layer, |own - softmax|^2 /
-    |softmax|^2 of its attention's output, after the swap and after the transfer.
+    after the swap before any training, and of token frequencies alone, on held_out_rows rows. layer_errors: by layer,
+    |own - softmax|^2 / |softmax|^2 of its attention's output, after the swap and after the transfer.
     """
 
     source: str
@@ -48,6 +49,7 @@ class Linearization:
     source_loss: float | None = None
     swapped_loss: float | None = None
     floor_loss: float | None = None
+    held_out_rows: int | None = None
     layer_errors: dict[str, list[float]] = field(default_factory=dict)
     stages: list[StageRecord] = field(default_factory=list)
 
@@ -68,19 +70,28 @@ class Linearization:
         lines = [f"The attention of {layers} is `{self.attention['type']}` in place of softmax attention."]
         if self.source_loss is not None and self.swapped_loss is not None:
             floor = "" if self.floor_loss is None else f"; token frequencies alone give {self.floor_loss:.3f}"
+            rows = "" if self.held_out_rows is None else f" on {self.held_out_rows:,} rows"
             lines.append(
-                f"Held-out loss: {self.source_loss:.3f} of the source, {self.swapped_loss:.3f} after the swap{floor}."
+                f"Held-out loss{rows}: {self.source_loss:.3f} of the source, {self.swapped_loss:.3f} after the"
+                f" swap{floor}."
             )
         for stage in self.stages:
+            rows = "" if stage.rows is None else f" of {stage.rows:,} row{'s' if stage.rows > 1 else ''}"
             text = (
-                f"{TITLES[stage.name].capitalize() if stage.name != 'lora' else 'LoRA'}: {stage.steps:,} steps in"
-                f" {stage.seconds:.0f} s trained {stage.what}, {stage.trained:,} of {stage.parameters:,} parameters"
+                f"{TITLES[stage.name].capitalize() if stage.name != 'lora' else 'LoRA'}: {stage.steps:,} steps{rows},"
+                f" learning rate {stage.learning_rate:g}, in {stage.seconds:.0f} s trained {stage.what},"
+                f" {stage.trained:,} of {stage.parameters:,} parameters"
             )
             if stage.loss is not None:
                 part = self.recovered(stage.loss)
                 share = "" if part is None else f", {part:.1%} of the gap between swap and source recovered"
                 text += f"; held-out loss {stage.loss:.3f}{share}"
             lines.append(f"{text}.")
+        if any((self.recovered(stage.loss) or 0) > 1 for stage in self.stages):
+            lines.append(
+                "More than the whole gap: the training text resembles the held-out text, so that the model has also"
+                " adapted to it, which the source has not."
+            )
         before, after = self.layer_errors.get("swapped"), self.layer_errors.get("transfer")
         if before and after:
             pairs = ", ".join(f"{layer}: {a:.2g} -> {b:.2g}" for layer, a, b in zip(self.layers, before, after))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -18,15 +18,18 @@ _TOKENS = 512  # of the sample: enough to leave a window, quick on a CPU
 _PREDICTIONS = 32  # compared at a time: distributions over a large vocabulary take memory
 _MASK_EVERY = 7
 _OUTPUTS = ("logits", "prediction_logits", "start_logits", "seq_relationship_logits")
+_VECTORS = ("last_hidden_state", "vectors", "prediction_outputs", "reconstruction")  # of a model without predictions
+_FRAMES = 256  # of sound
 
 
 @dataclass(frozen=True)
 class Movement:
-    """Outputs before and after, on `rows` rows of `length` tokens of `text`.
+    """Outputs before and after, on `rows` rows of `length` tokens of `text` (0: of no text).
 
     kl_mean, kl_max: KL(before || after) of the predictions in nats, over `predictions` of them; None for a model
     without predictions. agreement: share whose most likely class is the same. states: relative change of the last
-    hidden states, |after - before| / |before|, of a model without predictions.
+    hidden states (or of what the head makes of them: vectors of texts, forecasts, pictures), |after - before| /
+    |before|, of a model without predictions.
     """
 
     text: str
@@ -39,7 +42,7 @@ class Movement:
     states: float | None = None
 
     def __str__(self) -> str:
-        sample = f"{self.rows} x {self.length} tokens of {self.text}"
+        sample = f"{self.rows} x {self.length} tokens of {self.text}" if self.length else self.text
         if self.kl_mean is None:
             return f"hidden states moved by {self.states:.3g} of their size, on {sample}"
         return (
@@ -55,28 +58,22 @@ def movement(
     """Compares two models of this package with the same head.
 
     texts: the sample, by default the help texts that come with Python. Without a tokenizer the sample is random
-    tokens. A masked language model is asked for every 7th token, which it does not see, if the tokenizer has a mask;
-    others are asked everywhere. Rows are as long as both models allow, 512 tokens in all.
+    tokens; models of images, sound and series get random values. A masked language model is asked for every 7th token,
+    which it does not see, if the tokenizer has a mask; others are asked everywhere. Rows are as long as both models
+    allow, 512 tokens in all.
     """
-    length = min(_TOKENS, *(limit for model in (before, after) for limit in _limits(model)))
-    rows = max(1, _TOKENS // length)
-    ids, text = _sample(before.config.vocab_size, rows * length, tokenizer, texts)
-    rows = max(1, len(ids) // length)
-    length = min(length, len(ids))
-    ids = ids[: rows * length].view(rows, length).to(before.device)
-    asked = torch.ones_like(ids, dtype=torch.bool)
-    mask = getattr(tokenizer, "mask_token_id", None)
-    if type(before).__name__.endswith("ForMaskedLM") and mask is not None and length > _MASK_EVERY:
-        asked = (torch.arange(length, device=ids.device) % _MASK_EVERY == _MASK_EVERY - 1).expand_as(ids)
-        ids = ids.masked_fill(asked, mask)
+    values = _values(before)
+    if values is not None:
+        text, rows, length, asked = "random values", 1, 0, [(values, None)]
+    else:
+        text, rows, length, asked = _questions(before, after, tokenizer, texts)
     sums = {"kl": 0.0, "same": 0.0, "count": 0, "moved": 0.0, "size": 0.0}
     largest, predicts = 0.0, False
-    for row, wanted in zip(ids, asked):  # a row at a time: two tables of logits are memory enough
-        first, second = _outputs(before, row, wanted), _outputs(after, row, wanted)
+    for given, wanted in asked:  # a row at a time: two tables of logits are memory enough
+        outputs = [model(**given, **_task(model)) for model in (before, after)]
+        first, second = (_predictions(output, wanted) for output in outputs)
         if first is None or second is None:
-            old, new = (
-                model(input_ids=row[None], **_task(model)).last_hidden_state.float() for model in (before, after)
-            )
+            old, new = (_vectors(output) for output in outputs)
             sums["moved"] += float((new - old).square().sum())
             sums["size"] += float(old.square().sum())
             continue
@@ -94,16 +91,61 @@ def movement(
     return Movement(text, rows, length, count, sums["kl"] / count, largest, sums["same"] / count)
 
 
-def _outputs(model: PreTrainedModel, row: Tensor, wanted: Tensor) -> Tensor | None:
-    """Logits [predictions, classes] for one row of ids, of tokens those that are wanted; None for a model that
-    predicts nothing."""
-    if type(model).__name__.endswith("ForMultipleChoice"):
-        return model(input_ids=torch.stack([row, row.flip(0)])[None]).logits
-    output = model(input_ids=row[None], **_task(model))
+def _questions(
+    before: PreTrainedModel, after: PreTrainedModel, tokenizer: Any | None, texts: Iterable[str] | None
+) -> tuple[str, int, int, list[tuple[dict[str, Tensor], Tensor | None]]]:
+    """Of which text, rows, their length, and for each row what models are given and which tokens are asked for."""
+    length = min(_TOKENS, *(limit for model in (before, after) for limit in _limits(model)))
+    rows = max(1, _TOKENS // length)
+    ids, text = _sample(before.config.vocab_size, rows * length, tokenizer, texts)
+    rows = max(1, len(ids) // length)
+    length = min(length, len(ids))
+    ids = ids[: rows * length].view(rows, length).to(before.device)
+    asked = torch.ones_like(ids, dtype=torch.bool)
+    mask = getattr(tokenizer, "mask_token_id", None)
+    if type(before).__name__.endswith("ForMaskedLM") and mask is not None and length > _MASK_EVERY:
+        asked = (torch.arange(length, device=ids.device) % _MASK_EVERY == _MASK_EVERY - 1).expand_as(ids)
+        ids = ids.masked_fill(asked, mask)
+    if type(before).__name__.endswith("ForMultipleChoice"):
+        return text, rows, length, [({"input_ids": torch.stack([row, row.flip(0)])[None]}, None) for row in ids]
+    return text, rows, length, [({"input_ids": row[None]}, wanted) for row, wanted in zip(ids, asked)]
+
+
+def _values(model: PreTrainedModel) -> dict[str, Tensor] | None:
+    """Random inputs [1, ...] of a model of images, sound or series; None for one of text."""
+    config = cast(XFormerConfig, model.config)
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(1, *shape, generator=generator).to(model.device, model.dtype)
+
+    if config.modality == "image":
+        return {"pixel_values": drawn(config.num_channels, *config.image_shape)}
+    if config.modality == "sound":
+        return {"input_features": drawn(_FRAMES, config.num_mel_bins)}
+    if not config.embedding.reads_series or not config.head.forecasts:
+        return None
+    head, features = config.head, config.embedding.time_features
+    made = {"past_values": drawn(head.context_length, config.embedding.channels)}
+    if features:
+        made["past_time_features"] = drawn(head.context_length, features)
+        made["future_time_features"] = drawn(head.prediction_length, features)
+    return made
+
+
+def _predictions(output: Any, wanted: Tensor | None) -> Tensor | None:
+    """Logits [predictions, classes] for one row, of tokens those that are wanted; None where nothing is predicted."""
     found = next((output[name] for name in _OUTPUTS if output.get(name) is not None), None)
     if found is None:
         return None
-    return found[0][wanted] if found.ndim == 3 else found
+    if found.ndim < 3:
+        return found
+    kept = found[0] if wanted is None or found.shape[1] != len(wanted) else found[0][wanted]
+    return kept.flatten(0, -2)
+
+
+def _vectors(output: Any) -> Tensor:
+    return next(output[name] for name in _VECTORS if output.get(name) is not None).float()
 
 
 def _task(model: PreTrainedModel) -> dict[str, Tensor]:

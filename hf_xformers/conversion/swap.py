@@ -30,7 +30,7 @@ from ..modeling_tower import XFormerTower
 from ..modeling_xformer import XFormerModel
 from ..variants import family, model_types
 from .base import converter_for
-from .checkpoint import check_target, load, load_ours, model_type_of, open_config, open_tokenizer, save
+from .checkpoint import check_target, load, model_type_of, open_config, open_ours, open_tokenizer, save
 from .derivations import Derived, Part, derive
 from .gguf import gguf_config, unpacked
 from .image_processors import open_image_processor, reads_images, save_image_processor
@@ -65,14 +65,14 @@ def swap_components(
     result), a folder, or a Hub id. changes: components by slot (`attention="longformer"`, or a dict whose fields
     without a `type` change the component that is there), `num_key_value_heads`, `decoder` (fields of an
     encoder-decoder's decoder) and `per_layer_config`. max_length: tokens that positions shall cover. head: our head's
-    name, by default the source's.
+    name, by default the source's; one that the source lacks starts anew.
     texts, tokenizer: the sample on which the movement of the outputs is measured (`measure=False`: not at all), by
     default the help texts that come with Python and the source's own tokenizer. seed: of what starts anew. layers: by
     slot, the layers that change (`{"attention": "0-9,12"}`); the others stay as they are.
 
     A component keeps the settings that it shares with the one it replaces (say, `bias` of any attention). The result
-    is of the source's variant while no component changes its type, and of the free mix (`XFormer...`) from then on; it
-    is in evaluation mode.
+    is of the source's variant while no component changes its type, and of the free mix (`XFormer...`) from then on,
+    where that has such a head; it is in evaluation mode.
 
     Raises:
         TypeError: `source` is neither a model nor a path.
@@ -81,14 +81,22 @@ def swap_components(
     """
     if max_length is not None:
         changes["max_length"] = max_length
-    model, conversion, borrowed = open_model(source, head)
+    model, conversion, borrowed, fresh = _opened(source, head)
     if tokenizer is None and not isinstance(source, PreTrainedModel):
         tokenizer = open_tokenizer(source)
-    config = swapped_config(cast(XFormerConfig, model.config), changes, layers)
+    if changes or not fresh:
+        config = swapped_config(cast(XFormerConfig, model.config), changes, layers, our_head_of(model))
+    else:  # another head is all that changes
+        config = cast(XFormerConfig, copy.deepcopy(model.config))
     target, report = _swapped(model, config, borrowed, seed)
+    report.kept = [name for name in report.kept if name not in fresh]
+    report.new = sorted({*report.new, *fresh})
+    if fresh and conversion is None:
+        report.source = (open_config(cast(str, source)).architectures or [report.source])[0]
     report.conversion = conversion
-    if measure:
-        report.movement = movement(model, target, tokenizer, texts)
+    if measure and changes:  # what a head that has learned nothing predicts says nothing
+        pair = [each.base_model if fresh else each for each in (model, target)]
+        report.movement = movement(*pair, tokenizer, texts)
     return target, report
 
 
@@ -164,33 +172,42 @@ def source_config(source: str | Path, gguf_file: str | None = None) -> XFormerCo
 
 def open_model(
     source: PreTrainedModel | str | Path, head: str | None = None
-) -> tuple[PreTrainedModel, Report | None, bool]:
-    """Our model of a loaded one, a folder or a Hub id, ours or of transformers; how it was converted, and whether its
-    tensors are the caller's. What is loaded is in evaluation mode.
+) -> tuple[PreTrainedModel, frozenset[str]]:
+    """Our model of a loaded one, a folder or a Hub id, ours or of transformers, and which of its tensors started anew
+    because the source has none of that head. What is loaded is in evaluation mode.
 
     Raises:
         TypeError, ValueError: as [`swap_components`].
     """
+    found = _opened(source, head)
+    return found[0], found[3]
+
+
+def _opened(
+    source: PreTrainedModel | str | Path, head: str | None
+) -> tuple[PreTrainedModel, Report | None, bool, frozenset[str]]:
+    """The model of [`open_model`], how it was converted, whether its tensors are the caller's, and what is new."""
     if isinstance(source, XFormerPreTrainedModel):
         if head not in (None, our_head_of(source)):
             raise ValueError(
                 f"{type(source).__name__} is swapped as it is; leave `head` out, or load the class that has it first."
             )
         refuse_quantized(type(source).__name__, source.config.to_dict())
-        return source, None, True
+        return source, None, True, frozenset()
     if isinstance(source, PreTrainedModel):
-        found = to_ours(Source(source, borrowed=True), converter_for(source.config.model_type), head)
-        return found[0].eval(), found[1], False
+        model, report = to_ours(Source(source, borrowed=True), converter_for(source.config.model_type), head)
+        return model.eval(), report, False, frozenset(report.new)
     if not isinstance(source, (str, Path)):
         raise TypeError(f"Give a model, a folder or a Hub id, got {type(source).__name__}: {source!r}.")
     model_type = model_type_of(source)
     if model_type in model_types():
-        return load_ours(source, model_type, head).eval(), None, False
+        found = open_ours(source, model_type, head)
+        return found.model.eval(), None, False, found.absent
     converter = converter_for(model_type)
     if head is not None:
         check_head(converter, head)
     model, report = to_ours(load(source, converter, False, head), converter, head)
-    return model.eval(), report, False
+    return model.eval(), report, False, frozenset(report.new)
 
 
 # ---------------------------------------------------------------------------------------------------- tensors

@@ -21,13 +21,17 @@ _NOT_OURS = ("model_type", "transformers_version", "architectures", "dtype")
 
 
 def swapped_config(
-    config: XFormerConfig, changes: Mapping[str, Any], layers: Mapping[str, Layers] | None = None
+    config: XFormerConfig,
+    changes: Mapping[str, Any],
+    layers: Mapping[str, Layers] | None = None,
+    head: str = "Model",
 ) -> XFormerConfig:
     """`config` with `changes`: components by slot, `max_length`, `num_key_value_heads`, `decoder`, `per_layer_config`.
 
     layers: by slot, the layers that its change is for, as numbers from 0 on, as text (`"0-9,12"`), or `"all"`; the
     others stay as they are. Overrides of single layers and of the decoder that `config` has stay where `changes` does
-    not name them.
+    not name them. head: of the model. With components of other types the result is the free mix, but of images and
+    sound, and under a head that the free mix does not have, the variant.
 
     Raises:
         ValueError: nothing changes, a field that cannot change, layers that do not exist or have a component of their
@@ -50,7 +54,7 @@ def swapped_config(
     fields = {name: value for name, value in config.to_dict().items() if name not in _NOT_OURS}
     fields |= merge_changes(fields, given, take_over=shared_settings)
     swapped = type(config)(**fields)
-    if _types(swapped) != _types(config):
+    if _types(swapped) != _types(config) and config.modality == "text" and head in XFormerConfig.heads:
         swapped = XFormerConfig(**fields)
     decoder = changes.get("decoder")
     if "position" not in changes and "position" not in (decoder if isinstance(decoder, Mapping) else {}):

@@ -7,10 +7,35 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, EncoderDecoderCache
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    EncoderDecoderCache,
+)
 
 from .components import Spec
 from .sharing import layer_at
+
+
+def alone(tensor: Tensor) -> Tensor:
+    """The tensor, in memory of its own where it is the small part of another one, all of which it would keep: what is
+    left of a long prompt, say."""
+    if torch.compiler.is_compiling() or tensor.untyped_storage().nbytes() <= 2 * tensor.nbytes:
+        return tensor
+    return tensor.clone()
+
+
+class WindowLayer(DynamicSlidingWindowLayer):
+    """Keys and values of the last tokens, without the memory of those before them."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        found = super().update(key_states, value_states, *args, **kwargs)
+        if self.keys is not None and self.values is not None and not self.record_past:
+            self.keys, self.values = alone(self.keys), alone(self.values)
+        return found
 
 
 class RecurrentStateLayer(CacheLayerMixin):
@@ -33,7 +58,7 @@ class RecurrentStateLayer(CacheLayerMixin):
 
     def advance(self, tokens: int, **state: Tensor) -> None:
         """Replaces the named tensors after `tokens` more tokens were read."""
-        self.state.update(state)
+        self.state.update({name: alone(tensor) for name, tensor in state.items()})
         self.cumulative_length += tokens
         self.is_initialized = True
 

@@ -1,4 +1,4 @@
-"""Cross-entropy of half-precision logits over large vocabularies, some rows at a time."""
+"""Cross-entropy and divergence of logits over large vocabularies, some rows at a time."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from ..ops.common.derivatives import first_derivative_only
 
 _NUMBERS_AT_ONCE = {"cpu": 1 << 20}  # of logits in float32: what a cache holds; elsewhere a step costs more than room
 _NUMBERS_ELSEWHERE = 1 << 26
+_LARGE = 1 << 24  # numbers in float32 that are worth it
 
 
 def _pieces(logits: Tensor) -> Iterator[tuple[int | slice, slice]]:
@@ -29,8 +30,8 @@ def _pieces(logits: Tensor) -> Iterator[tuple[int | slice, slice]]:
 class ChunkedCrossEntropy(torch.autograd.Function):
     """The sum over labels [B, T] (`ignore_index`: none) of the cross-entropy of logits [B, T, V], in float32.
 
-    No copy of all logits in float32 is made: beside them there is their gradient, in their own type, made in the
-    forward pass.
+    No further copy of all logits is made: beside them there is their gradient, in their own type, made in the forward
+    pass.
     """
 
     @staticmethod
@@ -44,24 +45,68 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             weight, norm = known[..., None].float(), some.logsumexp(-1, keepdim=True)
             total += ((norm - some.gather(-1, target)) * weight).sum()
             if grad is not None:
-                slope = some.sub_(norm).exp_().mul_(weight)
+                slope = (some - norm).exp_().mul_(weight)  # `some` is the logits themselves where these are in float32
                 grad[where] = slope.scatter_add_(-1, target, -weight)
         ctx.save_for_backward(grad)
         return total
 
     @staticmethod
-    @first_derivative_only("Cross-entropy of half-precision logits", "compute the logits in float32")
+    @first_derivative_only("Cross-entropy of many logits", "give no labels, and compute the loss from the logits")
     def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor, None, None]:
         (grad,) = ctx.saved_tensors
-        scaled = torch.empty_like(grad)
-        for where in _pieces(grad):  # the factor, often one by many tokens, has too few digits in half precision
-            scaled[where] = grad[where].float().mul_(grad_total)
-        return scaled, None, None
+        return _scaled(grad, grad_total), None, None
+
+
+class ChunkedDivergence(torch.autograd.Function):
+    """The sum over `chosen` [B, T] (boolean) of KL(softmax(teacher / t) || softmax(student / t)) in nats, in float32:
+    student, teacher [B, T, V], temperature t. Only the student has a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, student: Tensor, teacher: Tensor, chosen: Tensor, temperature: float) -> Tensor:
+        total = student.new_zeros((), dtype=torch.float32)
+        grad = torch.empty_like(student) if ctx.needs_input_grad[0] else None
+        for where in _pieces(student):
+            weight = chosen[where][..., None].float()
+            own, taught = ((logits[where].float() / temperature).log_softmax(-1) for logits in (student, teacher))
+            likely = taught.exp()
+            total += (taught.sub_(own).mul_(likely) * weight).sum()
+            if grad is not None:
+                grad[where] = own.exp_().sub_(likely).mul_(weight / temperature)
+        ctx.save_for_backward(grad)
+        return total
+
+    @staticmethod
+    @first_derivative_only("The divergence of many logits", "compute it from the logits")
+    def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor, None, None, None]:
+        (grad,) = ctx.saved_tensors
+        return _scaled(grad, grad_total), None, None, None
+
+
+def divergence_of_chosen(student: Tensor, teacher: Tensor, chosen: Tensor, temperature: float) -> Tensor:
+    """[`ChunkedDivergence`] that looks at nothing but the tokens `chosen` where these are few, as of a masked language
+    model."""
+    if 2 * int(chosen.sum()) < chosen.numel():
+        student, teacher = (logits[chosen][None] for logits in (student, teacher))
+        chosen = torch.ones(student.shape[:2], dtype=torch.bool, device=student.device)
+    total: Tensor = ChunkedDivergence.apply(student, teacher, chosen, temperature)
+    return total
+
+
+def _scaled(grad: Tensor, factor: Tensor) -> Tensor:
+    """`grad` times a factor that, often one by many tokens, has too few digits in half precision."""
+    scaled = torch.empty_like(grad)
+    for where in _pieces(grad):
+        scaled[where] = grad[where].float() * factor
+    return scaled
 
 
 def takes_chunks(logits: Tensor) -> bool:
-    """Whether logits gain by it: of half precision, outside of a graph, whose kernels hold no copies either."""
-    return logits.dtype in (torch.bfloat16, torch.float16) and not torch.compiler.is_compiling()
+    """Whether logits gain by it: of half precision, or so many that copies of them take the memory, outside of a
+    graph, whose kernels hold no copies either."""
+    if torch.compiler.is_compiling():
+        return False
+    half = logits.dtype in (torch.bfloat16, torch.float16)
+    return half or (logits.dtype == torch.float32 and logits.numel() > _LARGE)
 
 
-__all__ = ["ChunkedCrossEntropy", "takes_chunks"]
+__all__ = ["ChunkedCrossEntropy", "ChunkedDivergence", "divergence_of_chosen", "takes_chunks"]

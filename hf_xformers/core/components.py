@@ -51,11 +51,13 @@ class Spec(TypedSpec):
     unquantized: linear maps inside it that keep their precision when a model is quantised, by the ends of their names,
     each with the reason: a small change of theirs is a large one of the outputs, as `compression/quantizable.py`
     measures it.
+    citation: BibTeX of its paper, of a component that no family is named after.
     gives, reads: what it makes for another component, and needs another one to make (`core/hand_overs.py`).
     """
 
     slot: ClassVar[str] = ""
     summary: ClassVar[str] = ""
+    citation: ClassVar[str] = ""
     inputs: ClassVar[tuple[str, ...]] = ()
     tensor_parallel: ClassVar[bool] = True
     layers_apart: ClassVar[bool] = True

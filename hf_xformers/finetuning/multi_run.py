@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -350,7 +349,7 @@ class MultiTaskTuning:
     def train(self, prepared: Mapping[str, Prepared], callbacks: Sequence[TrainerCallback] = ()) -> dict[str, Any]:
         """Trains, takes the best checkpoint, evaluates and predicts every task, saves every task's model; the content
         of `training_summary.json`."""
-        from ..training.callbacks import speak_plainly
+        from ..training.callbacks import TrainedSeconds, speak_plainly
 
         args, run = self.args, self.run_options
         first = next(iter(self.parts))
@@ -375,6 +374,7 @@ class MultiTaskTuning:
                 one.plan["task_number"] = number
                 collators[name] = WithTaskNumber(collators[name], number)
         rows = JoinedRows([NamedRows(one.splits["train"].features, name) for name, one in prepared.items()])
+        timer = TrainedSeconds()
         trainer = MultiTaskTrainer(
             model=model,
             args=args,
@@ -386,7 +386,7 @@ class MultiTaskTuning:
             train_dataset=rows,
             eval_dataset=rows if validations else None,  # there has to be one; `evaluate` has its own
             processing_class=prepared[first].tokenizer,
-            callbacks=[*self.parts[first]._callbacks(None), *callbacks],
+            callbacks=[*self.parts[first]._callbacks(None), timer, *callbacks],
             recipe=run,
             layerwise=run,
             groups=groups,
@@ -396,10 +396,9 @@ class MultiTaskTuning:
         summary = self._plan(prepared, model)
         if args.should_save:
             write_json(self.folder / SUMMARY_FILE, summary)
-        started = time.perf_counter()
         trainer.train(resume_from_checkpoint=None if self.checkpoint is None else str(self.checkpoint))
         summary |= {"status": "finished", "steps": trainer.state.global_step, "epochs": trainer.state.epoch}
-        summary["seconds"] = round(time.perf_counter() - started, 2)
+        summary["seconds"] = round(timer.seconds, 2)
         if trainer.unfreezing is not None:
             summary["trained_parameters"] = trainer.unfreezing.trained()
         if ensemble is not None:

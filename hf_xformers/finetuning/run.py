@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -365,7 +364,7 @@ class FineTuning:
         """
         from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
-        from ..training.callbacks import speak_plainly
+        from ..training.callbacks import TrainedSeconds, speak_plainly
 
         args, task, folder = self.args, prepared.task, self.folder
         validation = prepared.splits.get("validation")
@@ -377,7 +376,7 @@ class FineTuning:
         groups = LayerGroups(model) if self.run_options.goes_by_layers else None
         ensemble = SelfEnsemble(model, self.run_options) if self.run_options.self_ensemble is not None else None
         self._begin(prepared)
-        collator = task.collator(prepared.tokenizer, model, args.seed)
+        collator, timer = task.collator(prepared.tokenizer, model, args.seed), TrainedSeconds()
         static = collator.as_static() if isinstance(collator, SeededCollator) else collator
         trainer = self.make_trainer(
             model=model,
@@ -389,7 +388,7 @@ class FineTuning:
             train_dataset=prepared.splits["train"].features,
             eval_dataset=None if validation is None else validation.features,
             processing_class=prepared.tokenizer,
-            callbacks=[*self._callbacks(collator), *callbacks],
+            callbacks=[*self._callbacks(collator), timer, *callbacks],
             recipe=self.run_options,
             layerwise=self.run_options,
             groups=groups,
@@ -400,14 +399,14 @@ class FineTuning:
         speak_plainly(trainer, {"f1": task.f1_name()})
         trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
         summary = {**prepared.plan, "parameters": model.num_parameters(), "trained_parameters": trainable}
+        summary |= {"learning_rate": args.learning_rate, "rows_per_step": trainer.rows_per_step}
         if self.run_options.peft in ("lora", "ia3"):
             summary["adapter_reach"] = reach(model)
         if args.should_save:
             write_json(folder / SUMMARY_FILE, summary)
-        started = time.perf_counter()
         trainer.train(resume_from_checkpoint=None if prepared.checkpoint is None else str(prepared.checkpoint))
         summary |= {"status": "finished", "steps": trainer.state.global_step, "epochs": trainer.state.epoch}
-        summary["seconds"] = round(time.perf_counter() - started, 2)
+        summary["seconds"] = round(timer.seconds, 2)
         if trainer.unfreezing is not None:
             summary["trained_parameters"] = trainer.unfreezing.trained()
         if ensemble is not None:

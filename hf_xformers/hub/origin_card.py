@@ -10,19 +10,20 @@ from typing import Any
 from ..configuration_xformer import XFormerConfig
 from ..conversion.linearization import read_linearization
 from ..conversion.provenance import Provenance, read_provenance
-from ..core.components import SLOTS
+from ..core.components import SLOTS, build_spec
 from ..families import VariantInfo
 from .training_record import is_hub_id
 
 
 @dataclass
 class Origin:
-    """summary: a sentence; None where the family's own says it. sections: Markdown. infos: whose papers to cite. base:
-    Hub id of the first source."""
+    """summary: a sentence; None where the family's own says it. sections: Markdown. infos: whose papers to cite.
+    citations: BibTeX of other papers. base: Hub id of the first source."""
 
     summary: str | None = None
     sections: list[str] = field(default_factory=list)
     infos: list[VariantInfo] = field(default_factory=list)
+    citations: list[str] = field(default_factory=list)
     base: str | None = None
 
 
@@ -64,6 +65,10 @@ def origin_of(folder: Path, config: Any, architecture: str) -> Origin:
             origin.infos.append(info)
             text = f"**{slot} `{new}`**: the Transformer with {info.summary} ([{info.paper}]({info.url}))."
             shown.append(f"{text} Cost of that variant in T tokens: {info.cost}.\n\n$$\n{info.equation}\n$$")
+        spec = build_spec(slot, new)
+        if info is None and spec.citation:
+            origin.citations.append(spec.citation)
+            shown.append(f"**{slot} `{new}`**: {spec.summary}.")
     if shown:
         origin.sections += ["## Mechanism", *shown]
     origin.infos.append(config_class("xformer").info)  # the survey, which the free mix is after

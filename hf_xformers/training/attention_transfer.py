@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 import torch
+from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -21,6 +22,8 @@ from ..attention.shared.base import Attention
 from ..blocks.base import XFormerLayer
 from ..core.context import LayerContext, SublayerOutput
 from ..modeling_xformer import XFormerModel
+from .head_pieces import head_left_out, leaves_head_out
+from .partial_checkpoints import TrainedAlone, share_frozen
 from .randomness import preserved_randomness
 from .trainer import XFormerTrainer
 
@@ -144,11 +147,12 @@ def weight_cross_entropy(own: Tensor | None, taught: Tensor | None, mask: Tensor
     return (entropy * keep).sum() / keep.sum().clamp(min=1)
 
 
-class AttentionTransferTrainer(XFormerTrainer):
+class AttentionTransferTrainer(TrainedAlone, XFormerTrainer):
     """[`XFormerTrainer`] whose loss is the mean over the chosen layers of how far the model's attention is from the
     source's: `output`, the relative squared error of what the sublayer gives (Zhang et al. 2024, arXiv 2410.10254,
     section 3.2), or `weights`, the cross-entropy of attention weights, which needs the matrix of all pairs. Nothing
-    but what [`Pair.trained`] names is trained, without dropout. Evaluation is that of the whole model by itself."""
+    but what [`Pair.trained`] names is trained, without dropout, and checkpoints hold nothing else; what is frozen is
+    kept once, for both models. Evaluation is that of the whole model by itself."""
 
     def __init__(
         self, *args: Any, source: PreTrainedModel, layers: Sequence[int], loss: TransferLoss, **kwargs: Any
@@ -159,6 +163,8 @@ class AttentionTransferTrainer(XFormerTrainer):
         super().__init__(*args, **kwargs)
         module: Any = source
         module.to(self.args.device).requires_grad_(False).eval()
+        share_frozen(kwargs["model"], module)
+        self.models_beside = [module]
 
     def compute_loss(
         self,
@@ -185,7 +191,9 @@ def transfer_losses(
     """By pair, how far the student's attention is from the source's on `inputs`. model: the student, or a wrapper of
     it."""
     given = {name: value for name, value in inputs.items() if name != "labels"}
-    with comparison(pairs, loss) as found:
+    inner = extract_model_from_parallel(model)
+    predictions = head_left_out(inner) if leaves_head_out(inner) else contextlib.nullcontext()  # nobody reads them
+    with comparison(pairs, loss) as found, predictions:
         model(**given, output_attentions=loss == "weights")
     return [torch.stack(found[place]).mean() for place in range(len(pairs))]
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import time
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 from transformers.trainer_callback import (
+    ExportableState,
     PrinterCallback,
     ProgressCallback,
     TrainerCallback,
@@ -17,8 +20,20 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from transformers.training_args import TrainingArguments
 
 from ..objectives.base import SeededCollator
+from .memory import MemoryLine
 
-__all__ = ["EpochCallback", "ExactSaves", "LogLines", "LogLinesUnderBar", "speak_plainly"]
+__all__ = [
+    "EpochCallback",
+    "ExactSaves",
+    "LogLines",
+    "LogLinesUnderBar",
+    "MeasuringLines",
+    "Progress",
+    "TrainedSeconds",
+    "speak_plainly",
+]
+
+_SECONDS_BETWEEN = 10.0  # two lines about the progress of what is not trained
 
 
 class ExactSaves(TrainerCallback):
@@ -53,6 +68,35 @@ class ExactSaves(TrainerCallback):
         saves = control.should_save or (control.should_evaluate and args.save_strategy == SaveStrategy.BEST)
         if saves and args.logging_strategy != IntervalStrategy.NO:
             control.should_log = True
+
+
+class TrainedSeconds(TrainerCallback, ExportableState):
+    """How long a run has trained, in all its processes one after the other: checkpoints hold the seconds up to them,
+    from which a resumed run counts on. What an interruption lost is not counted."""
+
+    def __init__(self) -> None:
+        self.before, self._started = 0.0, time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        return self.before + time.perf_counter() - self._started
+
+    def resume(self, state: TrainerState) -> None:
+        """Counts on from what a checkpoint says, from now on."""
+        saved: dict[str, Any] = state.stateful_callbacks.get(type(self).__name__) or {}  # type: ignore[assignment,union-attr]
+        self.before = float(saved.get("attributes", {}).get("before", 0.0))
+        self._started = time.perf_counter()
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if state.global_step:
+            self.resume(state)
+        else:
+            self.before, self._started = 0.0, time.perf_counter()
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"before": round(self.seconds, 2)}}
 
 
 class EpochCallback(TrainerCallback):
@@ -112,8 +156,68 @@ def log_line(logs: dict[str, Any], state: TrainerState, called: Mapping[str, str
     return ", ".join(parts)
 
 
-class LogLines(PrinterCallback):
-    """Prints [`log_line`] where Trainer prints a dict."""
+class Progress:
+    """Lines about how far something of `count` parts is, and how long it will take, one in ten seconds at most, to
+    `say`."""
+
+    def __init__(self, what: str, count: int | None, say: Callable[[str], None]) -> None:
+        self.what, self.count, self.say, self.done = what, count, say, 0
+        self.started = self.told = time.monotonic()
+
+    def advance(self) -> None:
+        self.done += 1
+        now = time.monotonic()
+        if self.count is None or now - self.told < _SECONDS_BETWEEN or self.done >= self.count:
+            return
+        self.told = now
+        left = (now - self.started) / self.done * (self.count - self.done)
+        self.say(f"{self.what}: {self.done:,} of {self.count:,} batches, about {_duration(left)} left")
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+
+
+class MeasuringLines(TrainerCallback):
+    """[`Progress`] of an evaluation. what: in words."""
+
+    def __init__(self, say: Callable[[str], None], what: str = "held-out loss") -> None:
+        self.say, self.what = say, what
+        self._progress: Progress | None = None
+
+    def on_prediction_step(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        eval_dataloader: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        if not state.is_local_process_zero:
+            return
+        if self._progress is None:
+            self._progress = Progress(self.what, _length(eval_dataloader), self.say)
+        self._progress.advance()
+
+    def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        self._progress = None
+
+    on_predict = on_evaluate
+
+
+def _length(batches: Any) -> int | None:
+    """How many batches there are; None where nobody knows."""
+    try:
+        return len(batches)
+    except TypeError:
+        return None
+
+
+class LogLines(MeasuringLines, PrinterCallback):
+    """Prints [`log_line`] where Trainer prints a dict, and how far an evaluation is."""
+
+    def __init__(self) -> None:
+        super().__init__(functools.partial(print, flush=True))
 
     called: Mapping[str, str] = MappingProxyType({})
 
@@ -137,10 +241,11 @@ class LogLinesUnderBar(ProgressCallback):
 
 
 def speak_plainly(trainer: Any, called: Mapping[str, str] | None = None) -> None:
-    """Puts lines for people in place of the dicts that a Trainer prints. called: held-out figures by the names that
-    say more."""
+    """Puts lines for people in place of the dicts that a Trainer prints, and one about the memory before them. called:
+    held-out figures by the names that say more."""
     for theirs, ours in ((PrinterCallback, LogLines), (ProgressCallback, LogLinesUnderBar)):
         if trainer.pop_callback(theirs) is not None:
             line = ours()
             line.called = called or {}
             trainer.add_callback(line)
+    trainer.add_callback(MemoryLine(trainer))

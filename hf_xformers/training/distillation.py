@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
+from ..core.chunked_loss import divergence_of_chosen
 from .building import longest_input
+from .partial_checkpoints import share_frozen
 from .trainer import XFormerTrainer
 
 if TYPE_CHECKING:
@@ -63,7 +65,12 @@ def open_teacher(settings: Distillation, config: XFormerConfig, head: str, block
     from ..conversion.swap import open_model
 
     name = settings.teacher
-    model = open_model(str(name), head)[0]
+    model, untrained = open_model(str(name), head)
+    if untrained and settings.logit_weight:
+        raise ValueError(
+            f"the teacher {name!r} has no trained {sorted(untrained)[0]!r}, so that its predictions are noise; take a"
+            f" checkpoint with a {head.removeprefix('For')} head, or --logit_weight 0 and --hidden_weight above 0"
+        )
     theirs = cast("XFormerConfig", model.config)
     if theirs.vocab_size != config.vocab_size:
         raise ValueError(
@@ -124,6 +131,8 @@ class DistillationTrainer(XFormerTrainer):
         super().__init__(*args, **kwargs)
         module: Any = teacher  # whose `to` is typed for models alone
         self.teacher = module.to(self.args.device)
+        share_frozen(self.model, self.teacher)
+        self.models_beside = [self.teacher]
         self.distillation = distillation
         self._terms: dict[str, Tensor] = {}
         self._term_batches = 0
@@ -193,8 +202,7 @@ def prediction_divergence(
     if next_token:
         student, teacher, labels = student[:, :-1], teacher[:, :-1], labels[:, 1:]
     chosen = labels != -100
-    ours, theirs = (torch.log_softmax(logits[chosen].float() / temperature, dim=-1) for logits in (student, teacher))
-    return temperature**2 * (theirs.exp() * (theirs - ours)).sum(), chosen.sum()
+    return temperature**2 * divergence_of_chosen(student, teacher, chosen, temperature), chosen.sum()
 
 
 def state_error(student: Mapping[str, Any], teacher: Mapping[str, Any], inputs: Mapping[str, Any]) -> Tensor:

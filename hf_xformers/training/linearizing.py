@@ -5,6 +5,9 @@ swapped/                         the source with its new attention, before train
 transfer/ distillation/ lora/    a stage each: a run as `uptrain` makes one, with its checkpoints and its model
 linearization.json               settings, figures, and which stages are finished
 model.safetensors, config.json, tokenizer.json, ...   the result: the model of the last stage
+
+A finished stage keeps its account (training_summary.json, trainer_state.json): its checkpoints go, and the model that
+it started from. At the end the result is the only model.
 """
 
 from __future__ import annotations
@@ -14,23 +17,25 @@ import dataclasses
 import functools
 import itertools
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from accelerate import PartialState
 
 from ..conversion.linearization import FILE, TITLES, Linearization, StageRecord, read_linearization
 from ..conversion.swap import open_model, source_config, swap_checkpoint
 from ..conversion.swap_config import layer_numbers, swapped_config
-from ..core.given_options import refuse_alone
-from ..core.saved_files import LOCK_FILE, STATE_FILE, saving_into
+from ..core.saved_files import LOCK_FILE, STATE_FILE, SUMMARY_FILE, read_object, saving_into, write_json
 from .building import language_objective, objective_of_shape
-from .distillation import Distillation, DistillationTrainer, open_teacher
+from .callbacks import MeasuringLines, Progress
+from .checkpoints import checkpoints
+from .distillation import DistillationTrainer, open_teacher
 from .earlier_stages import forget, put_aside, put_back
 from .folder_lock import folder_lock
+from .linearizing_options import STAGES, Linearizing
 from .merged_adapters import MergedLora
+from .partial_checkpoints import TrainedAlone, share_frozen
 from .pretraining import ModelChoice, Preparation, Prepared, start_model, train
 
 if TYPE_CHECKING:
@@ -39,82 +44,12 @@ if TYPE_CHECKING:
     from .text import TextData
 
 SWAPPED = "swapped"
-STAGES = tuple(TITLES)
 _ERROR_BATCHES = 4  # on which each layer's error is measured
 # Of Trainer's settings, those that make other weights of the same rows.
 _DECISIVE = (
     *("per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate", "weight_decay", "adam_beta1"),
     *("adam_beta2", "max_grad_norm", "lr_scheduler_type", "warmup_steps", "seed", "data_seed", "bf16", "fp16"),
 )
-
-
-@dataclass
-class Linearizing:
-    """Which model becomes linear, where, and how long each stage trains."""
-
-    _argument_group_name = "linearisation"
-
-    model: str = field(metadata={"help": "Trained model: a folder or a Hub id, of this package or one that converts."})
-    layers: str = field(default="all", metadata={"help": "Layers that change, from 0 on, such as '0-9,12', or 'all'."})
-    objective: str | None = field(
-        default=None,
-        metadata={"help": "{objectives}; settings as --objective.FIELD VALUE. Default: that of the model's shape."},
-    )
-    block_size: int | None = field(
-        default=None, metadata={"help": "Tokens of a model input. Default: by size, at most what positions cover."}
-    )
-    transfer_steps: int = field(
-        default=500, metadata={"help": "Steps in which each layer learns its own softmax attention's output."}
-    )
-    transfer_learning_rate: float = field(default=1e-2, metadata={"help": "Of the feature maps."})
-    transfer_loss: Literal["output", "weights"] = field(
-        default="output",
-        metadata={"help": "Error of the attention's output (LoLCATs), or cross-entropy of its weights (Hedgehog)."},
-    )
-    distillation_steps: int = field(
-        default=500, metadata={"help": "Steps in which all weights learn the objective and the source's predictions."}
-    )
-    distillation_learning_rate: float | None = field(default=None, metadata={"help": "Default: --learning_rate."})
-    logit_weight: float = field(
-        default=1.0, metadata={"help": "Weight of the source's predictions beside the objective."}
-    )
-    temperature: float = field(default=1.0, metadata={"help": "Softens both predictions before they are compared."})
-    lora_steps: int = field(
-        default=0, metadata={"help": "Steps, after the others or in place of distillation, that train adapters alone."}
-    )
-    lora_learning_rate: float = field(default=1e-3, metadata={"help": "Of the adapters."})
-    lora_rank: int = field(default=8, metadata={"help": "Rank of the adapters on the attention's projections."})
-    lora_alpha: int = field(default=16, metadata={"help": "Their factor is this over the rank."})
-    overwrite_output_dir: bool = field(
-        default=False, metadata={"help": "Remove an earlier linearisation in --output_dir."}
-    )
-
-    def check(self) -> None:
-        """Raises `ValueError` for steps, rates and weights that make no sense."""
-        for name in STAGES:
-            if getattr(self, f"{name}_steps") < 0:
-                raise ValueError(f"--{name}_steps must not be negative, got {getattr(self, f'{name}_steps')}")
-            rate = getattr(self, f"{name}_learning_rate")
-            if rate is not None and rate <= 0:
-                raise ValueError(f"--{name}_learning_rate must be above 0, got {rate}")
-        if not any(self.steps(name) for name in STAGES):
-            raise ValueError(
-                "no stage has a step; give --transfer_steps, --distillation_steps or --lora_steps, or swap the"
-                " attention alone with `hf-xformers convert`"
-            )
-        if self.lora_rank < 1:
-            raise ValueError(f"--lora_rank must be at least 1, got {self.lora_rank}")
-        if not self.lora_steps:
-            refuse_alone(self, ("lora_learning_rate", "lora_rank", "lora_alpha"), "--lora_steps")
-        if self.transfer_loss not in ("output", "weights"):
-            raise ValueError(f"--transfer_loss is 'output' or 'weights', not {self.transfer_loss!r}")
-        self.teaching().check()
-
-    def steps(self, stage: str) -> int:
-        return int(getattr(self, f"{stage}_steps"))
-
-    def teaching(self) -> Distillation:
-        return Distillation(teacher=self.model, logit_weight=self.logit_weight, temperature=self.temperature)
 
 
 Told = Callable[[str], None]
@@ -189,6 +124,7 @@ class Linearizer:
             self._open()
             if self.record.status == "finished":
                 self.say(f"{str(self.folder)!r} is finished already")
+                self._clear(*STAGES)
                 return self.record
             start, first = self.folder / SWAPPED, next(stage for stage in STAGES if self.choice.steps(stage))
             if not self.record.layer_errors:
@@ -208,8 +144,14 @@ class Linearizer:
                 if self.choice.steps(stage):
                     if self.record.stage(stage) is None:
                         self._train(stage, start)
+                        self._wait()  # until nobody reads the model that the stage started from
+                    self._clear(start.name)
+                    if self.args.should_save:
+                        for checkpoint in checkpoints(self.folder / stage):
+                            shutil.rmtree(checkpoint)
                     start = self.folder / stage
             self._finish(start)
+            self._clear(start.name)
         if self.args.world_size > 1:
             PartialState().destroy_process_group()
         return self.record
@@ -292,6 +234,12 @@ class Linearizer:
             overwrite_output_dir=True,
         )
         preparation = Preparation(model, self.source, args, objective_fields=self.objective_fields)
+        if preparation.new_head:
+            raise ValueError(
+                f"{self.choice.model!r} has no head that predicts tokens (it lacks {preparation.new_head[0]!r}), so"
+                " that there is nothing to learn from; train one first with `hf-xformers uptrain`, or take a"
+                " checkpoint that has one"
+            )
         return preparation.run(), args
 
     def _teacher(self, prepared: Prepared) -> PreTrainedModel:
@@ -302,10 +250,13 @@ class Linearizer:
         """Losses of the source and of the swap, and each layer's error, before anything is trained."""
         args = copy.copy(self.args)
         args.resume_from_checkpoint = None
-        swapped = start_model(dataclasses.replace(prepared, checkpoint=None), args)
+        swapped = start_model(dataclasses.replace(prepared, checkpoint=None), args).requires_grad_(False)
         source = self._teacher(prepared)
+        share_frozen(swapped, source)
         if prepared.validation is not None:
-            found = [_held_out(model, prepared, args) for model in (source, swapped)]
+            self.record.held_out_rows = prepared.plan["validation_rows"]
+            named = (("the source's held-out loss", source), ("the swap's held-out loss", swapped))
+            found = [_held_out(model, prepared, args, MeasuringLines(self.say, what)) for what, model in named]
             self.record.source_loss, self.record.swapped_loss = (metrics["eval_loss"] for metrics in found)
             self.record.floor_loss = found[0].get("eval_floor_loss")
             self.say(
@@ -322,8 +273,15 @@ class Linearizer:
         collator = prepared.objective.collator(prepared.tokenizer, seed=self.args.seed).as_static()
         size = self.args.per_device_eval_batch_size
         taken = list(itertools.islice(rows, _ERROR_BATCHES * size))
-        batches = [collator(taken[first : first + size]) for first in range(0, len(taken), size)]
-        return layer_errors(model, source, self.layers, batches)
+        starts = range(0, len(taken), size)
+        progress = Progress("each layer's error", len(starts), self.say)
+
+        def batches() -> Iterator[dict[str, Any]]:
+            for first in starts:
+                yield collator(taken[first : first + size])
+                progress.advance()
+
+        return layer_errors(model, source, self.layers, batches())
 
     # ------------------------------------------------------------------------------------------------ stages
 
@@ -345,13 +303,19 @@ class Linearizer:
                 AttentionTransferTrainer, source=source, layers=self.layers, loss=compared
             )
         else:
-            trainer = functools.partial(DistillationTrainer, teacher=source, distillation=self.choice.teaching())
+            taught = _LoraTrainer if stage == "lora" else DistillationTrainer
+            trainer = functools.partial(taught, teacher=source, distillation=self.choice.teaching())
             if stage == "lora":
                 adapters = MergedLora(self.choice.lora_rank, self.choice.lora_alpha)
-        summary = train(prepared, args, self.callbacks, make_trainer=trainer, adapters=adapters, last=False)
+        frozen = stage != "distillation"
+        summary = train(
+            prepared, args, self.callbacks, make_trainer=trainer, adapters=adapters, last=False, partial=frozen
+        )
         self._wait()  # until the model is written
+        trained = None
         if stage == "transfer":
-            trained = open_model(self.folder / stage)[0]
+            trained = open_model(self.folder / stage)[0].requires_grad_(False)
+            share_frozen(trained, source)
             self.record.layer_errors["transfer"] = self._errors(trained, source, prepared)
         self.record.stages.append(
             StageRecord(
@@ -360,7 +324,8 @@ class Linearizer:
                 learning_rate=args.learning_rate,
                 trained=summary.get("trained_parameters", summary["parameters"]),
                 parameters=summary["parameters"],
-                what=self._what(stage),
+                what=self._what(stage, trained, source),
+                rows=summary["rows_per_step"],
                 seconds=summary["seconds"],
                 train_loss=summary["train_loss"],
                 loss=summary.get("eval_loss"),
@@ -368,15 +333,14 @@ class Linearizer:
         )
         self._write()
 
-    def _what(self, stage: str) -> str:
+    def _what(self, stage: str, student: PreTrainedModel | None, source: PreTrainedModel) -> str:
         """What a stage trains, in words."""
         if stage == "distillation":
             return "all weights"
-        if stage == "lora":
+        if student is None:
             return f"adapters of rank {self.choice.lora_rank} on the attention's projections"
         from .attention_transfer import attention_pairs
 
-        student, source = open_model(self.folder / SWAPPED)[0], open_model(self.choice.model)[0]
         pair = attention_pairs(student, source, self.layers[:1])[0]
         chosen = {id(parameter) for parameter in pair.trained()}
         names = [name for name, parameter in pair.student.named_parameters() if id(parameter) in chosen]
@@ -392,12 +356,23 @@ class Linearizer:
             for path in last.iterdir():
                 if path.is_file() and path.name not in (LOCK_FILE, STATE_FILE):
                     shutil.copy2(path, staging / path.name)
+            account = read_object(last / SUMMARY_FILE)  # of the last stage, which started from the one before
+            write_json(staging / SUMMARY_FILE, {**account, "init_from": self.choice.model, "seed": self.args.seed})
         self._write()
 
     # ------------------------------------------------------------------------------------------------ processes
 
     def _main_process_first(self) -> Any:
         return self.args.main_process_first(local=self.args.save_on_each_node, desc="linearising")
+
+    def _clear(self, *names: str) -> None:
+        """Removes models that nothing starts from any more; stages keep their account."""
+        for place in (self.folder / name for name in names if self.args.should_save):
+            if place.name == SWAPPED:
+                shutil.rmtree(place, ignore_errors=True)
+            for path in place.iterdir() if place.is_dir() else ():
+                if path.is_file() and path.name not in (SUMMARY_FILE, STATE_FILE):
+                    path.unlink()
 
     def _wait(self) -> None:
         """Until all processes of the run are here."""
@@ -421,8 +396,14 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, (bool, int, float)) else str(getattr(value, "value", value))
 
 
-def _held_out(model: PreTrainedModel, prepared: Prepared, args: TrainingArguments) -> dict[str, float]:
-    """The metrics of a model on the held-out rows."""
+class _LoraTrainer(TrainedAlone, DistillationTrainer):
+    """Of adapters alone."""
+
+
+def _held_out(
+    model: PreTrainedModel, prepared: Prepared, args: TrainingArguments, lines: TrainerCallback
+) -> dict[str, float]:
+    """The metrics of a model on the held-out rows. lines: tells how far it is."""
     from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
     from .trainer import XFormerTrainer
@@ -437,6 +418,7 @@ def _held_out(model: PreTrainedModel, prepared: Prepared, args: TrainingArgument
     )
     trainer.pop_callback(PrinterCallback)
     trainer.pop_callback(ProgressCallback)
+    trainer.add_callback(lines)
     return trainer.evaluate()
 
 

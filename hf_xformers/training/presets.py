@@ -79,7 +79,7 @@ def training_defaults(name: str) -> dict[str, Any]:
     return {
         "learning_rate": size.learning_rate,
         "per_device_train_batch_size": size.batch_size,
-        "per_device_eval_batch_size": 2 * size.batch_size,
+        "per_device_eval_batch_size": size.batch_size,  # what training has the memory for
         "weight_decay": 0.01,
         "adam_beta2": 0.98,
         "warmup_steps": 0.06,  # below 1: the share of all steps

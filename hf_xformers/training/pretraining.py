@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +31,7 @@ from .building import (
 )
 from .checkpoints import checkpoint_to_resume, misfit
 from .folder_lock import folder_lock
+from .new_head import new_head
 from .presets import nearest_size
 from .randomness import data_seed
 from .recipe import Recipe, average_last_checkpoints
@@ -235,6 +235,9 @@ class Preparation(Request):
             self.fields |= grown_positions(self.config, longest_sequence(self.objective, choice.block_size))
             self.config = self._config(None)
         self.objective = self.objective.bound_to(self.config)
+        self.new_head = []
+        if choice.init_from is not None:
+            self.new_head = new_head(choice.init_from, head_class(self.config, self.objective), self.config)
         self.block_size = choose_block_size(self.config, self.objective, self.size, choice.block_size)
         self.segment_streams = choose_streams(
             choice.segment_streams, self.config, self.objective.shape, streaming=source.streaming
@@ -310,6 +313,7 @@ class Preparation(Request):
             "eval_streams": self.args.eval_batch_size * self.args.world_size if self.segment_streams else None,
             "seed": self.args.seed,
             "init_from": self.choice.init_from,
+            **({"new_head": self.new_head} if self.new_head else {}),
         }
 
 
@@ -349,6 +353,7 @@ def train(
     adapters: PutIn | None = None,
     last: bool = True,
     recipe: Recipe | None = None,
+    partial: bool = False,
     devices: Mapping[str, bool | int] | None = None,
 ) -> dict[str, Any]:
     """Trains, evaluates and saves; returns the content of `training_summary.json`.
@@ -356,14 +361,14 @@ def train(
     callbacks: further Trainer callbacks. make_trainer: a subclass of `XFormerTrainer`, or what calls one. adapters:
     what is put into the model, trained with it or in place of its own weights, and merged into them before it is
     saved. last: whether the processes of the run have nothing more to do together. recipe: further options of
-    training. devices: options of the trainer that divide the run over processes (`sequence_parallel`,
-    `expert_parallel`).
+    training. partial: checkpoints hold a part of the model ([`TrainedAlone`]), the rest is that of `init_from`.
+    devices: options of the trainer that divide the run over processes (`sequence_parallel`, `expert_parallel`).
     Resumes from `prepared.checkpoint` where there is one.
     """
     from transformers.trainer_callback import TrainerState
     from transformers.trainer_utils import IntervalStrategy
 
-    from .callbacks import EpochCallback, ExactSaves, speak_plainly
+    from .callbacks import EpochCallback, ExactSaves, TrainedSeconds, speak_plainly
     from .trainer import XFormerTrainer
 
     recipe = recipe or Recipe()
@@ -377,7 +382,7 @@ def train(
     if recipe.chosen():
         prepared.plan = {**prepared.plan, "recipe": recipe.chosen()}
     prepared.plan = {**prepared.plan, **(devices or {})}
-    model = start_model(prepared, args, adapted=adapters is not None)
+    model = start_model(prepared, args, adapted=adapters is not None, partial=partial)
     if prepared.checkpoint is None:
         make_maps(model, _token_counts(prepared))
     if adapters is not None:
@@ -388,7 +393,7 @@ def train(
         args.eval_strategy, args.eval_on_start = IntervalStrategy.NO, False
     if prepared.checkpoint is not None:
         args.eval_on_start = False  # the start was evaluated when it was the start
-    collator = prepared.collator(args.seed)
+    collator, timer = prepared.collator(args.seed), TrainedSeconds()
     streams = prepared.plan["train_streams"] is not None
     chosen: dict[str, Any] = {**({"recipe": recipe} if recipe.chosen() else {}), **(devices or {})}
     trainer = (make_trainer or XFormerTrainer)(
@@ -399,26 +404,27 @@ def train(
         train_dataset=prepared.train,
         eval_dataset=prepared.validation,
         processing_class=prepared.tokenizer,
-        callbacks=[EpochCallback(collator), ExactSaves(), *callbacks],
+        callbacks=[EpochCallback(collator), ExactSaves(), timer, *callbacks],
         segment_streams=streams,
         **chosen,
     )
     speak_plainly(trainer)
     summary = {**prepared.plan, "parameters": model.num_parameters(), "processes": args.world_size}
+    summary |= {"learning_rate": args.learning_rate, "rows_per_step": trainer.rows_per_step}
     trained = model.num_parameters(only_trainable=True)
     if trained < summary["parameters"]:
         summary["trained_parameters"] = trained
     folder = Path(str(args.output_dir))
     if args.should_save:
         write_json(folder / SUMMARY_FILE, summary)
-    started = time.perf_counter()
     if is_finished(prepared, args):
         trainer.state = TrainerState.load_from_json(str(prepared.checkpoint / STATE_FILE))  # type: ignore[operator]
-        if adapters is not None:
+        timer.resume(trainer.state)
+        if adapters is not None or partial:
             trainer._load_from_checkpoint(str(prepared.checkpoint))
     else:
         trainer.train(resume_from_checkpoint=None if prepared.checkpoint is None else str(prepared.checkpoint))
-    seconds = time.perf_counter() - started
+    seconds = timer.seconds
     if recipe.average_checkpoints:
         summary["averaged"] = average_last_checkpoints(model, folder, recipe.average_checkpoints, args.world_size)
     evaluated = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
@@ -509,20 +515,21 @@ def planned_steps(args: TrainingArguments, rows: int, *, whole_batches: bool = F
     return math.ceil(args.num_train_epochs * max(1, math.ceil(batches / args.gradient_accumulation_steps)))
 
 
-def start_model(prepared: Prepared, args: TrainingArguments, *, adapted: bool = False) -> PreTrainedModel:
+def start_model(
+    prepared: Prepared, args: TrainingArguments, *, adapted: bool = False, partial: bool = False
+) -> PreTrainedModel:
     """Fresh weights under the run's seed, or the weights of `init_from`, or those of a finished run. adapted: its
-    checkpoints hold adapters, too, and are read when these are there."""
+    checkpoints hold adapters, too, and are read when these are there. partial: they hold a part of the model."""
     from transformers import enable_full_determinism, set_seed
 
     (enable_full_determinism if args.full_determinism else set_seed)(args.seed)
     from ..conversion.transfer import quiet
-    from ..variants import family
 
-    cls: Any = family(prepared.config.model_type)[f"For{prepared.objective.head}"]
+    cls = head_class(prepared.config, prepared.objective)
     start = prepared.plan["init_from"]
-    if is_finished(prepared, args) and not adapted:
+    if is_finished(prepared, args) and not adapted and not partial:
         return cls.from_pretrained(prepared.checkpoint)
-    if start is None or prepared.checkpoint is not None:  # Trainer loads the weights of a checkpoint
+    if start is None or (prepared.checkpoint is not None and not partial):  # Trainer loads the weights of a checkpoint
         return build_model(prepared.config, prepared.objective)
     try:
         with quiet():  # what does not fit is refused below
@@ -534,8 +541,12 @@ def start_model(prepared: Prepared, args: TrainingArguments, *, adapted: bool = 
             f"--init_from {start!r} does not load into the model asked for ({str(error).splitlines()[0]}); leave out"
             " the options that change its shape"
         ) from error
+    new = prepared.plan.get("new_head", ())
     wrong = misfit(
-        report, lambda key: key not in report["unexpected_keys"] or key.startswith(f"{cls.base_model_prefix}.")
+        report,
+        lambda key: (
+            key not in new and (key not in report["unexpected_keys"] or key.startswith(f"{cls.base_model_prefix}."))
+        ),
     )
     if wrong:
         raise ValueError(
@@ -543,6 +554,13 @@ def start_model(prepared: Prepared, args: TrainingArguments, *, adapted: bool = 
         )
     refuse_non_finite(model, str(start))
     return model
+
+
+def head_class(config: XFormerConfig, objective: Objective) -> Any:
+    """The class of a variant that an objective trains."""
+    from ..variants import family
+
+    return family(config.model_type)[f"For{objective.head}"]
 
 
 def results(history: Sequence[Mapping[str, Any]], step: int, epoch: float | None, seconds: float) -> dict[str, Any]:

@@ -37,6 +37,7 @@ from .evaluation import (
     token_statistics,
 )
 from .expert_parts import ExpertParts
+from .head_pieces import head_left_out, reads_in_pieces, statistics_in_pieces
 from .randomness import data_seed, preserved_randomness
 from .readers import Readers, gather_for_metrics
 from .recipe import Recipe, row_lengths, smoothing_among_all, vaswani_schedule
@@ -349,6 +350,13 @@ class XFormerTrainer(Trainer):
         together = self.get_tp_size() if self.sequence is None else self.sequence.count
         return Readers(self.args.world_size // together, self.args.process_index // together, together)
 
+    @property
+    def rows_per_step(self) -> int | None:
+        """Of all processes and micro-batches of an optimizer's step; None where tokens are counted (`max_tokens`)."""
+        if self.recipe.max_tokens is not None:
+            return None
+        return self.args.train_batch_size * self.args.gradient_accumulation_steps * self._readers.count
+
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
         before = self.state.num_input_tokens_seen
         super()._track_num_input_tokens(inputs)
@@ -451,13 +459,21 @@ class XFormerTrainer(Trainer):
         inputs = self._prepare_inputs(inputs)
         if self.segments is not None:
             inputs = self.segments.enter(inputs, training=False)
+        next_token = self._predicts_next_token
         with torch.no_grad(), self.compute_loss_context_manager():
-            outputs = model(**inputs)
+            if self._in_pieces(inputs):
+                labels, inner = inputs["labels"], self.accelerator.unwrap_model(self.model)
+                with head_left_out(inner) as states:
+                    outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
+                vocab_size = outputs["logits"].shape[-1]
+                rows = statistics_in_pieces(inner.lm_head, states[0], labels, vocab_size, next_token=next_token)
+            else:
+                outputs = model(**inputs)
+                logits, labels = scored(outputs, inputs["labels"])
+                vocab_size, rows = logits.shape[-1], token_statistics(logits, labels, next_token=next_token)
         if self.segments is not None:
             self.segments.leave(outputs, training=False)
-        logits, labels = scored(outputs, inputs["labels"])
-        rows = token_statistics(logits, labels, next_token=self._predicts_next_token)
-        self._count_targets("", labels, logits.shape[-1], next_token=self._predicts_next_token)
+        self._count_targets("", labels, vocab_size, next_token=next_token)
         loss = rows[:, 0].sum() / rows[:, 1].sum().clamp(min=1)
         losses = outputs.get("aux_losses") or {}
         names = sorted(losses)
@@ -469,6 +485,13 @@ class XFormerTrainer(Trainer):
         self._eval_names, self._eval_kinds = tuple(f"aux_{name}" for name in names), tuple(further)
         rows = torch.cat([rows, *sums, *columns], dim=1)
         return loss, rows, torch.zeros_like(rows[:, 0])  # Trainer wants labels beside predictions
+
+    def _in_pieces(self, inputs: dict[str, Any]) -> bool:
+        """Whether the logits of a batch are too many to be made at once, and need not be."""
+        sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled or self.get_tp_size() > 1
+        if sharded or self.args.torch_compile or "shift_labels" in inputs:
+            return False
+        return reads_in_pieces(self.accelerator.unwrap_model(self.model), inputs["labels"].numel())
 
     def _prediction_of_parts(
         self, sequence: SequenceParts, model: nn.Module, inputs: dict[str, Any]

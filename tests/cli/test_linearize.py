@@ -8,18 +8,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, TrainerCallback
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, TrainerCallback
 
 from hf_xformers.cli import main
 from hf_xformers.cli.linearize import run
-from hf_xformers.conversion.linearization import read_linearization
-from hf_xformers.conversion.swap import open_model, swap_components
+from hf_xformers.conversion.linearization import Linearization, StageRecord, read_linearization
+from hf_xformers.conversion.swap import open_model, swap_checkpoint, swap_components
 from hf_xformers.training.attention_transfer import attention_pairs, transfer_losses
 from hf_xformers.training.earlier_stages import put_aside
 from hf_xformers.training.linearizing import STAGES, SWAPPED
 from tests.forks import forks
 from tests.training.processes import result, run_jobs
-from tests.training.runs import flags, pretrain, weights
+from tests.training.runs import flags, pretrain, summary, weights
 
 MODERN = "--position rotary --residual pre_ln --normalization rms_norm --attention.bias false".split()
 
@@ -68,7 +68,8 @@ def test_transfer_lowers_each_error_and_touches_its_own(attention, text, source,
     record = read_linearization(out)
     before, after = record.layer_errors["swapped"], record.layer_errors["transfer"]
     assert len(before) == 2 and all(b < a for a, b in zip(before, after))
-    start, end = weights(out / "swapped"), weights(out)
+    swap_checkpoint(source, tmp_path / "swapped", attention=attention, measure=False)
+    start, end = weights(tmp_path / "swapped"), weights(out)
     changed = {name for name in start if not torch.equal(start[name], end[name])}
     parts = {"performer": ("q_proj", "k_proj")}.get(attention, ("map",))
     assert changed and all("attention" in name and any(part in name for part in parts) for name in changed)
@@ -121,6 +122,63 @@ class Stop(TrainerCallback):
         raise InterruptedError(self.stage)
 
 
+class Look(TrainerCallback):
+    """Which tensors the checkpoints of each stage hold, and which models there are when it ends."""
+
+    def __init__(self):
+        self.tensors, self.models = {}, {}
+
+    def on_train_end(self, args, state, control, **kwargs):
+        folder = Path(args.output_dir)
+        found = sorted(folder.glob("checkpoint-*/model.safetensors"))
+        self.tensors[folder.name] = [set(weights(path.parent)) for path in found]
+        self.models[folder.name] = {path.parent.name for path in folder.parent.glob("*/model.safetensors")}
+
+
+def test_what_is_kept_on_the_disk(text, source, tmp_path):
+    """Checkpoints hold what their stage trains; finished, it keeps its account, and at the end there is one model."""
+    look = Look()
+    out = linearize(text, source, tmp_path / "out", lora_steps=4, callbacks=[look])
+    whole = set(weights(out))
+    new = {name for name in whole if "_map." in name}
+    assert new and look.tensors["transfer"] == [new, new]
+    assert look.tensors["distillation"] == [whole, whole]
+    assert all("lora_" in name for found in look.tensors["lora"] for name in found) and len(look.tensors["lora"]) == 2
+    assert look.models == {"transfer": {"swapped"}, "distillation": {"transfer"}, "lora": {"distillation"}}
+    left = {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file() and path.parent != out}
+    assert left == {f"{stage}/{name}" for stage in STAGES for name in ("training_summary.json", "trainer_state.json")}
+    assert json.loads((out / "training_summary.json").read_text())["init_from"] == str(source)
+
+
+def test_seconds_go_on_after_an_interruption(text, source, tmp_path, monkeypatch):
+    """Of a stage that was stopped the record has those of both processes."""
+    clock = [0.0]
+    monkeypatch.setattr("hf_xformers.training.callbacks.time.perf_counter", lambda: clock[0])
+
+    class Tick(Stop):
+        def on_step_end(self, args, state, control, **kwargs):
+            clock[0] += 100
+            super().on_step_end(args, state, control, **kwargs)
+
+    options = {"distillation_steps": 0, "save_steps": 1}
+    with pytest.raises(InterruptedError):
+        linearize(text, source, tmp_path / "out", callbacks=[Tick("transfer", 3)], **options)
+    clock[0] += 5000  # between the two
+    linearize(text, source, tmp_path / "out", "--resume_from_checkpoint", callbacks=[Tick("", 0)], **options)
+    # the third step was stopped before it was saved
+    assert read_linearization(tmp_path / "out").stages[0].seconds == 400
+    assert summary(tmp_path / "out")["seconds"] == 400
+
+
+def test_more_than_the_gap_is_explained():
+    stages = [StageRecord("transfer", 4, 0.01, 1, 2, "maps", 1.0, loss=loss) for loss in (3.5, 2.5)]
+    record = Linearization("m", {"type": "hedgehog"}, [0], source_loss=3.0, swapped_loss=4.0, stages=stages[:1])
+    assert "50.0% of the gap" in " ".join(record.sentences()) and "whole gap" not in " ".join(record.sentences())
+    record.stages = stages
+    assert "150.0% of the gap" in " ".join(record.sentences())
+    assert any("the training text resembles the held-out text" in line for line in record.sentences())
+
+
 class Kill(Stop):
     def end(self):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -147,6 +205,7 @@ def test_a_run_that_was_killed_ends_with_the_same_weights(text, source, tmp_path
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
     assert not any("lora" in name or "base_layer" in name for name in one)
     records = [read_linearization(folder) for folder in (whole, cut)]
+    assert all(stage.seconds > 0 for record in records for stage in record.stages)
     assert records[0].layer_errors == records[1].layer_errors
     assert [entry.loss for entry in records[0].stages] == [entry.loss for entry in records[1].stages]
 
@@ -224,6 +283,16 @@ def test_refusals(name, text, source, tmp_path, capsys):
     error = " ".join(capsys.readouterr().err.split())
     assert code == 2 and message in error and "Traceback" not in error
     assert not (tmp_path / "out").exists()
+
+
+def test_a_model_without_a_head_teaches_nothing(text, tmp_path, capsys):
+    bert = pretrain(text, tmp_path / "bert", variant="bert", max_steps=1)
+    AutoModel.from_pretrained(bert).save_pretrained(tmp_path / "bare")
+    AutoTokenizer.from_pretrained(bert).save_pretrained(tmp_path / "bare")
+    assert main(["linearize", *arguments(text, tmp_path / "bare", tmp_path / "out")]) == 2
+    assert (
+        "has no head that predicts tokens" in capsys.readouterr().err and not (tmp_path / "out" / "swapped").exists()
+    )
 
 
 def test_what_data_refuses_leaves_nothing(text, source, tmp_path, capsys):

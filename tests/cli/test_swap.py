@@ -104,3 +104,26 @@ def test_refusals(name, bert, tmp_path, capsys):
     error = capsys.readouterr().err
     assert message in " ".join(error.split()) and "Traceback" not in error
     assert not list(tmp_path.iterdir())
+
+
+def test_a_head_that_is_new(bert, tmp_path, capsys):
+    """What the source lacks counts as new; a model of this package gets it and stays."""
+    bare, ours = tmp_path / "bare", tmp_path / "ours"
+    AutoModel.from_pretrained(bert, add_pooling_layer=False).save_pretrained(bare)
+    window = ["--attention", "longformer", "--attention.window", "4"]
+    argv = ["convert", "--from", bare, "--head", "ForMaskedLM", *window, "--to", tmp_path / "mlm"]
+    assert main(list(map(str, argv))) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "tensors new 5" in said and "states moved by" in said and "KL" not in said
+    assert main(list(map(str, ["convert", "--from", bare, *window, "--to", ours]))) == 0
+    capsys.readouterr()
+    argv = ["convert", "--from", ours, "--head", "ForTextContrast", "--to", tmp_path / "contrast"]
+    assert main(list(map(str, argv))) == 0
+    assert "tensors new 2" in " ".join(capsys.readouterr().out.split())
+    config = json.loads((tmp_path / "contrast" / "config.json").read_text())
+    assert config["architectures"] == ["XFormerForTextContrast"] and config["attention"]["type"] == "longformer"
+    plain, stays = tmp_path / "plain", tmp_path / "stays"
+    assert main(list(map(str, ["convert", "--from", bare, "--to", plain]))) == 0
+    argv = ["convert", "--from", plain, "--head", "ForMaskedLM", "--direction", "to_ours", "--to", stays]
+    assert main(list(map(str, argv))) == 0
+    assert json.loads((stays / "config.json").read_text())["architectures"] == ["XFBertForMaskedLM"]

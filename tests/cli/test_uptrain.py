@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from transformers import AutoModel, AutoTokenizer
 
 from hf_xformers.cli import main
 from tests.training.runs import flags, history, pretrain, summary, weights
@@ -112,6 +113,33 @@ def test_refusals(name, text, source, swapped, tmp_path, capsys):
     code = uptrain(text, options.pop("model", swapped), tmp_path / "out", **options)
     error = " ".join(capsys.readouterr().err.split())
     assert code == 2 and message in error and "Traceback" not in error
+
+
+@pytest.mark.parametrize("objective, head", [("mlm", "ForMaskedLM"), ("contrastive", "ForTextContrast")])
+def test_a_model_without_a_head(objective, head, text, swapped, tmp_path, capsys):
+    """It gets the objective's, which is said before anything is prepared; the rest starts as it was."""
+    bare = tmp_path / "bare"
+    model = AutoModel.from_pretrained(swapped)
+    model.save_pretrained(bare)
+    AutoTokenizer.from_pretrained(swapped).save_pretrained(bare)
+    assert uptrain(text, bare, tmp_path / "out", objective=objective, learning_rate=0, weight_decay=0) == 0
+    said = capsys.readouterr().err
+    assert f"has no trained head {head}" in said and said.index("start untrained") < said.index("rows of")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == [f"XFormer{head}"]
+    end = weights(tmp_path / "out")
+    start = {f"model.{name}": tensor for name, tensor in model.state_dict().items() if not name.startswith("pooler")}
+    assert start.keys() <= end.keys() and all(torch.equal(end[name], start[name]) for name in start)
+    new = summary(tmp_path / "out")["new_head"]
+    assert new and not set(new) & set(start) and set(new) <= set(end) - set(start)
+
+
+def test_a_teacher_without_a_head(text, source, tmp_path, capsys):
+    AutoModel.from_pretrained(source).save_pretrained(tmp_path / "bare")
+    AutoTokenizer.from_pretrained(source).save_pretrained(tmp_path / "bare")
+    assert uptrain(text, source, tmp_path / "out", teacher=tmp_path / "bare") == 2
+    assert "so that its predictions are noise" in capsys.readouterr().err
+    options = {"teacher": tmp_path / "bare", "logit_weight": 0, "hidden_weight": 1, "max_steps": 1}
+    assert uptrain(text, source, tmp_path / "out", **options) == 0
 
 
 def test_the_value_before_stands_beside_the_one_after(text, swapped, tmp_path, capsys):

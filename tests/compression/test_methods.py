@@ -10,8 +10,9 @@ from hf_xformers.compression.layer_maps import copied, patient, uniform
 from hf_xformers.compression.methods import METHODS, Pass, build_method
 from hf_xformers.compression.methods.base import value_relation
 from hf_xformers.compression.passes import asked, own_heads, teacher_pass
-from hf_xformers.compression.predictions import softened_divergence
+from hf_xformers.compression.predictions import prediction_loss, softened_divergence
 from hf_xformers.compression.teaching import PROJECTIONS, Teaching, probe
+from hf_xformers.core import chunked_loss
 
 VOCAB = 23
 LOSSES = ("distilbert", "pkd", "tinybert", "mobilebert", "minilm")
@@ -132,6 +133,23 @@ def test_predictions_of_tokens(cls, shift, tokens):
                 p, q = torch.softmax(taught[b, t] / 2, 0), torch.softmax(own[b, t] / 2, 0)
                 total, count = total + 4 * float((p * (p / q).log()).sum()), count + 1
     assert float(found["logits"]) == pytest.approx(total / count, rel=1e-9)
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_many_predictions_are_compared_in_pieces(every, monkeypatch):
+    """The same figure and gradient."""
+    generator = torch.Generator().manual_seed(0)
+    own, taught = (torch.randn(2, 7, 11, generator=generator) for _ in range(2))
+    labels = torch.zeros(2, 7, dtype=torch.long)
+    labels[:, torch.arange(7) % every != 0] = -100
+    found = []
+    for large in (1 << 24, 0):
+        monkeypatch.setattr(chunked_loss, "_LARGE", large)
+        logits = own.clone().requires_grad_()
+        loss = prediction_loss({"logits": logits}, {"logits": taught}, {"labels": labels}, temperature=2.0)
+        loss.backward()
+        found.append((loss, logits.grad))
+    torch.testing.assert_close(found[1], found[0])
 
 
 @pytest.mark.parametrize("strategy", ["skip", "last"])

@@ -10,7 +10,10 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, En
 from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerForSeq2SeqLM
 from hf_xformers.attention.dense import DenseSpec
 from hf_xformers.core.cache import RecurrentStateLayer, make_cache
+from tests.common.cases import CASES
 from tests.helpers import close, make_strong, tokens
+
+DECODERS = [case for case in CASES if case.shape == "decoder"]
 
 SMALL = dict(vocab_size=40, hidden_size=16, num_attention_heads=4, num_hidden_layers=3, intermediate_size=16)
 
@@ -128,3 +131,28 @@ def test_several_prefixes_continue_twice_each(attention):
         found = model(endings, past_key_values=cache).logits
         whole = torch.cat([prefixes.repeat_interleave(2, 0), endings], 1)
         close(found, model(whole, use_cache=False).logits[:, 5:])
+
+
+def tensors(value):
+    """All that hang on an object of a cache."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (dict, list, tuple)):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from tensors(part)
+    elif hasattr(value, "__dict__"):
+        yield from tensors(vars(value))
+
+
+@pytest.mark.parametrize("case", DECODERS, ids=str)
+def test_a_long_prompt_leaves_its_memory(case):
+    """What is kept of it is no part of a tensor of all of it."""
+    model = case.build(dtype=torch.float32, strong=False, max_position_embeddings=256)
+    with torch.no_grad():
+        cache = model(tokens(1, 200), use_cache=True).past_key_values
+    storages = {}
+    for tensor in tensors(cache):
+        storage = tensor.untyped_storage()
+        storages.setdefault(storage.data_ptr(), [storage.nbytes(), 0])[1] += tensor.nbytes
+    held, needed = map(sum, zip(*storages.values()))
+    assert held <= 2 * needed

@@ -72,3 +72,36 @@ def test_no_label_gives_zero():
     loss = token_cross_entropy(logits, torch.full_like(labels, -100))
     loss.backward()
     assert loss == 0 and not logits.grad.any()
+
+
+@pytest.mark.parametrize("numbers", [1, 4 * VOCAB])
+def test_many_logits_in_float32(numbers, monkeypatch):
+    """They are their own float32 copy, and stay as they are."""
+    monkeypatch.setitem(chunked_loss._NUMBERS_AT_ONCE, "cpu", numbers)
+    logits, labels = given(2, 11, dtype=torch.float32)
+    assert not chunked_loss.takes_chunks(logits)
+    monkeypatch.setattr(chunked_loss, "_LARGE", 0)
+    assert chunked_loss.takes_chunks(logits) and not chunked_loss.takes_chunks(logits.double())
+    whole, before = logits.detach().clone().requires_grad_(), logits.detach().clone()
+    found, expected = token_cross_entropy(logits, labels), F.cross_entropy(whole.flatten(0, 1), labels.flatten())
+    (3 * found).backward(), (3 * expected).backward()
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(logits.grad, whole.grad)
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("numbers", [1, 4 * VOCAB, 1 << 20])
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+def test_divergence(temperature, numbers, monkeypatch):
+    """Against torch's own, with its gradient, in double precision."""
+    monkeypatch.setitem(chunked_loss._NUMBERS_AT_ONCE, "cpu", numbers)
+    student, labels = given(2, 11, dtype=torch.float32)
+    teacher, chosen = given(2, 11, dtype=torch.float32)[0].detach().flip(-1), labels != -100
+    wide = student.detach().double().requires_grad_()
+    own, taught = ((logits[chosen] / temperature).log_softmax(-1) for logits in (wide, teacher.double()))
+    expected = F.kl_div(own, taught, log_target=True, reduction="sum")
+    found = chunked_loss.ChunkedDivergence.apply(student, teacher, chosen, temperature)
+    (3 * found).backward(), (3 * expected).backward()
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(student.grad.double(), wide.grad, rtol=1e-4, atol=1e-6)
+    assert not student.grad[~chosen].any()

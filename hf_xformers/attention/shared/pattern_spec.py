@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
+from transformers.cache_utils import CacheLayerMixin
 
+from ...core.cache import WindowLayer
 from ...ops.block_sparse import patterns
 from ...ops.block_sparse.exported import traced_length
 from ...ops.block_sparse.patterns import Pattern
@@ -34,7 +35,7 @@ def largest(value) -> int:
 
 def window_cache(keys: int) -> CacheLayerMixin:
     """A cache layer that keeps what a token needs that reads no farther than `keys` keys, its own included."""
-    return DynamicSlidingWindowLayer(sliding_window=max(keys, 2))  # a window of 1 would keep everything
+    return WindowLayer(sliding_window=max(keys, 2))  # a window of 1 would keep everything
 
 
 def window(size: int, causal: bool) -> Pattern:

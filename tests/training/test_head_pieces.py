@@ -1,0 +1,53 @@
+"""Held-out figures of a large vocabulary: the same in pieces, without ever making all logits."""
+
+import copy
+
+import pytest
+import torch
+
+from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerForMaskedLM
+from hf_xformers.training import head_pieces
+from hf_xformers.training.attention_transfer import attention_pairs, transfer_losses
+from hf_xformers.training.trainer import XFormerTrainer
+from tests.helpers import make_strong
+from tests.training.test_distillation import collate, rows
+
+VOCAB, TOKENS = 40, 9
+FIELDS = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+CASES = {
+    "causal": (XFormerForCausalLM, {}),
+    "masked": (XFormerForMaskedLM, {"head": "transform"}),
+    "balanced experts": (XFormerForCausalLM, {"feedforward": "switch"}),
+    "clusters": (XFormerForCausalLM, {"embedding": {"type": "adaptive", "cutoffs": [10, 20]}, "head": "adaptive"}),
+}
+
+
+def evaluated(model, folder):
+    from transformers import TrainingArguments
+
+    args = TrainingArguments(str(folder), per_device_eval_batch_size=4, report_to="none", use_cpu=True)
+    trainer = XFormerTrainer(model=model, args=args, data_collator=collate, eval_dataset=rows(8, TOKENS))
+    return {name: value for name, value in trainer.evaluate().items() if "second" not in name and "time" not in name}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_evaluation_in_pieces(name, tmp_path, monkeypatch):
+    cls, changes = CASES[name]
+    torch.manual_seed(0)
+    model = make_strong(cls(XFormerConfig(vocab_size=VOCAB, **FIELDS, **changes)))
+    whole, sizes = evaluated(model, tmp_path), []
+    monkeypatch.setattr(head_pieces, "NUMBERS_AT_ONCE", 3 * VOCAB)
+    model.lm_head.register_forward_hook(lambda module, given, logits: sizes.append(logits[..., 0].numel()))
+    pieces = evaluated(model, tmp_path)
+    assert pieces.keys() == whole.keys() and sizes and max(sizes) <= 4  # the first token of each row, then three
+    assert pieces == pytest.approx(whole, rel=1e-6)
+
+
+def test_attention_transfer_predicts_nothing():
+    torch.manual_seed(0)
+    model = XFormerForCausalLM(XFormerConfig(vocab_size=VOCAB, **FIELDS)).eval()
+    source, sizes = copy.deepcopy(model), []
+    model.lm_head.register_forward_hook(lambda module, given, logits: sizes.append(tuple(logits.shape)))
+    transfer_losses(model, attention_pairs(model, source, [0]), {"input_ids": torch.arange(9)[None]})
+    assert sizes == [(1, 1, VOCAB)] and not model.under_a_head
+    assert model(torch.arange(9)[None]).logits.shape == (1, 9, VOCAB)

@@ -1,0 +1,69 @@
+"""One copy of what a student has not changed of its teacher, and what is said of memory before a run."""
+
+import copy
+
+import torch
+from torch import nn
+from transformers import TrainingArguments
+
+from hf_xformers import XFormerForCausalLM
+from hf_xformers.training import memory
+from hf_xformers.training.distillation import Distillation, DistillationTrainer
+from hf_xformers.training.memory import memory_line
+from hf_xformers.training.partial_checkpoints import share_frozen
+from tests.training.test_distillation import collate, config, rows
+
+
+def test_frozen_weights_are_the_teachers():
+    torch.manual_seed(0)
+    teacher = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    student = copy.deepcopy(teacher)
+    student[0].requires_grad_(False)
+    student[1].requires_grad_(False)
+    with torch.no_grad():
+        student[1].weight[0, 0] += 1  # has learned something before
+    assert share_frozen(student, teacher) == 4 * (16 + 4 + 4)
+    same = {name: own.data_ptr() == there.data_ptr()
+            for (name, own), there in zip(student.named_parameters(), teacher.parameters())}  # fmt: skip
+    assert [name for name, shared in same.items() if shared] == ["0.weight", "0.bias", "1.bias"]
+    assert student[1].weight[0, 0] != teacher[1].weight[0, 0]
+
+
+def test_training_leaves_the_teacher(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(memory, "_WORTH_A_LINE", 0)
+    torch.manual_seed(0)
+    teacher = XFormerForCausalLM(config()).eval()
+    student = copy.deepcopy(teacher).requires_grad_(False)
+    student.model.trunk.layers[0].requires_grad_(True)
+    before = {name: tensor.clone() for name, tensor in teacher.state_dict().items()}
+    args = {"max_steps": 2, "learning_rate": 0.1, "save_strategy": "no", "report_to": "none", "use_cpu": True}
+    trainer = DistillationTrainer(
+        model=student,
+        teacher=teacher,
+        distillation=Distillation("t"),
+        args=TrainingArguments(str(tmp_path), **args),
+        train_dataset=rows(),
+        data_collator=collate,
+    )
+    trainer.train()
+    changed = {name for name, tensor in student.state_dict().items() if not torch.equal(before[name], tensor)}
+    assert changed and all(name.startswith("model.trunk.layers.0.") for name in changed)
+    assert all(torch.equal(before[name], tensor) for name, tensor in teacher.state_dict().items())
+
+
+def test_memory_is_counted_once(monkeypatch):
+    assert memory_line(nn.Linear(4, 4), [], "adamw_torch") is None
+    monkeypatch.setattr(memory, "_WORTH_A_LINE", 0)
+    teacher = nn.Sequential(nn.Linear(1000, 1000, bias=False), nn.Linear(1000, 3000, bias=False))
+    student = copy.deepcopy(teacher)
+    text = memory_line(student, [teacher], "adamw_torch_fused")
+    assert text == (
+        "memory: weights with the teacher's 32 MB, gradients and Adam's states 48 MB; activations come on top"
+    )
+    student[1].requires_grad_(False)
+    share_frozen(student, teacher)
+    text = memory_line(student, [teacher], "adafactor")
+    assert text == (
+        "memory: weights with the teacher's 20 MB, gradients 4 MB; optimizer states and activations come on top"
+    )
+    assert memory_line(student, [], "adamw_torch").startswith("memory: weights 16 MB, ")
