@@ -6,7 +6,17 @@ import torch
 from torch import nn
 from torch.nn.functional import relu
 
-from tests.attention.references.table import ENCODER, D, Reference, heads_of, visible, written
+from tests.attention.references.table import (
+    DECODER,
+    ENCODER,
+    GROUPED,
+    D,
+    Reference,
+    heads_of,
+    rows,
+    visible,
+    written,
+)
 from tests.attention.score_helpers import HEADS, WIDTH, softmax_by_rows, split_heads
 
 N, K = 13, 3  # places and rows of Linformer's projections
@@ -342,52 +352,64 @@ def informer(layer, x, memory=None, causal=False):
     return written(layer, mixed)
 
 
-GROUPED = {"num_key_value_heads": 2}
-LINFORMER = {"type": "linformer", "projected_length": K, "max_length": N}
-NYSTROM = {"type": "nystromformer", "num_landmarks": 3, "conv_kernel_size": 3}
-CSALR = {"type": "csalr", "num_landmarks": 3}
+LINFORMER = {"projected_length": K, "max_length": N}
 CLUSTERED = {"type": "clustered_attention", "num_clusters": 3}
-COMPRESSED = {"type": "memory_compressed_attention", "layer_pattern": "M"}
-LOW_RANK = {"type": "low_rank_band", "low_rank": 2, "band_width": 1}
-SINKHORN = {"type": "sinkhorn_transformer", "block_size": 4}
-INFORMER = {"type": "informer", "sampling_factor": 1}
+LOW_RANK = {"low_rank": 2, "band_width": 1}
 
 # fmt: off
 REFERENCES = {
-    **{f"linformer {' '.join(fields.values())}": Reference({**LINFORMER, **fields}, linformer, ENCODER,
-        cross=fields.get("sharing") != "layerwise", chain=True, layers=2,
-        fields=GROUPED) for fields in (*({"sharing": how} for how in ("none", "headwise", "key_value", "layerwise")),
-        {"projection": "mean"}, {"projection": "max"}, *({"projection": "conv", "sharing": how} for how in ("none",
-        "headwise", "key_value", "layerwise")))},
-    **{f"nystromformer {name}": Reference({**NYSTROM, **spec}, nystromformer, ENCODER, fields=GROUPED,
-        tolerance=1e-8) for name, spec in {"conv": {}, "plain": {"conv_kernel_size": None},
-        "exact inverse": {"conv_kernel_size": None, "pinv_iterations": None, "num_landmarks": 2},
-        "many landmarks": {"num_landmarks": 4, "pinv_iterations": 12, "conv_kernel_size": 5}}.items()},
-    "csalr": Reference(CSALR, csalr, ENCODER, fields=GROUPED),
-    "csalr ridge": Reference({**CSALR, "ridge": 0.5, "num_landmarks": 4}, csalr, ENCODER, rounds=False),
-    "csalr renormalized": Reference({**CSALR, "renormalize": True}, csalr, ENCODER),
-    "set_transformer": Reference({"type": "set_transformer", "num_inducing": 3}, set_transformer, ENCODER),
-    "set_transformer bare": Reference({"type": "set_transformer", "num_inducing": 3, "inducing_norm": False},
-        set_transformer, ENCODER),
+    **rows("linformer", linformer, "linformer", {
+        **{how: ({**LINFORMER, "sharing": how},) for how in ("none", "headwise", "key_value")},
+        "layerwise": ({**LINFORMER, "sharing": "layerwise"}, {"cross": False}),
+        **{how: ({**LINFORMER, "projection": how},) for how in ("mean", "max")},
+        **{f"conv {how}": ({**LINFORMER, "projection": "conv", "sharing": how},)
+           for how in ("none", "headwise", "key_value")},
+        "conv layerwise": ({**LINFORMER, "projection": "conv", "sharing": "layerwise"}, {"cross": False}),
+    }, causal=ENCODER, cross=True, chain=True, layers=2, fields=GROUPED),
+    **rows("nystromformer", nystromformer, "nystromformer", {
+        "conv": ({"num_landmarks": 3, "conv_kernel_size": 3},),
+        "plain": ({"num_landmarks": 3, "conv_kernel_size": None},),
+        "exact inverse": ({"num_landmarks": 2, "conv_kernel_size": None, "pinv_iterations": None},),
+        "many landmarks": ({"num_landmarks": 4, "pinv_iterations": 12, "conv_kernel_size": 5},),
+    }, causal=ENCODER, fields=GROUPED, tolerance=1e-8),
+    **rows("csalr", csalr, "csalr", {
+        "": ({"num_landmarks": 3}, {"fields": GROUPED}),
+        "ridge": ({"num_landmarks": 4, "ridge": 0.5}, {"rounds": False}),
+        "renormalized": ({"num_landmarks": 3, "renormalize": True},),
+    }, causal=ENCODER),
+    **rows("set_transformer", set_transformer, "set_transformer", {
+        "": ({"num_inducing": 3},),
+        "bare": ({"num_inducing": 3, "inducing_norm": False},),
+    }, causal=ENCODER),
     "clustered": Reference(CLUSTERED, clustered, ENCODER, fields=GROUPED, rounds=False),
-    "clustered improved": Reference({**CLUSTERED, "type": "improved_clustered_attention", "topk": 2}, clustered,
-        ENCODER, rounds=False),
-    "memory_compressed conv": Reference(COMPRESSED, memory_compressed, cross=True, fields=GROUPED),
-    "memory_compressed mean": Reference({**COMPRESSED, "compress": "mean", "compression_factor": 2}, memory_compressed,
-        cross=True),
-    "memory_compressed max": Reference({**COMPRESSED, "compress": "max", "compress_activation": "silu",
-        "first_slot": "null", "bias": False}, memory_compressed, cross=True),
-    "memory_compressed tokens": Reference({**COMPRESSED, "compression_factor": 1}, memory_compressed, cross=True),
-    "memory_compressed local": Reference({**COMPRESSED, "layer_pattern": "L", "block_size": 3}, local_blocks),
-    **{f"low_rank_band {how}": Reference({**LOW_RANK, "combine": how}, low_rank_band, cross=how == "sum",
-        fields=GROUPED if how != "sum" else {}) for how in ("sum", "mean", "gate", "concat")},
-    **{f"sinkhorn {name}": Reference({**SINKHORN, **spec}, sinkhorn, ENCODER if "sortcut_blocks" in spec else (False,
-        True), fields=GROUPED, strong=0.6, tolerance=1e-8, weights=False) for name, spec in {"plain": {},
-        "short": {"block_size": 2, "iterations": 3, "temperature": 0.2}, "one block": {"block_size": 16},
-        "sortcut": {"block_size": 2, "sortcut_blocks": 2}}.items()},
-    **{f"informer {name}": Reference({**INFORMER, **spec}, informer, causal, fields={**fields, "use_cache": False},
-        cached=False, weights=False, rounds=False) for name, spec, causal, fields in (("plain", {}, ENCODER, {}),
-        ("grouped", {}, ENCODER, GROUPED), ("sum", {"causal_form": "paper"}, (True,), {}), ("mean",
-        {"causal_form": "paper", "causal_context": "mean"}, (True,), {}))},
+    "clustered improved": Reference(
+        {**CLUSTERED, "type": "improved_clustered_attention", "topk": 2}, clustered, ENCODER, rounds=False,
+    ),
+    **rows("memory_compressed", memory_compressed, "memory_compressed_attention", {
+        "conv": ({"layer_pattern": "M"}, {"fields": GROUPED}),
+        "mean": ({"layer_pattern": "M", "compress": "mean", "compression_factor": 2},),
+        "max": ({"layer_pattern": "M", "compress": "max", "compress_activation": "silu", "first_slot": "null",
+                 "bias": False},),
+        "tokens": ({"layer_pattern": "M", "compression_factor": 1},),
+    }, cross=True),
+    "memory_compressed local": Reference(
+        {"type": "memory_compressed_attention", "layer_pattern": "L", "block_size": 3}, local_blocks,
+    ),
+    **rows("low_rank_band", low_rank_band, "low_rank_band", {
+        "sum": ({**LOW_RANK, "combine": "sum"}, {"cross": True, "fields": {}}),
+        **{how: ({**LOW_RANK, "combine": how},) for how in ("mean", "gate", "concat")},
+    }, fields=GROUPED),
+    **rows("sinkhorn", sinkhorn, "sinkhorn_transformer", {
+        "plain": ({"block_size": 4},),
+        "short": ({"block_size": 2, "iterations": 3, "temperature": 0.2},),
+        "one block": ({"block_size": 16},),
+        "sortcut": ({"block_size": 2, "sortcut_blocks": 2}, {"causal": ENCODER}),
+    }, fields=GROUPED, strong=0.6, tolerance=1e-8, weights=False),
+    **rows("informer", informer, "informer", {
+        "plain": ({"sampling_factor": 1}, {"causal": ENCODER}),
+        "grouped": ({"sampling_factor": 1}, {"causal": ENCODER, "fields": {**GROUPED, "use_cache": False}}),
+        "sum": ({"sampling_factor": 1, "causal_form": "paper"}, {"causal": DECODER}),
+        "mean": ({"sampling_factor": 1, "causal_form": "paper", "causal_context": "mean"}, {"causal": DECODER}),
+    }, fields={"use_cache": False}, cached=False, weights=False, rounds=False),
 }
 # fmt: on

@@ -122,8 +122,9 @@ REFERENCES = {
     "reformer two before": by_content({**REFORMER, "chunks_before": 2, "chunk_length": 2}, reformer),
     "routing": by_content(ROUTING, routing),
     "routing all heads": by_content({**ROUTING, "num_routing_heads": 2}, routing),
-    "routing turned": by_content({**ROUTING, "num_routing_heads": 2, "rotates_routed": True}, routing, turns=True,
-        position="rotary"),
+    "routing turned": by_content(
+        {**ROUTING, "num_routing_heads": 2, "rotates_routed": True}, routing, turns=True, position="rotary",
+    ),
     "routing local": by_content({**ROUTING, "num_routing_heads": 0}, routing, turns=True),
     "routing apart": by_content({**ROUTING, "num_routing_heads": 2, "share_qk": False}, routing, ENCODER),
     "routing paper": by_content({**ROUTING, "causal_form": "paper"}, routing, DECODER, cached=False),

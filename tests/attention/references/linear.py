@@ -5,7 +5,17 @@ import math
 import torch
 
 from hf_xformers.ops.linear.feature_maps import dpfp_reference
-from tests.attention.references.table import DECODER, D, Reference, drawn, elu_features, heads_of, visible, written
+from tests.attention.references.table import (
+    DECODER,
+    GROUPED,
+    D,
+    drawn,
+    elu_features,
+    heads_of,
+    rows,
+    visible,
+    written,
+)
 from tests.attention.score_helpers import HEADS, WIDTH, split_heads
 
 
@@ -245,57 +255,75 @@ def luna_decoder(layer, x, handed):
     return written(layer, weights @ v), weights
 
 
-GROUPED, SMALL, CHUNK = {"num_key_value_heads": 2}, {"num_features": 10, "chunk_size": 4}, {"chunk_size": 4}
-BOTH = (False, True)
-
-
-def kernel(spec, cross=False, causal=BOTH, turns=False, draws=False, rounds=True):
-    return Reference(
-        spec, kernel_attention, causal, cross=cross, fields=GROUPED, prepare=kernel_start, steady=True, turns=turns,
-        draws=draws, rounds=rounds,
-    )  # fmt: skip
-
-
-TRIGONOMETRIC = {"type": "performer", "feature_kind": "trigonometric", **SMALL}
-LUNA = {"type": "luna", "projected_length": 4, **CHUNK}
+SMALL, CHUNK = {"num_features": 10, "chunk_size": 4}, {"chunk_size": 4}
+LUNA = {"projected_length": 4, "chunk_size": 4}
+KERNEL = {"fields": GROUPED, "prepare": kernel_start, "steady": True}
 
 # fmt: off
 REFERENCES = {
-    "linear_transformer": Reference({"type": "linear_transformer", **CHUNK}, linear_transformer, cross=True,
-        fields=GROUPED, steady=True, turns=True),
-    "linear_transformer eps": Reference({"type": "linear_transformer", "eps": 0.5, **CHUNK}, linear_transformer),
-    **{f"performer {kind}": Reference({"type": "performer", "feature_kind": kind, **SMALL}, performer, cross=True,
-        fields=GROUPED, prepare=drawn, steady=True, turns=True) for kind in ("positive", "hyperbolic")},
-    "performer trigonometric": kernel(TRIGONOMETRIC, turns=True, rounds=False),
-    "performer guarded": kernel({**TRIGONOMETRIC, "min_denominator": 0.6}, cross=True),
-    "performer relu": kernel({"type": "performer", "feature_kind": "relu", **SMALL}),
-    "arccos": kernel({"type": "arccos_attention", **SMALL}, turns=True),
-    "arccos plain": kernel({"type": "arccos_attention", "num_features": None, **CHUNK}),
-    "arccos unit": kernel({"type": "arccos_attention", "normalize_qk": True, **SMALL}, cross=True),
-    "rfa": kernel({"type": "rfa", "tau": 0.8, **SMALL}, cross=True, draws=True),
-    "rfa guarded": kernel({"type": "rfa", "min_denominator": 2.0, **SMALL}, cross=True, draws=True),
-    "rfa arccos": kernel({"type": "rfa", "feature_map": "arccos", "learn_sigma": False, **SMALL}, draws=True),
-    "rfa gate": kernel({"type": "rfa", "gate": True, **SMALL}, causal=DECODER, turns=True, draws=True),
-    "dpfp": kernel({"type": "dpfp", "nu": 2, **CHUNK}, cross=True, turns=True),
-    "dpfp sums": kernel({"type": "dpfp", "attention_normalize": False, **CHUNK}, cross=True),
-    "dpfp raw": kernel({"type": "dpfp", "nu": 1, "sum_normalize": False, "eps": 0.5, **CHUNK}),
-    "dpfp raw sums": kernel({"type": "dpfp", "sum_normalize": False, "attention_normalize": False, "scale": 0.3}),
-    **{name: Reference({"type": name.split()[0], **spec}, learned_attention, cross=cross, fields=GROUPED,
-        steady=name != "lolcats long", turns=turns) for name, spec, cross, turns in (("hedgehog", CHUNK, True, True),
-        ("hedgehog wide", {"num_features": 6, "scale": 0.5, **CHUNK}, False, False), ("t2r", {"num_features": 7,
-        **CHUNK}, True, True), ("t2r supra", {"normalization": "output_norm", **CHUNK}, True, False), ("lolcats",
-        {"window": 3, **CHUNK}, False, True), ("lolcats short", {"window": 1, "chunk_size": 2, "scale": 0.7}, False,
-        False), ("lolcats long", {"window": 9, "chunk_size": 2}, False, False))},
-    **{f"delta_net {name}": Reference({"type": "delta_net", **spec}, delta_net, DECODER, fields=GROUPED, prepare=drawn,
-        steady=True, turns=True) for name, spec in {"dpfp": CHUNK, "dpfp 1": {"nu": 1, "chunk_size": 3, "bias": False},
-        "elu": {"feature_map": "elu", "chunk_size": 5}, "favor": {"feature_map": "favor", "num_features": 3, **CHUNK},
-        "normalized": {"attention_normalize": True, **CHUNK}, "favor normalized": {"feature_map": "favor",
-        "attention_normalize": True, "chunk_size": 3}}.items()},
-    **{f"average {name}": Reference({"type": "average_attention", **spec}, average_attention, DECODER,
-        steady=True) for name, spec in {"whole": {}, "narrow": {"ffn_size": 5}, "gate": {"use_ffn": False},
-        "ffn": {"use_gate": False}, "plain": {"use_ffn": False, "use_gate": False}}.items()},
-    **{f"luna {name}": Reference({**LUNA, **spec}, luna, cross=True, chain=True, layers=3, steady=True) for name,
-        spec in {"tied": {}, "untied": {"tie_kv": False}, "two heads pack": {**LUNA, "pack_heads": 2},
-        "static": {"dynamic_projection": False, "bias": False}}.items()},
+    **rows("linear_transformer", linear_transformer, "linear_transformer", {
+        "": (CHUNK, {"cross": True, "fields": GROUPED, "steady": True, "turns": True}),
+        "eps": ({"eps": 0.5, **CHUNK},),
+    }),
+    **rows("performer", performer, "performer", {
+        "positive": ({"feature_kind": "positive", **SMALL},),
+        "hyperbolic": ({"feature_kind": "hyperbolic", **SMALL},),
+    }, cross=True, fields=GROUPED, prepare=drawn, steady=True, turns=True),
+    **rows("performer", kernel_attention, "performer", {
+        "trigonometric": ({"feature_kind": "trigonometric", **SMALL}, {"turns": True, "rounds": False}),
+        "guarded": ({"feature_kind": "trigonometric", "min_denominator": 0.6, **SMALL}, {"cross": True}),
+        "relu": ({"feature_kind": "relu", **SMALL},),
+    }, **KERNEL),
+    **rows("arccos", kernel_attention, "arccos_attention", {
+        "": (SMALL, {"turns": True}),
+        "plain": ({"num_features": None, **CHUNK},),
+        "unit": ({"normalize_qk": True, **SMALL}, {"cross": True}),
+    }, **KERNEL),
+    **rows("rfa", kernel_attention, "rfa", {
+        "": ({"tau": 0.8, **SMALL}, {"cross": True}),
+        "guarded": ({"min_denominator": 2.0, **SMALL}, {"cross": True}),
+        "arccos": ({"feature_map": "arccos", "learn_sigma": False, **SMALL},),
+        "gate": ({"gate": True, **SMALL}, {"causal": DECODER, "turns": True}),
+    }, draws=True, **KERNEL),
+    **rows("dpfp", kernel_attention, "dpfp", {
+        "": ({"nu": 2, **CHUNK}, {"cross": True, "turns": True}),
+        "sums": ({"attention_normalize": False, **CHUNK}, {"cross": True}),
+        "raw": ({"nu": 1, "sum_normalize": False, "eps": 0.5, **CHUNK},),
+        "raw sums": ({"sum_normalize": False, "attention_normalize": False, "scale": 0.3},),
+    }, **KERNEL),
+    **rows("hedgehog", learned_attention, "hedgehog", {
+        "": (CHUNK, {"cross": True, "turns": True}),
+        "wide": ({"num_features": 6, "scale": 0.5, **CHUNK},),
+    }, fields=GROUPED, steady=True),
+    **rows("t2r", learned_attention, "t2r", {
+        "": ({"num_features": 7, **CHUNK}, {"cross": True, "turns": True}),
+        "supra": ({"normalization": "output_norm", **CHUNK}, {"cross": True}),
+    }, fields=GROUPED, steady=True),
+    **rows("lolcats", learned_attention, "lolcats", {
+        "": ({"window": 3, **CHUNK}, {"turns": True}),
+        "short": ({"window": 1, "chunk_size": 2, "scale": 0.7},),
+        "long": ({"window": 9, "chunk_size": 2}, {"steady": False}),  # longer than most texts here
+    }, fields=GROUPED, steady=True),
+    **rows("delta_net", delta_net, "delta_net", {
+        "dpfp": (CHUNK,),
+        "dpfp 1": ({"nu": 1, "chunk_size": 3, "bias": False},),
+        "elu": ({"feature_map": "elu", "chunk_size": 5},),
+        "favor": ({"feature_map": "favor", "num_features": 3, **CHUNK},),
+        "normalized": ({"attention_normalize": True, **CHUNK},),
+        "favor normalized": ({"feature_map": "favor", "attention_normalize": True, "chunk_size": 3},),
+    }, causal=DECODER, fields=GROUPED, prepare=drawn, steady=True, turns=True),
+    **rows("average", average_attention, "average_attention", {
+        "whole": ({},),
+        "narrow": ({"ffn_size": 5},),
+        "gate": ({"use_ffn": False},),
+        "ffn": ({"use_gate": False},),
+        "plain": ({"use_ffn": False, "use_gate": False},),
+    }, causal=DECODER, steady=True),
+    **rows("luna", luna, "luna", {
+        "tied": (LUNA,),
+        "untied": ({"tie_kv": False, **LUNA},),
+        "two heads pack": ({"pack_heads": 2, **LUNA},),
+        "static": ({"dynamic_projection": False, "bias": False, **LUNA},),
+    }, cross=True, chain=True, layers=3, steady=True),
 }
 # fmt: on

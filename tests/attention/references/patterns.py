@@ -7,7 +7,17 @@ import torch
 
 from hf_xformers.ops.block_sparse.pattern_atoms import RandomBlocks
 from hf_xformers.position.t5_relative_bias import relative_buckets
-from tests.attention.references.table import ENCODER, Reference, heads_of, softmax_attention, visible, written
+from tests.attention.references.table import (
+    ENCODER,
+    GROUPED,
+    RMS,
+    Reference,
+    heads_of,
+    rows,
+    softmax_attention,
+    visible,
+    written,
+)
 from tests.attention.score_helpers import GEOMETRY, HEADS, softmax_by_rows, split_heads
 
 
@@ -240,66 +250,86 @@ BAND = {"type": "band_attention", "window_size": 3}
 GLOBAL = {"type": "global_attention", "window_size": 2, "num_global_tokens": 2}
 GAPS = {"type": "dilated_attention", "window_size": 2, "dilation": (1, (1, 1, 2, 4), 2)}
 RANDOM = {"type": "random_attention", "block_size": 2, "num_random_blocks": 2, "random_seed": 3}
-BIGBIRD = {"type": "bigbird", "block_size": 2, "num_random_blocks": 2}
+BIGBIRD = {"block_size": 2, "num_random_blocks": 2}
 LONGFORMER = {"type": "longformer", "attention_window": 4, "attention_dilation": (1, (1, 1, 2, 3), 1)}
-DIET = {"type": "transformer_on_a_diet"}
 SCALES = {"type": "multi_scale_transformer", "scales": (0, 1, 0.125, 0.25), "heads_per_scale": ((1, 1, 1, 1),)}
 PLANE = {"type": "image_transformer", "image_size": (4, 3), "num_channels": 2}  # 4 rows of 6 tokens, as many as 24
-POOLING = {"type": "poolingformer", "window1": 2, "window2": 7, "pool_kernel": 3, "pool_stride": 2}
-TRANSIENT = {"type": "transient_global", "window_size": 2, "block_size": 3, "num_buckets": 4, "max_distance": 3}
-GROUPED, ONE_LAYER = {"num_key_value_heads": 2}, {"num_hidden_layers": 1}
+POOLING = {"window1": 2, "window2": 7, "pool_kernel": 3, "pool_stride": 2, "two_level_layers": (0,)}
+MIX = {"level2_input": "hidden", "share_projections": True, "pool_kernel": 5, "pool_stride": 3, "window2": 8}
+TRANSIENT = {"window_size": 2, "block_size": 3, "num_buckets": 4, "max_distance": 3}
+ONE_LAYER = {"num_hidden_layers": 1}
 
 # fmt: off
 REFERENCES = {
     "band": windowed(BAND, lambda i, j, h, n: abs(i - j) <= 3, lambda i, j, h, n: i - j < 3, bias=True),
-    "global": windowed(GLOBAL, lambda i, j, h, n: abs(i - j) <= 2 or i < 2 or j < 2, lambda i, j, h,
-        n: i - j < 2 or j < 2, bias=True),
+    "global": windowed(
+        GLOBAL, lambda i, j, h, n: abs(i - j) <= 2 or i < 2 or j < 2, lambda i, j, h, n: i - j < 2 or j < 2, bias=True,
+    ),
     "dilated": windowed(GAPS, by_layer(dilated), dilated_before(2), fields=GROUPED),
     "dilated evenly": windowed({**GAPS, "dilation": 3}, by_layer(dilated), dilated_before(2)),
-    "dilated strided": windowed({"type": "dilated_attention", "dilation": 4, "strided": True}, lambda i, j, h,
-        n: (i - j) % 4 == 0),
+    "dilated strided": windowed(
+        {"type": "dilated_attention", "dilation": 4, "strided": True}, lambda i, j, h, n: (i - j) % 4 == 0,
+    ),
     "random": windowed(RANDOM, by_layer(random_blocks)),
     "local": windowed({"type": "block_local_attention", "block_size": 4}, lambda i, j, h, n: i // 4 == j // 4),
-    "local near": windowed({"type": "block_local_attention", "block_size": 3, "blocks_before": 1}, lambda i, j, h,
-        n: 0 <= i // 3 - j // 3 <= 1, bias=True),
-    "bigbird": windowed(BIGBIRD, by_layer(bigbird_blocks), causal=ENCODER),
-    "bigbird ends": windowed({**BIGBIRD, "window_blocks": 1, "num_global_blocks": 2}, by_layer(bigbird_blocks),
-        causal=ENCODER),
-    "bigbird window": windowed({**BIGBIRD, "num_random_blocks": 0, "window_blocks": 5}, by_layer(bigbird_blocks),
-        causal=ENCODER),
+    "local near": windowed(
+        {"type": "block_local_attention", "block_size": 3, "blocks_before": 1},
+        lambda i, j, h, n: 0 <= i // 3 - j // 3 <= 1, bias=True,
+    ),
+    **rows("bigbird", patterned(by_layer(bigbird_blocks)), "bigbird", {
+        "": (BIGBIRD,),
+        "ends": ({**BIGBIRD, "window_blocks": 1, "num_global_blocks": 2},),
+        "window": ({**BIGBIRD, "num_random_blocks": 0, "window_blocks": 5},),
+    }, causal=ENCODER, layers=2, layer_idx=1),
     "longformer": windowed(LONGFORMER, by_layer(dilated), dilated_before(3)),
     "sparse strided": sparse({"kind": "strided"}, lambda i, j, h, n: any(strided(i, j))),
-    "sparse strided heads": sparse({"kind": "strided", "factorization": "heads"}, lambda i, j, h, n: strided(i,
-        j)[h % 2], fields=GROUPED),
-    "sparse strided layers": sparse({"kind": "strided", "factorization": "layers"}, lambda i, j, h, n: strided(i,
-        j)[1]),
-    "sparse strided even": sparse({"kind": "strided", "factorization": "layers"}, lambda i, j, h, n: strided(i, j)[0],
-        layer_idx=0),
+    "sparse strided heads": sparse(
+        {"kind": "strided", "factorization": "heads"}, lambda i, j, h, n: strided(i, j)[h % 2], fields=GROUPED,
+    ),
+    "sparse strided layers": sparse(
+        {"kind": "strided", "factorization": "layers"}, lambda i, j, h, n: strided(i, j)[1],
+    ),
+    "sparse strided even": sparse(
+        {"kind": "strided", "factorization": "layers"}, lambda i, j, h, n: strided(i, j)[0], layer_idx=0,
+    ),
     "sparse fixed": sparse({}, lambda i, j, h, n: any(fixed(i, j, h))),
     "sparse fixed verts": sparse({"num_verts": 2}, lambda i, j, h, n: any(fixed(i, j, h, 2))),
-    "sparse fixed heads": sparse({"factorization": "heads", "num_verts": 2}, lambda i, j, h, n: fixed(i, j, h // 2,
-        2)[h % 2]),
+    "sparse fixed heads": sparse(
+        {"factorization": "heads", "num_verts": 2}, lambda i, j, h, n: fixed(i, j, h // 2, 2)[h % 2],
+    ),
     "sparse fixed layers": sparse({"factorization": "layers"}, lambda i, j, h, n: fixed(i, j, h)[1]),
-    **{f"diet {kind} {index}": Reference({**DIET, "diet_type": kind, **fields}, patterned(by_layer(diet)), layers=3,
-        layer_idx=index) for kind, index, fields in (("full", 0, {}), ("dilated", 1, {}), ("dilated", 2,
-        {"kernel_size": 4, "d_base": 3}), ("cascade", 0, {}), ("dilated_mem", 2, {}), ("dilated_mem", 1,
-        {"kernel_size": 2, "d_base": 1}), ("cascade", 1, {"first_window_size": 2, "window_size_multiplier": 3}))},
-    "multi_scale": Reference(SCALES, patterned(scales(None), scales(GEOMETRY["max_position_embeddings"])),
-        fields=ONE_LAYER),
+    **rows("diet", patterned(by_layer(diet)), "transformer_on_a_diet", {
+        "full 0": ({"diet_type": "full"}, {"layer_idx": 0}),
+        "dilated 1": ({"diet_type": "dilated"}, {"layer_idx": 1}),
+        "dilated 2": ({"diet_type": "dilated", "kernel_size": 4, "d_base": 3}, {"layer_idx": 2}),
+        "cascade 0": ({"diet_type": "cascade"}, {"layer_idx": 0}),
+        "dilated_mem 2": ({"diet_type": "dilated_mem"}, {"layer_idx": 2}),
+        "dilated_mem 1": ({"diet_type": "dilated_mem", "kernel_size": 2, "d_base": 1}, {"layer_idx": 1}),
+        "cascade 1": (
+            {"diet_type": "cascade", "first_window_size": 2, "window_size_multiplier": 3}, {"layer_idx": 1},
+        ),
+    }, layers=3),
+    "multi_scale": Reference(
+        SCALES, patterned(scales(None), scales(GEOMETRY["max_position_embeddings"])), fields=ONE_LAYER,
+    ),
     "image line": Reference({**PLANE, "block_length": 5, "memory_length": 3}, patterned(line(3), line(0))),
-    "image plane": Reference({**PLANE, "local": "2d", "block_shape": (2, 2), "memory_flange": (2, 2)},
-        patterned(near_in_plane)),
-    **{f"axial {name}": Reference({"type": "axial_transformer", "columns": 4, "sum_axial": name == "sum"},
-        patterned(by_layer(axial)), causal=ENCODER, layers=2, layer_idx=int(name == "columns")) for name in ("rows",
-        "columns", "sum")},
-    **{f"poolingformer {name}": Reference({**POOLING, "two_level_layers": (0,), **fields}, poolingformer,
-        weights=False, fields={**GROUPED, **ONE_LAYER}) for name, fields in {"ldconv": {},
-        "mean": {"pool_type": "mean",
-        "pool_kernel": 2, "pool_stride": 1}, "max": {"pool_type": "max", "pool_kernel": 3, "pool_stride": 3},
-        "mix": {"level2_input": "hidden", "share_projections": True, "pool_kernel": 5, "pool_stride": 3,
-        "window2": 8}}.items()},
-    "transient_global": Reference(TRANSIENT, transient_global, ENCODER, chain=True, layers=2, weights=False),
-    "transient_global grouped": Reference(TRANSIENT, transient_global, ENCODER, chain=True, layers=2, weights=False,
-        fields={**GROUPED, "normalization": "rms_norm"}),
+    "image plane": Reference(
+        {**PLANE, "local": "2d", "block_shape": (2, 2), "memory_flange": (2, 2)}, patterned(near_in_plane),
+    ),
+    **rows("axial", patterned(by_layer(axial)), "axial_transformer", {
+        "rows": ({"columns": 4, "sum_axial": False},),
+        "columns": ({"columns": 4, "sum_axial": False}, {"layer_idx": 1}),
+        "sum": ({"columns": 4, "sum_axial": True},),
+    }, causal=ENCODER, layers=2),
+    **rows("poolingformer", poolingformer, "poolingformer", {
+        "ldconv": (POOLING,),
+        "mean": ({**POOLING, "pool_type": "mean", "pool_kernel": 2, "pool_stride": 1},),
+        "max": ({**POOLING, "pool_type": "max", "pool_kernel": 3, "pool_stride": 3},),
+        "mix": ({**POOLING, **MIX},),
+    }, weights=False, fields={**GROUPED, **ONE_LAYER}),
+    **rows("transient_global", transient_global, "transient_global", {
+        "": (TRANSIENT,),
+        "grouped": (TRANSIENT, {"fields": {**GROUPED, **RMS}}),
+    }, causal=ENCODER, chain=True, layers=2, weights=False),
 }
 # fmt: on

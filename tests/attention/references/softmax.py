@@ -4,7 +4,18 @@ import math
 
 import torch
 
-from tests.attention.references.table import Reference, heads_of, visible, written
+from tests.attention.references.table import (
+    BLOCKS,
+    ENCODER,
+    GROUPED,
+    RMS,
+    WIDE,
+    Reference,
+    heads_of,
+    rows,
+    visible,
+    written,
+)
 from tests.attention.score_helpers import HEADS, softmax_by_rows, split_heads
 
 
@@ -379,14 +390,13 @@ def all_attention(layer, x, memory=None, causal=False):
     return written(layer, mixed), weights
 
 
-GROUPED, WIDE, RMS = {"num_key_value_heads": 2}, {"head_dim": 6}, {"normalization": "rms_norm"}
-BLOCKS = ("eager", "blocks")
 SPAN = {"type": "adaptive_span", "max_span": 12, "ramp": 3}
 SPAN_PATHS = ("eager", "span_blocks", "span_tiles")
 KINDS = ("dense", "random", "fixed_random", "factorized_dense", "factorized_random")
 MIXTURES = ("random+dot", "dot+factorized_dense+fixed_random+random", "dense+factorized_random+dot")
 DYNAMIC = ("x2l", "m2l", "x2w", "m2w")
 WINDOW = {"type": "sliding_window", "window_size": 3, "sinks": 1}
+FIVE, PAT = {"num_hidden_layers": 5}, {"form": "pat", "alpha": 0.7}
 
 
 def spanned(relative_keys=True, fields=None, causal=(False, True), **spec):
@@ -396,6 +406,11 @@ def spanned(relative_keys=True, fields=None, causal=(False, True), **spec):
     )  # fmt: skip
 
 
+def under_itself(**settings):
+    """What cross-attention of predicted scores needs: self-attention that keeps such scores, too."""
+    return {"is_decoder": True, "attention": {"type": "predictive_attention", **settings}}
+
+
 def synthesized(kind, fields=None, **spec):
     given = {"type": "synthesizer", "kind": kind, **spec}
     return Reference(given, synthesizer, fields=fields or {}, paths=BLOCKS, prepare=fixed_table)
@@ -403,30 +418,35 @@ def synthesized(kind, fields=None, **spec):
 
 # fmt: off
 REFERENCES = {
-    "dense": Reference("dense", dense, cross=True, bias=True, turns=True),
-    "dense grouped": Reference("dense", dense, cross=True, fields=GROUPED),
-    "dense multi-query": Reference("dense", dense, fields={"num_key_value_heads": 1}),
-    "dense wide": Reference("dense", dense, fields=WIDE),
-    "dense scaled": Reference({"type": "dense", "scale": 0.7, "bias": False}, dense),
-    "dense normed": Reference({"type": "dense", "query_key_norm": "head", "score_cap": 2.0}, dense, fields=RMS),
-    "dense normed whole": Reference({"type": "dense", "query_key_norm": "projection", "output_bias": False}, dense,
-        fields={**RMS, **GROUPED}),
-    "dense capped": Reference({"type": "dense", "score_cap": 0.5, "bias": False, "output_bias": True}, dense),
-    "dense sinks": Reference({"type": "dense", "learned_sinks": True, "output_gate": "head"}, dense, cross=True),
-    "dense gated": Reference({"type": "dense", "output_gate": "element"}, dense, fields=GROUPED),
-    "band sinks": Reference({"type": "band_attention", "window_size": 3, "learned_sinks": True,
-        "output_gate": "element"}, window(3), fields=GROUPED),
-    "band capped": Reference({"type": "band_attention", "window_size": 3, "score_cap": 0.5, "query_key_norm": "head"},
-        window(3), fields={**RMS, **GROUPED}),
+    **rows("dense", dense, "dense", {
+        "": ({}, {"cross": True, "bias": True, "turns": True}),
+        "grouped": ({}, {"cross": True, "fields": GROUPED}),
+        "multi-query": ({}, {"fields": {"num_key_value_heads": 1}}),
+        "wide": ({}, {"fields": WIDE}),
+        "scaled": ({"scale": 0.7, "bias": False},),
+        "normed": ({"query_key_norm": "head", "score_cap": 2.0}, {"fields": RMS}),
+        "normed whole": ({"query_key_norm": "projection", "output_bias": False}, {"fields": {**RMS, **GROUPED}}),
+        "capped": ({"score_cap": 0.5, "bias": False, "output_bias": True},),
+        "sinks": ({"learned_sinks": True, "output_gate": "head"}, {"cross": True}),
+        "gated": ({"output_gate": "element"}, {"fields": GROUPED}),
+    }),
+    **rows("band", window(3), "band_attention", {
+        "sinks": ({"window_size": 3, "learned_sinks": True, "output_gate": "element"}, {"fields": GROUPED}),
+        "capped": ({"window_size": 3, "score_cap": 0.5, "query_key_norm": "head"}, {"fields": {**RMS, **GROUPED}}),
+    }),
     "sliding_window": Reference(WINDOW, window(3, 1), fields=GROUPED, turns=True),
     "sliding_window many": Reference({**WINDOW, "window_size": 1, "sinks": 5, "score_cap": 0.6}, window(1, 5)),
     "sliding_window sinks": Reference({**WINDOW, "learned_sinks": True, "output_gate": "head"}, window(3, 1)),
     "sliding_window none": Reference({**WINDOW, "sinks": 0}, window(3)),
-    **{f"adaptively_sparse {name}": Reference({"type": "adaptively_sparse", **spec}, adaptively_sparse,
-        cross=name == "learned", bias=True, strong=0.8, fields=GROUPED, paths=("eager", "sdpa",
-        "entmax_tiles")) for name, spec in {"learned": {}, "shared": {"share_alpha": True},
-        "bounded": {"alpha_min": 1.5}, "softmax": {"alpha": 1}, "1.3": {"alpha": 1.3}, "1.5": {"alpha": 1.5},
-        "sparsemax": {"alpha": 2}}.items()},
+    **rows("adaptively_sparse", adaptively_sparse, "adaptively_sparse", {
+        "learned": ({}, {"cross": True}),
+        "shared": ({"share_alpha": True},),
+        "bounded": ({"alpha_min": 1.5},),
+        "softmax": ({"alpha": 1},),
+        "1.3": ({"alpha": 1.3},),
+        "1.5": ({"alpha": 1.5},),
+        "sparsemax": ({"alpha": 2},),
+    }, bias=True, strong=0.8, fields=GROUPED, paths=("eager", "sdpa", "entmax_tiles")),
     "adaptive_span": spanned(),
     "adaptive_span itself": spanned(include_self=True),
     "adaptive_span engine": spanned(relative_keys=False, fields=GROUPED),
@@ -434,51 +454,55 @@ REFERENCES = {
     "adaptive_span short": spanned(max_span=2, ramp=5, fields=GROUPED),
     "adaptive_span dynamic": spanned(dynamic=True, max_span=4),
     "adaptive_span dynamic engine": spanned(dynamic=True, relative_keys=False, include_self=True),
-    "collaborative": Reference("collaborative_attention", collaborative, cross=True, bias=True, paths=BLOCKS,
-        weights=True),
-    "collaborative narrow": Reference({"type": "collaborative_attention", "shared_width": 6, "start": "ones",
-        "bias": False}, collaborative, paths=BLOCKS),
-    "collaborative wide": Reference({"type": "collaborative_attention", "shared_width": 24, "content_bias": False},
-        collaborative, paths=BLOCKS),
-    "talking_heads": Reference("talking_heads", talking_heads, cross=True, paths=BLOCKS),
-    "talking_heads unequal": Reference({"type": "talking_heads", "num_key_heads": 3, "num_value_heads": 5},
-        talking_heads, cross=True, bias=True, paths=BLOCKS),
-    "talking_heads scores": Reference({"type": "talking_heads", "mix_weights": False, "bias": False}, talking_heads,
-        paths=BLOCKS),
-    "talking_heads weights": Reference({"type": "talking_heads", "mix_scores": False}, talking_heads, paths=BLOCKS),
-    "talking_heads dynamic": Reference({"type": "talking_heads", "num_key_heads": 2, "num_value_heads": 3,
-        "dynamic": DYNAMIC}, talking_heads, cross=True, paths=BLOCKS),
-    **{f"talking_heads {name}": Reference({"type": "talking_heads", "dynamic": (name,)}, talking_heads,
-        paths=BLOCKS) for name in DYNAMIC},
-    "realformer": Reference("realformer", realformer, cross=True, chain=True, layers=3, bias=True, paths=("eager",
-        "sdpa", "realformer_projections")),
-    "realformer mean": Reference({"type": "realformer", "mean": True}, realformer, chain=True, layers=3,
-        fields={**GROUPED, **WIDE}, paths=("eager", "sdpa", "realformer_projections")),
-    **{f"lazyformer {how}": Reference({"type": "lazyformer", "hand_on": how, **more}, lazyformer, cross=True,
-        chain=True, layers=5, bias=True, strong=0.2, fields={"num_hidden_layers": 5, **fields}) for how, more,
-        fields in (("weights", {}, {}), ("projections", {"block_sizes": (1, 3, 1)}, GROUPED), ("auto",
-        {"block_size": 9}, {}))},
-    **{f"predictive {name}": Reference({"type": "predictive_attention", **spec}, predictive, cross={"is_decoder": True,
-        "attention": {"type": "predictive_attention", **spec}} if not fields else False, chain=True, layers=3,
-        fields=fields) for name, spec, fields in (("evolving", {}, {}), ("pat", {"form": "pat", "alpha": 0.7}, {}),
-        ("single", {"kernel": 1}, WIDE), ("relu", {"alpha": 0.2, "beta": 0.6, "kernel": 5, "activation": "relu"},
-        GROUPED))},
-    **{f"localness {name}": Reference({"type": "localness", "layers": 1, **spec}, localness,
-        (False,) if name == "layer" else (False, True), cross=True, fields=fields, paths=BLOCKS) for name, spec,
-        fields in (("query", {}, {}), ("fixed", {"window": "fixed", "fixed_window": 3}, GROUPED), ("layer",
-        {"window": "layer"}, WIDE), ("own", {"share_heads": False}, {}))},
-    **{f"gaussian {name}": Reference({"type": "hard_coded_gaussian", **spec}, hard_coded_gaussian, causal, cross=cross,
-        fields=fields, steady=spec.get("std", 1.0) < 1) for name, spec, causal, cross, fields in (("plain",
-        {"ratio": 1.5}, (False, True), True, {}), ("renormalized", {"renormalize": True, "std": 0.7}, (False, True),
-        False, {}), ("offsets", {"offsets": (0, 3, -2, 1), "std": 0.5}, (False, True), True, {}), ("ahead",
-        {"offsets": (2,), "std": 2.0}, (False,), False, GROUPED), ("wide", {"std": 1.5}, (False, True), False, WIDE))},
+    **rows("collaborative", collaborative, "collaborative_attention", {
+        "": ({}, {"cross": True, "bias": True}),
+        "narrow": ({"shared_width": 6, "start": "ones", "bias": False},),
+        "wide": ({"shared_width": 24, "content_bias": False},),
+    }, paths=BLOCKS),
+    **rows("talking_heads", talking_heads, "talking_heads", {
+        "": ({}, {"cross": True}),
+        "unequal": ({"num_key_heads": 3, "num_value_heads": 5}, {"cross": True, "bias": True}),
+        "scores": ({"mix_weights": False, "bias": False},),
+        "weights": ({"mix_scores": False},),
+        "dynamic": ({"num_key_heads": 2, "num_value_heads": 3, "dynamic": DYNAMIC}, {"cross": True}),
+        **{name: ({"dynamic": (name,)},) for name in DYNAMIC},
+    }, paths=BLOCKS),
+    **rows("realformer", realformer, "realformer", {
+        "": ({}, {"cross": True, "bias": True}),
+        "mean": ({"mean": True}, {"fields": {**GROUPED, **WIDE}}),
+    }, chain=True, layers=3, paths=("eager", "sdpa", "realformer_projections")),
+    **rows("lazyformer", lazyformer, "lazyformer", {
+        "weights": ({"hand_on": "weights"},),
+        "projections": ({"hand_on": "projections", "block_sizes": (1, 3, 1)}, {"fields": {**GROUPED, **FIVE}}),
+        "auto": ({"hand_on": "auto", "block_size": 9},),
+    }, cross=True, chain=True, layers=5, bias=True, strong=0.2, fields=FIVE),
+    **rows("predictive", predictive, "predictive_attention", {
+        "evolving": ({}, {"cross": under_itself()}),
+        "pat": (PAT, {"cross": under_itself(**PAT)}),
+        "single": ({"kernel": 1}, {"fields": WIDE}),
+        "relu": ({"alpha": 0.2, "beta": 0.6, "kernel": 5, "activation": "relu"}, {"fields": GROUPED}),
+    }, chain=True, layers=3),
+    **rows("localness", localness, "localness", {
+        "query": ({"layers": 1},),
+        "fixed": ({"layers": 1, "window": "fixed", "fixed_window": 3}, {"fields": GROUPED}),
+        "layer": ({"layers": 1, "window": "layer"}, {"fields": WIDE, "causal": ENCODER}),
+        "own": ({"layers": 1, "share_heads": False},),
+    }, cross=True, paths=BLOCKS),
+    **rows("gaussian", hard_coded_gaussian, "hard_coded_gaussian", {
+        "plain": ({"ratio": 1.5}, {"cross": True}),
+        "renormalized": ({"renormalize": True, "std": 0.7}, {"steady": True}),
+        "offsets": ({"offsets": (0, 3, -2, 1), "std": 0.5}, {"cross": True, "steady": True}),
+        "ahead": ({"offsets": (2,), "std": 2.0}, {"fields": GROUPED, "causal": ENCODER}),
+        "wide": ({"std": 1.5}, {"fields": WIDE}),
+    }),
     **{f"synthesizer {kind}": synthesized(kind) for kind in KINDS + MIXTURES},
     "synthesizer shared": synthesized("factorized_random+random+dot", share_heads=True, fields=GROUPED),
     "synthesizer wide": synthesized("dense", bias=False, fields={"head_dim": 5}),
     "synthesizer long": synthesized("random", max_length=15),
-    "transformer_xl": Reference("transformer_xl", transformer_xl, chain=True, layers=2, paths=BLOCKS),
-    "transformer_xl clamped": Reference({"type": "transformer_xl", "clamp": 2, "reach": 4, "share_biases": False},
-        transformer_xl, chain=True, fields=GROUPED, paths=BLOCKS),
-    "all_attention": Reference("all_attention", all_attention, fields={"block": "no_ffn", "num_key_value_heads": 2}),
+    **rows("transformer_xl", transformer_xl, "transformer_xl", {
+        "": ({}, {"layers": 2}),
+        "clamped": ({"clamp": 2, "reach": 4, "share_biases": False}, {"fields": GROUPED}),
+    }, chain=True, paths=BLOCKS),
+    "all_attention": Reference("all_attention", all_attention, fields={"block": "no_ffn", **GROUPED}),
 }
 # fmt: on

@@ -59,6 +59,16 @@ class Reference:
 
 
 BOTH, ENCODER, DECODER = (False, True), (False,), (True,)
+GROUPED, WIDE, RMS = {"num_key_value_heads": 2}, {"head_dim": 6}, {"normalization": "rms_norm"}
+BLOCKS = ("eager", "blocks")  # of queries
+
+
+def rows(name: str, equation: Callable[..., Any], kind: str, particular: dict[str, tuple], **common: Any):
+    """Rows of one type. particular: by a further word, its settings and what else it has, beside `common`."""
+    return {
+        f"{name} {word}".strip(): Reference({"type": kind, **settings}, equation, **{**common, **dict(*more)})
+        for word, (settings, *more) in particular.items()
+    }
 
 
 def heads_of(layer, x, memory=None, turn=lambda x: x):
