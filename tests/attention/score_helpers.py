@@ -7,13 +7,9 @@ from contextlib import contextmanager
 
 import torch
 
-import tests.common.test_compiling as compiling
-import tests.common.test_generation as generation
-import tests.common.test_outputs as outputs
-import tests.common.test_padding as padding
-import tests.common.test_training as training
 from hf_xformers import XFormerConfig
 from hf_xformers.attention.shared import query_blocks
+from hf_xformers.core.cache import make_cache
 from hf_xformers.core.context import LayerContext
 from hf_xformers.variants import family
 from tests.common.cases import Case
@@ -30,7 +26,7 @@ GEOMETRY = dict(
 PADDING = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0], [0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0]]).bool()
 
 
-def build_layers(attention, count=1, causal=False, cross=False, strong=0.3, **fields):
+def build_layers(attention, /, count=1, causal=False, cross=False, strong=0.3, **fields):
     """The attention modules of `count` layers, in float64."""
     given = {**GEOMETRY, "is_decoder": causal, "position": "none", **fields}
     slot = "cross_attention" if cross else "attention"
@@ -64,12 +60,39 @@ def run_layers(layers, states, context, memory=None, cache=None, residual=True):
     for layer in layers:
         layer.prepare(context, cache)
     streams, results = context.streams, []
-    for step, layer in enumerate(layers):
+    for layer in layers:
         seen = context.with_streams(dict(streams))
-        results.append(layer(states, seen, memory=memory, past_key_values=cache, step=step))
+        results.append(layer(states, seen, memory=memory, past_key_values=cache, step=layer.layer_idx))
         streams = {**seen.streams, **(results[-1].streams or {})}
         states = states + results[-1].output if residual else states
     return results
+
+
+def positions_of(mask, past=0):
+    """Places of the tokens behind `past` slots, where padding [B, S] does not count."""
+    return (mask.long().cumsum(-1) - 1).clamp(min=0)[:, past:]
+
+
+def in_pieces(layers, states, mask, pieces, cache=None):
+    """The outputs of the last layer for a text read in pieces with a cache, and that cache."""
+    cache, done, found = cache or make_cache(layers[0].config), 0, []
+    for size in pieces:
+        end = done + size
+        context = make_context(
+            size, True, past=done, padding_mask=None if mask is None else mask[:, :end],
+            positions=torch.arange(done, end)[None] if mask is None else positions_of(mask[:, :end], done),
+        )  # fmt: skip
+        found.append(run_layers(layers, states[:, done:end], context, cache=cache)[-1].output)
+        done = end
+        assert all(cache.layers[layer.layer_idx].get_seq_length() == done for layer in layers)
+    return torch.cat(found, 1), cache
+
+
+def state_size(cache):
+    """How many numbers a cache holds."""
+    held = [value for layer in cache.layers for value in vars(layer).values()]
+    held += [tensor for value in held if isinstance(value, dict) for tensor in value.values()]
+    return sum(value.numel() for value in held if isinstance(value, torch.Tensor))
 
 
 def vectors(batch, length, seed=0):
@@ -85,7 +108,8 @@ def split_heads(x, width):
 def softmax_by_rows(scores, allowed):
     """Softmax over the allowed keys of each row, written as exponentials over their sum; zeros where there are
     none."""
-    powers = torch.exp(scores) * allowed
+    top = scores.masked_fill(~allowed.bool(), -torch.inf).amax(-1, keepdim=True)
+    powers = torch.exp(scores - top.nan_to_num(neginf=0.0)).masked_fill(~allowed.bool(), 0.0) * allowed
     sums = powers.sum(-1, keepdim=True)
     return torch.where(sums > 0, powers / sums.clamp(min=1e-300), 0.0)
 
@@ -132,6 +156,11 @@ def mixes(fields_by_name, shapes=("encoder", "decoder")):
 
 def check_contract(case):
     """The tests of the contract suite that a mechanism's own paths can break."""
+    import tests.common.test_generation as generation
+    import tests.common.test_outputs as outputs
+    import tests.common.test_padding as padding
+    import tests.common.test_training as training
+
     for side in ("left", "right"):
         padding.test_padding_changes_nothing(case, side)
         padding.test_one_by_one(case, side)
@@ -153,6 +182,8 @@ def check_contract(case):
 
 
 def check_compile(case):
+    import tests.common.test_compiling as compiling
+
     torch._dynamo.reset()
     compiling.test_compile_training(case)  # both passes
     torch._dynamo.reset()

@@ -9,11 +9,7 @@ from tests.attention.score_helpers import GEOMETRY
 from tests.helpers import NO_DROPOUT, close, make_strong, pad, tokens
 
 SPAN = 5
-KINDS = {
-    "windows": {},
-    "engine": {"relative_keys": False, "include_self": True},
-    "dynamic": {"dynamic": True},
-}
+KINDS = {"windows": {}, "engine": {"relative_keys": False, "include_self": True}, "dynamic": {"dynamic": True}}
 
 
 def build(memory_length=SPAN, head=XFormerForCausalLM, implementation=None, stack="segment_recurrent", **fields):
@@ -113,11 +109,3 @@ def test_compressed_memory():
     model, ids = build(stack="compressive"), tokens(2, 30, high=50)
     found, memory = in_segments(model, ids, (10, 10, 10))
     assert found.isfinite().all() and memory.compressed_length > 0
-
-
-def test_refusals():
-    with pytest.raises(ValueError, match="no places for position 'rotary' to turn"):
-        XFormerConfig(**GEOMETRY, attention="adaptive_span", position="rotary", stack="segment_recurrent")
-    with pytest.raises(ValueError, match="'most_used' asks how much attention"):
-        stack = {"type": "compressive", "compression": "most_used"}
-        XFormerConfig(**GEOMETRY, attention="adaptive_span", position="none", stack=stack)

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from hf_xformers import XFormerConfig
 from hf_xformers.core.cache import make_cache
 from hf_xformers.ops.common.token_grid import TokenGrid
 from hf_xformers.variants.axial_transformer import (
@@ -15,7 +14,7 @@ from hf_xformers.variants.vision_transformer import (
     XFVisionTransformerConfig,
     XFVisionTransformerForImageClassification,
 )
-from tests.attention.pattern_helpers import by_hand, check_against_loops
+from tests.attention.references.table import softmax_attention
 from tests.attention.score_helpers import GEOMETRY, build_layers, make_context, run_layers, vectors
 from tests.helpers import close, make_strong, tokens
 
@@ -29,34 +28,12 @@ def build(cls, attention=SPEC, **fields):
     return make_strong(cls(XFAxialTransformerConfig(**given)).double().eval(), amount=0.3)
 
 
-@pytest.mark.parametrize("kind", ["row", "column", "sum"])
-def test_sets_of_keys(kind):
-    def row(i, j):
-        return i // COLUMNS == j // COLUMNS
-
-    def column(i, j):
-        return i % COLUMNS == j % COLUMNS
-
-    spec = {**SPEC, "sum_axial": kind == "sum"}
-    layer = build_layers(spec, 2)[kind == "column"]
-    reads = {
-        "row": lambda i, j, h, n: row(i, j),
-        "column": lambda i, j, h, n: column(i, j),
-        "sum": lambda i, j, h, n: row(i, j) if h < 2 else column(i, j),
-    }[kind]
-    for length in (18, 16, 1):
-        check_against_loops(layer, reads, length, False, real=min(11, length))
-
-
 @torch.no_grad()
 def decoded_by_hand(model, embedded):
     """Last states [1, T, D] of a decoder: masked dense attention in every layer, and rows moved down by a loop."""
     trunk, length = model.model.trunk, embedded.shape[1]
     place = torch.arange(length)
-    row, column = (
-        (place[:, None] // COLUMNS == place // COLUMNS),
-        (place[:, None] % COLUMNS == place % COLUMNS),
-    )
+    row, column = ((place[:, None] // COLUMNS == place // COLUMNS), (place[:, None] % COLUMNS == place % COLUMNS))
     earlier, outer = place[:, None] >= place, model.config.stack.outer_layers(model.config)
     states = embedded
     for number, layer in enumerate(trunk.layers):
@@ -67,7 +44,7 @@ def decoded_by_hand(model, embedded):
             states = embedded + moved
         allowed = row & earlier if number >= outer else column & earlier if number % 2 else row
         read = layer.attention_residual.norm(states)
-        states = states + by_hand(layer.attention, read, allowed[None, None].expand(1, 4, -1, -1))[0]
+        states = states + softmax_attention(layer.attention, read, allowed=allowed)[0]
         states = states + layer.feedforward(layer.feedforward_residual.norm(states), None).output
     return trunk.final_norm(states)
 
@@ -97,28 +74,6 @@ def test_reads_all_earlier_tokens_and_no_later_one():
             assert (differs[:place] < 1e-12).all() and (differs[place:] > 1e-9).all(), place
 
 
-def test_one_row_is_a_plain_decoder():
-    """A text that fits into a row: the outer layers say nothing, the inner ones are causal attention."""
-    wide = {"type": "axial_transformer", "columns": 24}
-    model = build(XFAxialTransformerForCausalLM, wide, num_hidden_layers=4)
-    plain = build(
-        XFAxialTransformerForCausalLM,
-        "dense",
-        num_hidden_layers=2,
-        stack="plain",
-        position={"type": "axial", "combine": "sum", "shape": (1, 24)},
-    )
-    state = {
-        key.replace("layers.2.", "layers.0.").replace("layers.3.", "layers.1."): value
-        for key, value in model.state_dict().items()
-        if "layers.0." not in key and "layers.1." not in key
-    }
-    plain.load_state_dict(state)
-    ids = tokens(2, 17, high=50)
-    with torch.no_grad():
-        close(model(ids).logits, plain(ids).logits)
-
-
 def test_generation_runs_outer_layers_once_per_row():
     model = build(XFAxialTransformerForCausalLM)
     calls, ids = [], tokens(2, 18, high=50)
@@ -129,21 +84,6 @@ def test_generation_runs_outer_layers_once_per_row():
         found = [model(ids[:, i : i + 1], past_key_values=cache, use_cache=True).logits for i in range(18)]
     close(torch.cat(found, 1), expected)
     assert len(calls) == 1 + 18 // COLUMNS
-
-
-def test_transposed_grid():
-    """Row layers of a text are the column layers of its transposed grid."""
-    rows = 5
-    first, second = build_layers(SPEC, 2)
-    turned_first, turned_second = build_layers({**SPEC, "columns": rows}, 2)
-    turned_first.load_state_dict(second.state_dict())
-    turned_second.load_state_dict(first.state_dict())
-    states = vectors(2, rows * COLUMNS)
-    turned = states.unflatten(1, (rows, COLUMNS)).transpose(1, 2).flatten(1, 2)
-    for layer, other in ((first, turned_second), (second, turned_first)):
-        one = run_layers([layer], states, make_context(20))[0].output
-        two = run_layers([other], turned, make_context(20))[0].output
-        close(one.unflatten(1, (rows, COLUMNS)).transpose(1, 2).flatten(1, 2), two)
 
 
 def copy_axis(layer, heads, theirs):
@@ -211,30 +151,3 @@ def test_grid_of_a_text():
         .logits.isfinite()
         .all()
     )
-
-
-@pytest.mark.parametrize(
-    "fields, message",
-    [
-        ({"is_decoder": True}, "needs a stack that lets every token read all earlier rows"),
-        (
-            {"is_decoder": True, "stack": "axial_transformer", "attention": {**SPEC, "sum_axial": True}},
-            "reads rows before columns",
-        ),
-        (
-            {"is_decoder": True, "stack": "axial_transformer", "num_hidden_layers": 2},
-            "two outer layers and an inner one",
-        ),
-        (
-            {"is_decoder": True, "stack": "axial_transformer", "attention": "dense"},
-            "which attention 'dense' does not have",
-        ),
-        ({"stack": {"type": "axial_transformer", "num_outer_layers": 3}}, "even `num_outer_layers` >= 2.*got 3"),
-        ({"attention": {**SPEC, "columns": 0}}, "`columns` >= 2, got 0"),
-        ({"num_hidden_layers": 1}, "rows and columns in layers of their own"),
-        ({"attention": {**SPEC, "sum_axial": True}, "num_attention_heads": 1}, "make it even"),
-    ],
-)
-def test_refusals(fields, message):
-    with pytest.raises(ValueError, match=message):
-        XFormerConfig(**{**GEOMETRY, "attention": SPEC, **fields})

@@ -9,21 +9,11 @@ from transformers import BigBirdConfig, BigBirdModel
 from transformers.models.big_bird.modeling_big_bird import BigBirdBlockSparseAttention
 
 from hf_xformers import XFormerConfig, XFormerForMaskedLM
-from hf_xformers.ops.block_sparse.pattern_atoms import RandomBlocks
 from hf_xformers.ops.block_sparse.patterns import block_local, block_table, per_head
 from hf_xformers.variants.bigbird import XFBigBirdConfig, XFBigBirdForMaskedLM, XFBigBirdForSeq2SeqLM, XFBigBirdModel
-from tests.attention.pattern_helpers import allowed_by, by_hand, check_against_loops
-from tests.attention.score_helpers import (
-    GEOMETRY,
-    HEADS,
-    build_layers,
-    check_compile,
-    check_contract,
-    make_context,
-    mixes,
-    run_layers,
-    vectors,
-)
+from tests.attention.references.patterns import drawn_blocks
+from tests.attention.references.table import softmax_attention
+from tests.attention.score_helpers import GEOMETRY, HEADS, build_layers, make_context, run_layers, vectors
 from tests.helpers import aligned, close, make_strong, tokens
 from tests.weight_copy import take_bert_weights
 
@@ -32,55 +22,22 @@ SMALL = {**GEOMETRY, "num_hidden_layers": 2, "max_position_embeddings": 40}
 LONG = {"max_position_embeddings": 40}
 
 
-def draws(layer, blocks=20):
-    """[head][block] -> the random blocks of a text of so many."""
-    atom = next(part for part in layer.pattern.children() if isinstance(part, RandomBlocks)).bind(2 * blocks)
-    rows = torch.arange(blocks)
-    return [torch.stack(atom.for_head(head).drawn(rows), 1).tolist() for head in range(HEADS)]
-
-
-def itc(layer, size, side=1, ends=1):
-    """The sets of keys of the internal form."""
-    drawn = {}  # those of a text are its own, whatever it is padded to
-
-    def reads(i, j, head, n):
-        last = -(-n // size) - 1
-        if last not in drawn:
-            drawn[last] = draws(layer, last + 1) if layer.spec.num_random_blocks else [[[]] * (last + 1)] * HEADS
-        table = drawn[last]
-        own, other = i // size, j // size
-        globals_ = [*range(ends), *range(last - ends + 1, last + 1)]
-        return own in globals_ or other in globals_ or abs(own - other) <= side or other in table[head][own]
-
-    return reads
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [{}, {"window_blocks": 1, "num_global_blocks": 2}, {"num_random_blocks": 0, "window_blocks": 5}],
-    ids=str,
-)
-def test_sets_of_keys(fields):
-    layer = build_layers({**SPEC, **fields}, 2, **LONG)[1]
-    reads = itc(layer, 2, fields.get("window_blocks", 3) // 2, fields.get("num_global_blocks", 1))
-    for length, real in ((27, 18), (26, 7), (1, 1)):
-        check_against_loops(layer, reads, length, False, real=real)
-
-
 def test_draws():
     """Texts of every length have as many; distinct, outside window and global blocks, different by layer and head, the
     same after a copy and a reload."""
     first, second = build_layers(SPEC, 2, **LONG)
     for layer in (first, second):
         for count in (3, 6, 7, 13, 20):
-            for table in draws(layer, count):
+            for table in drawn_blocks(layer, count):
                 for row, blocks in enumerate(table):
                     legal = [block for block in range(1, count - 1) if abs(block - row) > 1]
                     found = [block for block in blocks if block >= 0]
                     assert len(set(found)) == len(found) == min(2, len(legal)) and set(found) <= set(legal)
-    assert draws(first) != draws(second) and draws(first)[0] != draws(first)[1]
+    assert drawn_blocks(first, 20) != drawn_blocks(second, 20)
+    assert drawn_blocks(first, 20)[0] != drawn_blocks(first, 20)[1]
     assert copy.deepcopy(first).pattern == first.pattern
-    assert draws(build_layers({**SPEC, "random_seed": 1}, 1, **LONG)[0]) != draws(first)
+    other = build_layers({**SPEC, "random_seed": 1}, 1, **LONG)[0]
+    assert drawn_blocks(other, 20) != drawn_blocks(first, 20)
 
 
 def test_reload_and_training_mode(tmp_path):
@@ -117,16 +74,6 @@ def test_decoders_are_dense():
         XFBigBirdConfig(**SMALL, is_encoder_decoder=True, attention=SPEC, decoder={"attention": SPEC})
 
 
-def test_all_blocks_are_dense_attention():
-    (dense,) = build_layers("dense")
-    states = vectors(2, 13)
-    expected = run_layers([dense], states, make_context(13))[0].output
-    for fields in ({"attention_type": "original_full"}, {"block_size": 16}, {"num_random_blocks": 20}):
-        (layer,) = build_layers({**SPEC, **fields})
-        layer.load_state_dict(dense.state_dict())
-        close(run_layers([layer], states, make_context(13))[0].output, expected)
-
-
 # ------------------------------------------------------------------------------------------------ transformers'
 
 
@@ -149,8 +96,7 @@ def pair(kind, blocks=1):
     torch.manual_seed(0)
     reference = make_strong(BigBirdModel(theirs, add_pooling_layer=False).double().eval(), amount=0.2)
     config = XFBigBirdConfig(
-        **{**SMALL, "intermediate_size": 24},
-        attention={**SPEC, "num_random_blocks": blocks, "attention_type": kind},
+        **{**SMALL, "intermediate_size": 24}, attention={**SPEC, "num_random_blocks": blocks, "attention_type": kind}
     )
     ours = XFBigBirdModel(config).double().eval()
     take_bert_weights(ours, reference)
@@ -211,13 +157,12 @@ def test_extended_form():
     (layer,) = build_layers(ETC["attention"], stack=ETC["stack"])
     length, count = 11, 3
 
-    def reads(i, j, head, n):
-        return i >= n - count or j >= n - count or abs(i // 2 - j // 2) <= 1
-
+    place = torch.arange(length + count)
+    globals_, near = place >= length, (place[:, None] // 2 - place // 2).abs() <= 1
     states = vectors(2, length + count)
     chosen = torch.zeros(2, length + count, dtype=torch.bool)
     chosen[:, length:] = True
-    expected = by_hand(layer, states, allowed_by(reads, length + count, HEADS, False))[0]
+    expected = softmax_attention(layer, states, allowed=globals_[:, None] | globals_ | near)[0].detach()
     for implementation in ("sdpa", "eager"):
         inputs = {"global_attention_mask": chosen}
         context = make_context(length + count, implementation=implementation, inputs=inputs)
@@ -251,43 +196,3 @@ def test_global_tokens_in_dense_attention():
     longer = torch.cat([embeds, model.model.trunk.stack.tokens.expand(2, -1, -1)], 1)
     with torch.no_grad():
         close(model(inputs_embeds=embeds).logits, plain(inputs_embeds=longer).logits[:, :7])
-
-
-def test_refusals():
-    with pytest.raises(ValueError, match="no causal form"):
-        XFormerConfig(**GEOMETRY, attention=SPEC, is_decoder=True)
-    with pytest.raises(ValueError, match="`window_blocks` must be odd, got 4"):
-        XFormerConfig(**GEOMETRY, attention={**SPEC, "window_blocks": 4})
-    with pytest.raises(ValueError, match="`block_size` >= 1, got 0"):
-        XFormerConfig(**GEOMETRY, attention={**SPEC, "block_size": 0})
-    with pytest.raises(ValueError, match=r"`dense_length` \(8\) needs global_mode='itc'"):
-        XFormerConfig(**GEOMETRY, attention={**SPEC, "dense_length": 8, "global_mode": "etc"})
-    with pytest.raises(ValueError, match="needs attention that takes global tokens, which 'band_attention'"):
-        XFormerConfig(**GEOMETRY, attention="band_attention", stack=ETC["stack"])
-    with pytest.raises(ValueError, match="needs attention that takes global tokens, which 'bigbird'"):
-        XFormerConfig(**GEOMETRY, attention=SPEC, stack=ETC["stack"])
-    with pytest.raises(ValueError, match="cannot stand in a decoder"):
-        XFormerConfig(**GEOMETRY, stack=ETC["stack"], is_decoder=True)
-
-
-CONTRACT = mixes(
-    {
-        "bigbird_rotary": {"attention": SPEC, "position": "rotary", "num_key_value_heads": 2},
-        "bigbird_etc": {**ETC, "position": "rotary"},
-        "longformer_etc": {
-            "attention": {"type": "longformer", "attention_window": 4},
-            "stack": ETC["stack"],
-            "residual": "pre_ln",
-        },
-    },
-    shapes=("encoder",),
-) + mixes({"bigbird_seq2seq": {"attention": SPEC, "decoder": {"attention": "dense"}}}, shapes=("seq2seq",))
-
-
-@pytest.mark.parametrize("case", CONTRACT, ids=str)
-def test_contract(case):
-    check_contract(case)
-
-
-def test_compile():
-    check_compile(CONTRACT[0])

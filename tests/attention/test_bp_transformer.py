@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from hf_xformers import XFormerConfig
 from hf_xformers.core.cache import make_cache
 from hf_xformers.variants import family
 from tests.helpers import make_strong
@@ -101,22 +100,6 @@ def test_two_layers_equal_loops(causal, length):
 
 
 @torch.no_grad()
-def test_enough_nodes_of_a_level_are_full_attention():
-    """Every token is then read by itself, with a label of its distance: without labels, dense attention."""
-    long = {"type": "bp_transformer", "nodes_per_level": 16, "relative_labels": False}
-    made = model("Model", attention=long, num_hidden_layers=1)
-    ids = torch.randint(0, 30, (2, 13))
-    dense = XFormerConfig(
-        **{name: getattr(made.config, name) for name in ("vocab_size", "hidden_size", "num_attention_heads")},
-        **{"num_hidden_layers": 1, "intermediate_size": 12, "position": "none"},
-        attention={"type": "dense", "bias": False},
-    )
-    other = family("xformer")["Model"](dense).double().eval()
-    other.load_state_dict(made.state_dict(), strict=False)
-    torch.testing.assert_close(made(ids).last_hidden_state, other(ids).last_hidden_state)
-
-
-@torch.no_grad()
 def test_a_later_token_changes_nothing_before_it():
     made = model("ForCausalLM", is_decoder=True)
     ids = torch.randint(0, 30, (1, 37))
@@ -171,14 +154,3 @@ def test_a_decoding_step_reads_few_keys(monkeypatch):
             counts[length] = read[-1]
             assert cache.layers[0].labels.shape[-1] == length - 1  # complete spans: fewer than tokens
     assert counts[64] <= 1 + COUNT * 7 and counts[512] - counts[64] <= COUNT * 3
-
-
-def test_where_it_does_not_fit():
-    with pytest.raises(ValueError, match="block 'bp_transformer' takes spans along"):
-        XFormerConfig(block="bp_transformer")
-    with pytest.raises(ValueError, match="nodes_per_level"):
-        XFormerConfig(attention={"type": "bp_transformer", "nodes_per_level": 0}, block="bp_transformer")
-    with pytest.raises(ValueError, match="set `block='bp_transformer'`"):
-        XFormerConfig(attention="bp_transformer")
-    with pytest.raises(ValueError, match="cannot pass on"):
-        XFormerConfig(attention="bp_transformer", block="bp_transformer", stack="reversible", residual="pre_ln")

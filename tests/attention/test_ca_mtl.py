@@ -13,7 +13,6 @@ from tests.attention.score_helpers import (
     build_layers,
     make_context,
     run_layers,
-    saved_sizes,
     small_blocks,
     softmax_by_rows,
     split_heads,
@@ -110,15 +109,6 @@ def test_generation_keeps_the_task():
         assert torch.equal(together[row, : alone.shape[1]], alone[0])
     without = model.generate(ids, tasks=tasks, use_cache=False, num_beams=2, **options)
     assert torch.equal(together, without)
-
-
-def test_no_matrix_of_all_pairs():
-    (layer,) = build_layers({"type": "ca_mtl"}, max_position_embeddings=80)
-    layer.train().dropout = 0.0
-    context = make_context(80)
-    with small_blocks():
-        sizes = saved_sizes(lambda: run_layers([layer], vectors(1, 80), context))
-    assert sizes[0] <= max(80 * 80, layer.near.numel()), sizes[:3]  # the table of this layer, and no scores
 
 
 def test_what_cannot_be_is_refused():

@@ -4,25 +4,18 @@ import itertools
 
 import pytest
 import torch
-from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from hf_xformers import XFormerConfig, XFormerForMaskedLM
 from hf_xformers.conversion import swap_components
 from hf_xformers.conversion.shared_heads import relative_error, shared_factors
-from hf_xformers.position.t5_relative_bias import T5RelativeBias, T5RelativeBiasSpec
 from tests.attention.score_helpers import (
     GEOMETRY,
     HEADS,
     PADDING,
     WIDTH,
-    allowed_pairs,
     build_layers,
     make_context,
     run_layers,
-    saved_sizes,
-    small_blocks,
-    softmax_by_rows,
-    split_heads,
     vectors,
 )
 from tests.helpers import close, make_strong, tokens
@@ -31,78 +24,8 @@ HEAD = WIDTH // HEADS
 NAME = "collaborative_attention"
 
 
-@pytest.fixture(params=["literal", "blocks"])
-def path(request):
-    if request.param == "literal":
-        yield {"implementation": "eager"}
-    else:
-        with small_blocks():
-            yield {"implementation": "sdpa"}
-
-
-@torch.no_grad()
-def by_hand(layer, states, allowed, memory=None, bias=0.0):
-    """Eq. 6 with its content term, one head at a time."""
-    read = states if memory is None else memory
-    scores = []
-    for head in range(HEADS):
-        product = layer.q_proj(states) @ torch.diag(layer.mixing[head]) @ layer.k_proj(read).mT
-        if layer.content_proj is not None:
-            product = product + layer.content_proj(read)[:, None, :, head]
-        scores.append(product * layer.scaling)
-    weights = softmax_by_rows(torch.stack(scores, 1) + bias, allowed)
-    value = split_heads(layer.v_proj(read), HEAD)
-    return layer.o_proj(torch.einsum("bhij,bhjd->bihd", weights, value).flatten(2)), weights
-
-
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(
-    "fields",
-    [{}, {"shared_width": 6, "start": "ones", "bias": False}, {"shared_width": 24, "content_bias": False}],
-    ids=str,
-)
-def test_equation(path, fields, causal):
-    (layer,) = build_layers({"type": NAME, **fields}, causal=causal)
-    states = vectors(4, 6)
-    for mask in (None, PADDING):
-        (result,) = run_layers([layer], states, make_context(6, causal, padding_mask=mask, **path))
-        output, weights = by_hand(layer, states, allowed_pairs(6, causal, mask))
-        close(result.output.detach(), output)
-        if path["implementation"] == "eager":
-            close(result.weights.detach(), weights)
-
-
-def test_cross_attention(path):
-    (layer,) = build_layers(NAME, cross=True, is_encoder_decoder=True)
-    states, memory = vectors(4, 4), vectors(4, 6, seed=1)
-    for mask in (None, PADDING):
-        context = make_context(4, True, memory_padding_mask=mask, **path)
-        allowed = torch.ones(1, 1, 1, 6).bool() if mask is None else mask[:, None, None, :]
-        expected = by_hand(layer, states, allowed, memory)[0]
-        cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
-        for given in (memory, None):  # the second time from the cache
-            found = run_layers([layer], states, context, given, cache)
-            close(found[0].output.detach(), expected)
-        shapes = [
-            tuple(x.shape)
-            for x in (cache.cross_attention_cache.layers[0].keys, cache.cross_attention_cache.layers[0].values)
-        ]
-        assert shapes == [(4, 1, 6, WIDTH + HEADS), (4, 1, 6, WIDTH)]
-
-
-def test_position_bias(path):
-    position = T5RelativeBias(XFormerConfig(**GEOMETRY), T5RelativeBiasSpec(num_buckets=8, max_distance=10)).double()
-    torch.nn.init.normal_(position.table.weight)
-    (layer,) = build_layers(NAME)
-    context = make_context(6, padding_mask=PADDING, **path)
-    context.shared["score_bias"] = position
-    bias = position.block(context.query_index, context.key_index).detach()
-    (result,) = run_layers([layer], vectors(4, 6), context)
-    close(result.output.detach(), by_hand(layer, vectors(4, 6), allowed_pairs(6, False, PADDING), bias=bias)[0])
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_multi_head_attention_is_one(path, causal):
+def test_multi_head_attention_is_one(causal):
     """The product of queries and keys of each head, biases included; those of keys cancel."""
     (dense,), (layer,) = build_layers("dense", causal=causal), build_layers(NAME, causal=causal)
     state = {name: value for name, value in dense.state_dict().items() if name[:2] in ("v_", "o_")}
@@ -112,7 +35,7 @@ def test_multi_head_attention_is_one(path, causal):
     state["mixing"] = torch.block_diag(*torch.ones(HEADS, 1, HEAD)).double()
     layer.load_state_dict(state)
     found = [
-        run_layers([each], vectors(4, 6), make_context(6, causal, padding_mask=PADDING, **path))[0].output
+        run_layers([each], vectors(4, 6), make_context(6, causal, padding_mask=PADDING))[0].output
         for each in (layer, dense)
     ]
     close(*(x.detach() for x in found))
@@ -120,14 +43,6 @@ def test_multi_head_attention_is_one(path, causal):
     layer.mixing.data.fill_(1.0)
     (result,) = run_layers([layer], vectors(4, 6), make_context(6, implementation="eager"))
     close(result.weights, result.weights[:, :1].expand_as(result.weights))  # all channels to all: the same maps
-
-
-def test_no_matrix_of_all_pairs():
-    (layer,) = build_layers(NAME)
-    layer.train().dropout = 0.0
-    with small_blocks():
-        sizes = saved_sizes(lambda: run_layers([layer], vectors(1, 80), make_context(80)))
-    assert sizes[0] < 80 * 80
 
 
 def some_heads(heads=3, channels=4, width=10, seed=0):
@@ -171,17 +86,3 @@ def test_a_trained_model(width, groups):
     assert moved[-1] < (1e-12 if width != 12 else 0.7 * moved[0])
     if width == 12:
         assert any("relative error" in how for _, _, how in report.derived)
-
-
-@pytest.mark.parametrize(
-    ("attention", "fields", "message"),
-    [
-        ({"type": NAME, "shared_width": 0}, {}, "needs `shared_width` >= 1"),
-        ({"type": NAME, "shared_width": 6}, {}, "divides `shared_width` 6 among 4 heads"),
-        (NAME, {"num_key_value_heads": 2}, "cannot have 2 key/value heads"),
-        (NAME, {"position": "rotary"}, "rotates queries and keys, which attention 'collaborative_attention'"),
-    ],
-)
-def test_what_cannot_be_is_refused(attention, fields, message):
-    with pytest.raises(ValueError, match=message):
-        XFormerConfig(**{**GEOMETRY, **fields, "attention": attention})

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from hf_xformers import XFormerConfig
 from hf_xformers.variants.etc import XFETCConfig, XFETCModel
 from tests.attention.score_helpers import GEOMETRY
 from tests.helpers import close, make_strong, tokens
@@ -115,34 +114,6 @@ def test_sentences():
         close(found[row, : len(expected)], expected)
 
 
-def test_reach_of_everything_is_dense_attention():
-    """A radius beyond the text and empty tables: full attention over both streams."""
-    model, ids = build(attention={"local_radius": 30, "share_output_projection": True}), tokens(1, 13, high=50)
-    layer = model.trunk.layers[0].attention
-    with torch.no_grad():
-        for parameter in layer.position_terms.parameters():
-            parameter.zero_()
-        states = model.trunk.embedding(
-            model.trunk.embedding.lookup(ids), None, torch.arange(13)[None], model.trunk.position
-        )
-        states = torch.cat([states, model.trunk.stack.token.expand(1, 4, -1)], 1)
-        q, k, v = (
-            part(states).unflatten(-1, (HEADS, D)).transpose(1, 2)
-            for part in (layer.q_proj, layer.k_proj, layer.v_proj)
-        )
-        full = torch.softmax(q @ k.mT / D**0.5, -1) @ v
-    close(first_attention(model, ids), layer.o_proj(full.transpose(1, 2).flatten(2)))
-
-
-def test_hard_masks_keep_sentences_apart():
-    """In one layer, a token changes the global token that stands for it and no other."""
-    model, ids = build(position={"hard_g2l": True}), tokens(1, 12, high=50)
-    changed = ids.clone()
-    changed[0, 5] = 5 + (ids[0, 5] - 4) % 40
-    before, after = (first_attention(model, x)[0, 12:] for x in (ids, changed))
-    assert ((before - after).abs().amax(-1) > 1e-9).tolist() == [False, True, False]
-
-
 def test_global_tokens_carry_everything():
     """Two layers reach from one end of a text to the other, through the global tokens."""
     model, ids = build(layers=2), tokens(1, 24, high=50)
@@ -151,22 +122,3 @@ def test_global_tokens_carry_everything():
     with torch.no_grad():
         before, after = (model(x).last_hidden_state[0] for x in (ids, changed))
     assert (before - after).abs().amax(-1).min() > 1e-9
-
-
-@pytest.mark.parametrize(
-    "fields, message",
-    [
-        ({"attention": "etc", "is_decoder": True}, "its global tokens read the whole text"),
-        ({"attention": {"type": "etc", "local_radius": 0}}, "`local_radius` >= 1, got 0"),
-        ({"attention": "band_attention", "stack": "etc"}, "needs attention that takes any number of global tokens"),
-        ({"attention": "etc", "position": "etc_relative"}, "use stack='etc', or position 'shaw_relative'"),
-        (
-            {"attention": "etc", "stack": "etc", "position": {"type": "etc_relative", "relative_vocab_size": 27}},
-            "`relative_vocab_size` >= 2 \\* max_distance \\+ 4, got 12 and 27",
-        ),
-        ({"attention": "etc", "stack": {"type": "etc", "tokens_per_global": 0}}, "`tokens_per_global` >= 1, got 0"),
-    ],
-)
-def test_refusals(fields, message):
-    with pytest.raises(ValueError, match=message):
-        XFormerConfig(**{**GEOMETRY, "position": "none", **fields})

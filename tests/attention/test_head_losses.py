@@ -16,7 +16,6 @@ from tests.attention.score_helpers import (
     build_layers,
     make_context,
     run_layers,
-    saved_sizes,
     small_blocks,
     vectors,
 )
@@ -221,18 +220,6 @@ def test_how_many_heads_by_default():
     assert counts(2) == (0, 1, 1, 0) and counts(1) == (0, 1, 0, 0)
 
 
-@pytest.mark.parametrize("name", ["position", "guidance"])
-def test_no_matrix_of_all_pairs(name):
-    """In blocks nothing is kept for the backward pass that has a number for each pair."""
-    loss = {"type": "disagreement_regularization", "of": ("position",)} if name == "position" else GUIDANCE
-    (layer,) = build_layers(dense(loss))
-    layer.dropout = 0.0
-    with small_blocks():
-        states = vectors(1, 60)
-        sizes = saved_sizes(lambda: run_layers([layer.train()], states, make_context(60)))
-    assert sizes[0] < 60 * 60, sizes[:3]
-
-
 def test_losses_are_for_training():
     for head in (XFormerForMaskedLM, XFormerForCausalLM):
         model = head(XFormerConfig(**GEOMETRY, attention=dense(ALL_KINDS, "attention_guidance")))
@@ -263,32 +250,3 @@ def test_every_mechanism_that_says_so(name):
     assert set(output.aux_losses) >= {"disagreement_subspace", "disagreement_output"}
     for layer in model.model.trunk.layers:
         assert layer.attention.o_proj is None and layer.attention.aggregation.votes.grad.abs().sum() > 0
-
-
-@pytest.mark.parametrize(
-    ("attention", "fields", "message"),
-    [
-        (
-            {"type": "linformer", "losses": ("disagreement_regularization",)},
-            {},
-            "does not hand out what its heads read",
-        ),
-        ({"type": "band_attention", "losses": (ALL_KINDS,)}, {}, "would cost more than the mechanism itself"),
-        ({"type": "linear_transformer", "losses": ("attention_guidance",)}, {}, "reads the weights of all pairs"),
-        (dense("attention_guidance"), {"position": "shaw_relative"}, "position 'shaw_relative' with its terms"),
-        (dense({"type": "disagreement_regularization", "weight": -1}), {}, "needs `weight` >= 0, got -1"),
-        (dense({"type": "disagreement_regularization", "of": ("heads",)}), {}, "takes subspace, position, output"),
-        (dense({**GUIDANCE, "first": 2}), {}, "patterns for 5 heads of 4"),
-        (dense(GUIDANCE), {"is_decoder": True}, "a decoder does not see"),
-        (dense({**GUIDANCE, "total_passes": 5}), {}, "`total_passes` >= `constant_passes`"),
-        (dense({**GUIDANCE, "layers": (3,)}), {}, "from 0 to 2, those of the tower"),
-        (dense("attention_guidance", "attention_guidance"), {}, "2 times; give each loss once"),
-        (dense("guidance"), {}, "Unknown loss on heads 'guidance'"),
-    ],
-)
-def test_what_cannot_be_is_refused(attention, fields, message):
-    with pytest.raises(ValueError, match=message):
-        XFormerConfig(**{**GEOMETRY, **fields, "attention": attention})
-    if attention == dense("attention_guidance") and not fields:
-        with pytest.raises(ValueError, match="do not read"):
-            XFormerConfig(**GEOMETRY, cross_attention=attention)

@@ -24,66 +24,6 @@ def padded(lengths=(7, 5)):
     return {"input_ids": ids, "attention_mask": mask.long()}
 
 
-def by_hand(model, given, causal: bool) -> torch.Tensor:
-    """The first layer's attention output, one head at a time, in the equations' own words."""
-    attention = model.trunk.layers[0].attention
-    spec, x = attention.spec, model.trunk.embedding.tokens(given["input_ids"]).double()
-    weight = {name: tensor.double() for name, tensor in attention.state_dict().items()}
-
-    def linear(name):
-        return x @ weight[f"{name}.weight"].T + weight.get(f"{name}.bias", 0.0)
-
-    def rms(x, name):
-        return x / (x.pow(2).mean(-1, keepdim=True) + model.config.layer_norm_eps).sqrt() * weight[f"{name}.weight"]
-
-    query, key, value = (linear(f"{name}_proj") for name in "qkv")
-    if spec.query_key_norm == "projection":
-        query, key = rms(query, "q_norm"), rms(key, "k_norm")
-    width, outputs = attention.head_dim, []
-    for head in range(attention.num_heads):
-        own = slice(head * width, (head + 1) * width)
-        shared = head // attention.num_key_value_groups
-        other = slice(shared * width, (shared + 1) * width)
-        q, k, v = query[..., own], key[..., other], value[..., other]
-        if spec.query_key_norm == "head":
-            q, k = rms(q, "q_norm"), rms(k, "k_norm")
-        scores = q @ k.transpose(1, 2) * attention.scaling
-        if spec.score_cap is not None:
-            scores = spec.score_cap * torch.tanh(scores / spec.score_cap)
-        hidden = given["attention_mask"][:, None].bool().logical_not().expand_as(scores)
-        if causal:
-            hidden = hidden | torch.ones_like(scores[0]).triu(1).bool()
-        outputs.append(scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v)
-    return torch.cat(outputs, dim=-1) @ weight["o_proj.weight"].T + weight.get("o_proj.bias", 0.0)
-
-
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("attention", ["dense", {"type": "band_attention", "window_size": 50}])
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"query_key_norm": "head"},
-        {"query_key_norm": "projection", "output_bias": False},
-        {"score_cap": 0.5, "bias": False, "output_bias": True},
-        {"query_key_norm": "head", "score_cap": 2.0, "scale": 0.3},
-    ],
-    ids=str,
-)
-def test_equation(fields, attention, causal, implementation):
-    named = {"type": attention} if isinstance(attention, str) else attention
-    made = config(attention={**named, **fields}, is_decoder=causal, num_key_value_heads=2, normalization="rms_norm")
-    made._attn_implementation = implementation
-    model = make_strong(XFormerModel(made)).eval()
-    given, found = padded(), {}
-    model.trunk.layers[0].attention.register_forward_hook(lambda _, __, output: found.update(output=output.output))
-    with torch.no_grad():
-        model(**given, use_cache=False)  # a cache of windows would have its tokens moved to the right
-        expected = by_hand(model, given, causal)
-    real = given["attention_mask"].bool()
-    close(found["output"].double()[real], expected[real], 2e-5)
-
-
 @pytest.mark.parametrize("name", [name for name, spec in ATTENTIONS.items() if spec.normalizes_heads])
 def test_norms_of_all_mechanisms_are_read(name):
     """Other weights of either norm change the result, and decoding token by token gives the same."""
@@ -204,28 +144,6 @@ def test_caches_turn_keys_by_the_length_so_far(scaling, attention):
         for end in range(5, 13):
             step = model(ids[:, end - 1 : end], attention_mask=mask[:, :end], past_key_values=past).logits[:, -1]
             close(step, model(ids[:, :end], attention_mask=mask[:, :end]).logits[:, -1], 2e-6)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"attention": {"type": "linformer", "query_key_norm": "head"}}, "cannot normalise them"),
-        (
-            {"attention": {"type": "dense", "query_key_norm": "head"}, "normalization": "power_norm"},
-            "normalization 'power_norm' cannot",
-        ),
-        ({"attention": {"type": "performer", "score_cap": 3.0}}, "attention 'performer' has no place for `score_cap`"),
-        (
-            {"attention": {"type": "dense", "score_cap": 3.0}, "position": "t5_relative_bias"},
-            "position 't5_relative_bias' has no place",
-        ),
-        ({"attention": {"type": "dense", "score_cap": 0}}, "positive `score_cap`"),
-        ({"attention": {"type": "dense", "angles": "local"}, "position": "rotary"}, "give a rotary position its"),
-    ],
-)
-def test_what_cannot_be_is_refused(fields, message):
-    with pytest.raises(ValueError, match=message):
-        config(**fields)
 
 
 def test_logits_are_capped():

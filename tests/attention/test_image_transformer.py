@@ -9,7 +9,6 @@ from hf_xformers import XFormerConfig
 from hf_xformers.ops.common.token_grid import TokenGrid
 from hf_xformers.variants.image_transformer import XFImageTransformerConfig, XFImageTransformerForCausalLM
 from hf_xformers.variants.vision_transformer import XFVisionTransformerConfig, XFVisionTransformerModel
-from tests.attention.pattern_helpers import check_against_loops
 from tests.attention.score_helpers import GEOMETRY, build_layers
 from tests.helpers import close, make_strong, tokens
 
@@ -23,31 +22,6 @@ def cell(place):
     """Row and column of a place in the order of blocks, by walking through the plane."""
     walk = [(top + down, left + right) for top in (0, 2) for left in (0, 2, 4) for down in (0, 1) for right in (0, 1)]
     return walk[place]
-
-
-def near(i, j):
-    """Whether j lies in the block of i or in the flange of two around it."""
-    (row, column), (other, beside) = cell(i), cell(j)
-    top, left = row // 2 * 2, column // 2 * 2
-    return top - 2 <= other < top + 4 and left - 2 <= beside < left + 4
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_one_dimension(causal):
-    layer = build_layers(ONE, 1, causal)[0]
-
-    def reads(i, j, head, n):
-        return i // 5 * 5 - 3 <= j < i // 5 * 5 + (5 if causal else 8)
-
-    for length in (18, 1):
-        check_against_loops(layer, reads, length, causal, real=min(13, length))
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_two_dimensions(causal):
-    layer = build_layers(TWO, 1, causal)[0]
-    for length in (24, 17):
-        check_against_loops(layer, lambda i, j, h, n: near(i, j), length, causal, real=13)
 
 
 def test_masks_of_the_released_code():
@@ -177,20 +151,6 @@ def test_bits_per_dimension_of_a_uniform_model():
     )
     model, ids = XFImageTransformerForCausalLM(config), tokens(2, 24, low=0, high=256)
     assert abs(model(ids, labels=ids).loss.item() / math.log(2) - 8) < 1e-5
-
-
-@pytest.mark.parametrize(
-    "spec, message",
-    [
-        ({**TWO, "block_shape": (3, 2)}, "do not fill a plane of 4 x 6"),
-        ({**TWO, "memory_flange": (1, 2)}, "of which a `memory_flange` of 1 x 2 is no multiple"),
-        ({**ONE, "block_length": 0}, "`block_length` >= 1, got 0"),
-        ({**ONE, "image_size": (2, 2)}, "8 tokens with 2 channels, but `max_position_embeddings` is 24"),
-    ],
-)
-def test_refusals(spec, message):
-    with pytest.raises(ValueError, match=message):
-        XFormerConfig(**GEOMETRY, attention=spec)
 
 
 def test_refused_outputs():

@@ -6,83 +6,14 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
-from hf_xformers import XFormerConfig
 from hf_xformers.attention import linear_transformer
 from hf_xformers.core.cache import make_cache
 from hf_xformers.ops.linear.attention import folded_sums
-from hf_xformers.position.rotary import RotaryPosition, RotarySpec
-from tests.attention.linear_helpers import check_no_future, in_pieces, state_sizes
-from tests.attention.score_helpers import (
-    GEOMETRY,
-    HEADS,
-    PADDING,
-    WIDTH,
-    allowed_pairs,
-    build_layers,
-    check_compile,
-    check_contract,
-    make_context,
-    mixes,
-    run_layers,
-    saved_sizes,
-    split_heads,
-    vectors,
-)
+from tests.attention.score_helpers import HEADS, PADDING, WIDTH, build_layers, make_context, run_layers, vectors
 from tests.helpers import close
 
 D = WIDTH // HEADS
 SPEC = {"type": "linear_transformer", "chunk_size": 4}
-each_path = pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-
-
-def phi(x):
-    return torch.where(x > 0, x + 1, torch.exp(x))
-
-
-@torch.no_grad()
-def by_hand(layer, states, allowed, memory=None, turn=None, eps=0.0):
-    """One query and one key at a time."""
-    read = states if memory is None else memory
-    q = split_heads(layer.q_proj(states), D)
-    k, v = split_heads(layer.k_proj(read), D), split_heads(layer.v_proj(read), D)
-    k, v = (x.repeat_interleave(HEADS // x.shape[1], 1) for x in (k, v))
-    phi_q, phi_k = phi(q), phi(k)
-    turned_q, turned_k = (phi_q, phi_k) if turn is None else (turn(phi_q), turn(phi_k))
-    allowed = allowed.expand(q.shape[0], HEADS, q.shape[2], k.shape[2])
-    weights = torch.zeros(allowed.shape, dtype=torch.float64)
-    for b, h, i in torch.cartesian_prod(*(torch.arange(n) for n in q.shape[:3])).tolist():
-        total = eps + sum(float(phi_q[b, h, i] @ phi_k[b, h, j]) for j in range(k.shape[2]) if allowed[b, h, i, j])
-        for j in range(k.shape[2]):
-            if allowed[b, h, i, j]:
-                weights[b, h, i, j] = turned_q[b, h, i] @ turned_k[b, h, j] / total
-    return layer.o_proj((weights @ v).transpose(1, 2).flatten(2)), weights
-
-
-@each_path
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("fields", [{}, {"num_key_value_heads": 2}, {"attention": {**SPEC, "eps": 0.5}}], ids=str)
-def test_equation(implementation, causal, fields):
-    spec = fields.get("attention", SPEC)
-    (layer,) = build_layers(spec, causal=causal, **{k: v for k, v in fields.items() if k != "attention"})
-    states = vectors(4, 6)
-    for mask in (None, PADDING):
-        context = make_context(6, causal, padding_mask=mask, implementation=implementation)
-        (result,) = run_layers([layer], states, context)
-        output, weights = by_hand(layer, states, allowed_pairs(6, causal, mask), eps=spec.get("eps", 0.0))
-        close(result.output.detach(), output)
-        if implementation == "eager":
-            close(result.weights.detach(), weights)
-
-
-@each_path
-def test_cross_attention(implementation):
-    (layer,) = build_layers(SPEC, cross=True, is_encoder_decoder=True)
-    states, memory = vectors(4, 3), vectors(4, 6, seed=1)
-    for mask in (None, PADDING):
-        context = make_context(3, True, memory_padding_mask=mask, implementation=implementation)
-        allowed = torch.ones(1, 1, 1, 6).bool() if mask is None else mask[:, None, None, :]
-        expected = by_hand(layer, states, allowed, memory)[0]
-        close(run_layers([layer], states, context, memory)[0].output.detach(), expected)
 
 
 def test_memory_becomes_a_state():
@@ -196,105 +127,6 @@ def test_half_precision_keeps_its_sums(monkeypatch):
     assert not calls
 
 
-def test_recurrent_network():
-    """Token by token with the two sums, each token joining before it reads."""
-    (layer,) = build_layers(SPEC, causal=True)
-    states = vectors(2, 9)
-    with torch.no_grad():
-        q, k, v = (split_heads(part(states), D) for part in (layer.q_proj, layer.k_proj, layer.v_proj))
-        memory, norm, outputs = torch.zeros(2, HEADS, D, D).double(), torch.zeros(2, HEADS, D).double(), []
-        for t in range(9):
-            key, query = phi(k[:, :, t]), phi(q[:, :, t])
-            memory = memory + key[..., None] * v[:, :, t, None]
-            norm = norm + key
-            outputs.append((query[..., None] * memory).sum(2) / (query * norm).sum(-1, keepdim=True))
-        expected = layer.o_proj(torch.stack(outputs, 1).flatten(2))
-        close(run_layers([layer], states, make_context(9, True))[0].output, expected)
-        for pieces in ((1,) * 9, (4, 1, 3, 1), (9,)):
-            close(in_pieces(layer, states, pieces)[0], expected)
-        _, cache = in_pieces(layer, states, (4, 1, 3, 1))
-    close(cache.layers[0].state["kv"], memory)
-    close(cache.layers[0].state["z"], norm)
-
-
-def test_left_padded_prompts_leave_no_trace():
-    (layer,) = build_layers(SPEC, causal=True)
-    states, mask = vectors(2, 7), torch.ones(2, 7).bool()
-    mask[0, :3] = False
-    with torch.no_grad():
-        alone, cache = in_pieces(layer, states[:1, 3:], (2, 1, 1))
-        found, padded = in_pieces(layer, states, (5, 1, 1), mask)
-    close(found[:1, 3:], alone)
-    for name, tensor in cache.layers[0].state.items():
-        close(padded.layers[0].state[name][:1], tensor)
-
-
-def test_the_state_does_not_grow():
-    (layer,) = build_layers(SPEC, causal=True)
-    with torch.no_grad():
-        assert state_sizes(layer, vectors(2, 24), (1, 9, 24)) == [2 * HEADS * D * (D + 1)] * 3
-
-
-@pytest.mark.parametrize("training", [False, True])
-def test_no_future(training):
-    (layer,) = build_layers(SPEC, causal=True)
-    check_no_future(layer, vectors(2, 11), training)
-
-
-def test_convex_combinations():
-    """Outputs stay inside the range of the visible values; the first token reads itself alone; the order of keys is
-    nothing to an encoder; the weights have the rank of the features."""
-    (layer,) = build_layers(SPEC, causal=True)
-    states = vectors(2, 9)
-    with torch.no_grad():
-        (result,) = run_layers([layer], states, make_context(9, True, implementation="eager"))
-        value = split_heads(layer.v_proj(states), D)
-        mixed = result.weights @ value
-        close(mixed[:, :, 0], value[:, :, 0], 1e-12)
-        assert (mixed <= value.cummax(2).values + 1e-12).all() and (mixed >= value.cummin(2).values - 1e-12).all()
-        (encoder,) = build_layers(SPEC)
-        order = torch.randperm(9)
-        outputs = [run_layers([encoder], x, make_context(9))[0].output for x in (states, states[:, order])]
-        close(outputs[1], outputs[0][:, order])
-        weights = run_layers([encoder], states, make_context(9, implementation="eager"))[0].weights
-        assert int(torch.linalg.matrix_rank(weights, rtol=1e-10).max()) <= D
-
-
-@each_path
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("layout", ["half", "interleaved"])
-def test_rotary_turns_the_numerator_alone(implementation, causal, layout):
-    (layer,) = build_layers(SPEC, causal=causal)
-    states, positions = vectors(2, 6), torch.arange(6)[None]
-    turn = RotaryPosition(D, RotarySpec(layout=layout)).rotation(positions, states)
-    context = make_context(6, causal, padding_mask=PADDING[:2], implementation=implementation)
-    context.shared["rotation"] = turn
-
-    def rotate(x):
-        """Each pair of channels as a complex number times exp(i * position * frequency)."""
-        pairs = torch.stack(x.chunk(2, -1), -1) if layout == "half" else x.unflatten(-1, (-1, 2))
-        angle = positions[0, :, None] * 10000.0 ** (-torch.arange(0, D, 2) / D)
-        turned = torch.view_as_real(
-            torch.view_as_complex(pairs.contiguous()) * torch.polar(torch.ones_like(angle), angle)
-        )
-        return torch.cat(turned.unbind(-1), -1) if layout == "half" else turned.flatten(-2)
-
-    expected, weights = by_hand(layer, states, allowed_pairs(6, causal, PADDING[:2]), turn=rotate)
-    (result,) = run_layers([layer], states, context)
-    close(result.output.detach(), expected, 1e-6)  # angles are made in float32
-    if implementation == "eager":
-        close(result.weights.detach(), weights, 1e-6)
-
-
-def test_what_is_kept():
-    """Nothing in proportion to T x T, and no state for every token."""
-    for length in (64, 256):
-        (layer,) = build_layers("linear_transformer", causal=True)
-        states = vectors(1, length)
-        sizes = saved_sizes(lambda: run_layers([layer], states, make_context(length, True)))
-        assert sizes[0] <= length * WIDTH, sizes[:3]
-
-
 def test_weights_of_a_cached_text():
     """The first pass with a cache gives weights; later ones have no keys to weigh."""
     (layer,) = build_layers(SPEC, causal=True)
@@ -308,42 +140,6 @@ def test_weights_of_a_cached_text():
     close(first.weights, whole.weights[:, :, :4, :4])
     assert rest.weights is None
     close(torch.cat([first.output, rest.output], 1), whole.output)
-
-
-def test_refusals():
-    for fields, message in (
-        ({"chunk_size": 0}, "`chunk_size` >= 1, got 0"),
-        ({"eps": -1.0}, "`eps` >= 0, got -1"),
-        ({"scale": 1.0}, "no scores to scale"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            XFormerConfig(**GEOMETRY, attention={"type": "linear_transformer", **fields})
-    (layer,) = build_layers(SPEC, causal=True)
-    with pytest.raises(ValueError, match="make_cache"):
-        run_layers([layer], vectors(1, 3), make_context(3, True), cache=DynamicCache())
-    with pytest.raises(ValueError, match="score_bias|adds a bias"):
-        XFormerConfig(**GEOMETRY, attention="linear_transformer", position="t5_relative_bias")
-
-
-MIXES = {
-    "linear_rotary": {"attention": SPEC, "position": "rotary", "residual": "pre_ln", "num_key_value_heads": 2},
-    "linear_cross": {"attention": SPEC, "cross_attention": SPEC},
-}
-
-
-@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
-@pytest.mark.parametrize(
-    "case",
-    [*mixes({"linear_rotary": MIXES["linear_rotary"]}), *mixes({"x": MIXES["linear_cross"]}, ("seq2seq",))],
-    ids=str,
-)
-def test_contract(case):
-    check_contract(case)
-
-
-@pytest.mark.parametrize("case", mixes({"linear": {"attention": SPEC, "num_hidden_layers": 1}}, ("decoder",)), ids=str)
-def test_compile(case):
-    check_compile(case)
 
 
 def test_large_features_in_half_precision():

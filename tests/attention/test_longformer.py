@@ -5,7 +5,6 @@ import torch
 from transformers import LongformerConfig, LongformerModel
 
 from hf_xformers import XFormerConfig
-from hf_xformers.families import HEADS as FAMILY_HEADS
 from hf_xformers.variants.longformer import (
     XFLongformerConfig,
     XFLongformerForCausalLM,
@@ -16,15 +15,11 @@ from hf_xformers.variants.longformer import (
     XFLongformerForSequenceClassification,
     XFLongformerModel,
 )
-from tests.attention.pattern_helpers import SIDES, allowed_by, check_against_loops, pad_mask
 from tests.attention.score_helpers import (
     GEOMETRY,
     HEADS,
     build_layers,
-    check_compile,
-    check_contract,
     make_context,
-    mixes,
     run_layers,
     softmax_by_rows,
     split_heads,
@@ -36,6 +31,34 @@ from tests.weight_copy import take_bert_weights
 SPEC = {"type": "longformer", "attention_window": 4}
 DILATED = {"type": "longformer", "attention_window": 4, "attention_dilation": (1, (1, 1, 2, 3), 1)}
 SMALL = {**GEOMETRY, "num_hidden_layers": 2, "pad_token_id": 1, "max_position_embeddings": 40}
+
+
+SIDES = ("none", "right", "left", "empty")
+
+
+def pad_mask(length, real, side):
+    """[B, T] masks of one full row and one with `real` tokens (or none)."""
+    if side == "none":
+        return None
+    mask = torch.ones(2, length, dtype=torch.bool)
+    mask[1] = False
+    if side != "empty":
+        mask[1, slice(0, real) if side == "right" else slice(length - real, length)] = True
+    return mask
+
+
+def allowed_by(reads, length, heads, causal, mask=None):
+    """[B, H, T, T] boolean: `reads(i, j, head, n)` for positions counted from the first real token of n real ones."""
+    masks = torch.ones(1, length, dtype=torch.bool) if mask is None else mask
+    allowed = torch.zeros(masks.shape[0], heads, length, length, dtype=torch.bool)
+    for row, real in enumerate(masks):
+        where = real.nonzero().flatten().tolist()
+        for head in range(heads):
+            for a in where:
+                for b in where:
+                    i, j = a - where[0], b - where[0]
+                    allowed[row, head, a, b] = reads(i, j, head, len(where)) and not (causal and j > i)
+    return allowed
 
 
 @torch.no_grad()
@@ -77,34 +100,6 @@ def test_equation(spec, side):
             output = run_layers([layer], states, context)[0].output
             close(output.detach()[real], expected[real])
             assert output.isfinite().all()
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_without_global_tokens(causal):
-    gaps = (1, 1, 2, 3)
-    reads = window(gaps) if not causal else lambda i, j, h, n: j in [i - gaps[h] * t for t in (0, 1, 2)]
-    check_against_loops(build_layers(DILATED, 3, causal)[1], reads, 13, causal, real=9)
-
-
-def test_rows_do_not_depend_on_one_another():
-    """As many global tokens as another row has change nothing."""
-    (layer,) = build_layers(SPEC)
-    states, given = vectors(3, 11), torch.zeros(3, 11, dtype=torch.long)
-    given[0, 2], given[1, 3:9] = 1, 1
-    together = run_layers([layer], states, make_context(11, inputs={"global_attention_mask": given}))[0].output
-    for row in range(3):
-        context = make_context(11, inputs={"global_attention_mask": given[row : row + 1]})
-        close(together[row], run_layers([layer], states[row : row + 1], context)[0].output[0])
-
-
-def test_all_global_is_dense_attention():
-    (layer,), (dense,) = build_layers(SPEC), build_layers("dense")
-    states = vectors(2, 9)
-    for name in "qkvo":
-        own = "o_proj" if name == "o" else f"{name}_global_proj"
-        getattr(dense, f"{name}_proj").load_state_dict(getattr(layer, own).state_dict())
-    context = make_context(9, inputs={"global_attention_mask": torch.ones(2, 9)})
-    close(run_layers([layer], states, context)[0].output, run_layers([dense], states, make_context(9))[0].output)
 
 
 def test_global_projections_start_as_copies():
@@ -249,27 +244,3 @@ def test_compile_with_global_tokens():
     with torch.no_grad():
         close(compiled(ids, global_attention_mask=chosen).logits, model(ids, global_attention_mask=chosen).logits)
     torch._dynamo.reset()
-
-
-CONTRACT = mixes(
-    {
-        "longformer_gaps": {
-            "attention": {"type": "longformer", "attention_window": [2, 4], "attention_dilation": [[1, 2, 1, 3], 1]},
-            "position": "rotary",
-            "num_key_value_heads": 2,
-        }
-    }
-)
-
-
-@pytest.mark.parametrize("case", CONTRACT, ids=str)
-def test_contract(case):
-    check_contract(case)
-
-
-def test_compile():
-    check_compile(CONTRACT[0])
-
-
-def test_every_head_is_there():
-    assert set(XFLongformerConfig.heads) <= set(FAMILY_HEADS)

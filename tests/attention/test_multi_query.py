@@ -1,6 +1,5 @@
 """One head of keys and values for many heads of queries, against tied heads, GPTBigCode, Falcon and pooled heads."""
 
-import pytest
 import torch
 from transformers import FalconConfig, GPTBigCodeConfig
 from transformers.models.falcon.modeling_falcon import FalconAttention
@@ -13,16 +12,7 @@ from hf_xformers import (
     XFormerForMaskedLM,
 )
 from hf_xformers.conversion import swap_components
-from tests.attention.score_helpers import (
-    GEOMETRY,
-    HEADS,
-    PADDING,
-    WIDTH,
-    build_layers,
-    make_context,
-    run_layers,
-    vectors,
-)
+from tests.attention.score_helpers import GEOMETRY, HEADS, WIDTH, build_layers, make_context, run_layers, vectors
 from tests.helpers import close, tiny_fields, tokens
 
 HEAD = WIDTH // HEADS
@@ -36,31 +26,6 @@ def widened_to_all_heads(layer, groups):
             of_groups = state[name].unflatten(0, (groups, HEAD))
             state[name] = torch.cat([of_groups[head * groups // HEADS] for head in range(HEADS)])
     return state
-
-
-@pytest.mark.parametrize("groups", [1, 2, 4])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_equals_tied_heads(groups, causal, implementation):
-    """Head h reads the keys and values of group floor(h G / H)."""
-    (shared,) = build_layers("dense", causal=causal, num_key_value_heads=groups)
-    (whole,) = build_layers("dense", causal=causal)
-    whole.load_state_dict(widened_to_all_heads(shared, groups))
-    for mask in (None, PADDING):
-        found = [
-            run_layers(
-                [layer], vectors(4, 6), make_context(6, causal, padding_mask=mask, implementation=implementation)
-            )
-            for layer in (shared, whole)
-        ]
-        close(found[0][0].output, found[1][0].output)
-    if groups == 2:  # the order of groups counts
-        state = shared.state_dict()
-        state["k_proj.weight"] = state["k_proj.weight"].roll(HEAD, 0)
-        shared.load_state_dict(state)
-        assert not torch.allclose(
-            run_layers([shared], vectors(4, 6), make_context(6, causal))[0].output, found[0][0].output
-        )
 
 
 @torch.no_grad()

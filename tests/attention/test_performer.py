@@ -3,31 +3,21 @@
 import copy
 import itertools
 import math
-from functools import partial
 
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
-from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from hf_xformers import XFormerConfig, XFormerForCausalLM
 from hf_xformers.attention.performer import redraw_features
-from hf_xformers.position.rotary import RotaryPosition, RotarySpec
-from tests.attention.linear_helpers import check_no_future, in_pieces, state_sizes, turned
 from tests.attention.score_helpers import (
     GEOMETRY,
     HEADS,
-    PADDING,
     WIDTH,
-    allowed_pairs,
     build_layers,
-    check_compile,
-    check_contract,
     make_context,
-    mixes,
     run_layers,
-    saved_sizes,
     split_heads,
     vectors,
 )
@@ -35,77 +25,12 @@ from tests.helpers import close, tokens
 
 D = WIDTH // HEADS
 SPEC = {"type": "performer", "num_features": 10, "chunk_size": 4}
-HYPERBOLIC = {**SPEC, "feature_kind": "hyperbolic"}
-each_path = pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 
 
 def build(spec=SPEC, **more):
     (layer,) = build_layers(spec, **more)
     layer.directions.copy_(layer.draw(0))
     return layer
-
-
-@torch.no_grad()
-def by_hand(layer, states, allowed, memory=None, turn=lambda x: x):
-    """The features as they stand in the paper, and all pairs of them."""
-    read = states if memory is None else memory
-    q, k = turn(split_heads(layer.q_proj(states), D)), turn(split_heads(layer.k_proj(read), D))
-    v = split_heads(layer.v_proj(read), D)
-    k, v = (x.repeat_interleave(HEADS // x.shape[1], 1) for x in (k, v))
-    w = layer.directions
-
-    def phi(x):
-        x = x * D**-0.25
-        norm = torch.exp(-(x**2).sum(-1, keepdim=True) / 2)
-        if layer.spec.feature_kind == "positive":
-            return norm * torch.exp(x @ w.t()) / len(w) ** 0.5
-        return norm * torch.cat([torch.exp(x @ w.t()), torch.exp(-x @ w.t())], -1) / (2 * len(w)) ** 0.5
-
-    products = (phi(q) @ phi(k).mT) * allowed
-    sums = products.sum(-1, keepdim=True)
-    weights = torch.where(sums > 0, products / sums.clamp(min=1e-300), 0.0)
-    return layer.o_proj((weights @ v).transpose(1, 2).flatten(2)), weights
-
-
-@each_path
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("spec", [SPEC, HYPERBOLIC], ids=["positive", "hyperbolic"])
-def test_rotary_turns_queries_and_keys(implementation, causal, spec):
-    """Before the features, with heads that share keys; each position's angles written out."""
-    layer, states = build(spec, causal=causal, num_key_value_heads=2), vectors(4, 6)
-    context = make_context(6, causal, padding_mask=PADDING, implementation=implementation)
-    context.shared["rotation"] = RotaryPosition(D, RotarySpec(theta=50.0)).rotation(torch.arange(6)[None], states)
-    (result,) = run_layers([layer], states, context)
-    output, weights = by_hand(layer, states, allowed_pairs(6, causal, PADDING), turn=partial(turned, theta=50.0))
-    close(result.output.detach(), output, 1e-6)
-    if implementation == "eager":
-        close(result.weights.detach(), weights, 1e-6)
-
-
-@each_path
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("spec", [SPEC, HYPERBOLIC], ids=["positive", "hyperbolic"])
-def test_equation(implementation, causal, spec):
-    layer, states = build(spec, causal=causal), vectors(4, 6)
-    for mask in (None, PADDING):
-        context = make_context(6, causal, padding_mask=mask, implementation=implementation)
-        (result,) = run_layers([layer], states, context)
-        output, weights = by_hand(layer, states, allowed_pairs(6, causal, mask))
-        close(result.output.detach(), output)
-        if implementation == "eager":
-            close(result.weights.detach(), weights)
-
-
-@each_path
-def test_cross_attention(implementation):
-    layer = build(cross=True, is_encoder_decoder=True)
-    states, memory = vectors(4, 3), vectors(4, 6, seed=1)
-    expected = by_hand(layer, states, PADDING[:, None, None, :], memory)[0]
-    context = make_context(3, True, memory_padding_mask=PADDING, implementation=implementation)
-    close(run_layers([layer], states, context, memory)[0].output.detach(), expected)
-    cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
-    for read in (memory, memory if implementation == "eager" else torch.zeros_like(memory)):
-        close(run_layers([layer], states, context, read, cache)[0].output.detach(), expected)
 
 
 @pytest.mark.parametrize("kind", ["positive", "hyperbolic"])
@@ -141,35 +66,6 @@ def test_draws():
     regular = build({**SPEC, "regularized": True}).draw(0).double()
     close(regular.square().sum(-1), torch.full((10,), float(D)).double(), 1e-5)
     assert (build({**SPEC, "orthogonal": False}).draw(0)[:D] @ rows[:D].float().t()).abs().max() > 0.1
-
-
-@pytest.mark.parametrize("training", [False, True])
-def test_no_future(training):
-    """Not through the maximum that keeps the exponentials in range either: later keys here are enormous."""
-    check_no_future(build(causal=True), vectors(2, 11), training)
-
-
-def test_rows_of_a_batch_are_alone():
-    layer, states = build(), vectors(2, 6)
-    states[1] *= 30
-    with torch.no_grad():
-        together = run_layers([layer], states, make_context(6))[0].output[:1]
-        close(together, run_layers([layer], states[:1], make_context(6))[0].output, 1e-12)
-
-
-@pytest.mark.parametrize("spec", [SPEC, HYPERBOLIC], ids=["positive", "hyperbolic"])
-def test_cache(spec):
-    layer, states = build(spec, causal=True), vectors(2, 9)
-    with torch.no_grad():
-        expected = by_hand(layer, states, allowed_pairs(9, True))[0]
-        for pieces in ((1,) * 9, (4, 1, 3, 1), (9,)):
-            close(in_pieces(layer, states, pieces)[0], expected)
-        mask = torch.ones(2, 9).bool()
-        mask[0, :3] = False
-        alone, _ = in_pieces(layer, states[:1, 3:], (4, 1, 1))
-        found, _ = in_pieces(layer, states, (7, 1, 1), mask)
-        close(found[:1, 3:], alone)
-        assert len(set(state_sizes(layer, states, (1, 5, 9)))) == 1
 
 
 def test_large_scores_in_single_precision():
@@ -287,43 +183,6 @@ def test_performer_pytorch():
             run_layers([causal], states, make_context(12, True))[0].output,
             layer.o_proj(mixed.transpose(1, 2).flatten(2)),
         )
-
-
-def test_what_is_kept():
-    """Neither T x T nor T x m numbers: features are computed again in the backward pass."""
-    for length in (64, 256):
-        layer = build({"type": "performer", "num_features": 128}, causal=True)
-        sizes = saved_sizes(lambda: run_layers([layer], vectors(1, length), make_context(length, True)))
-        assert sizes[0] < length * 128, sizes[:3]
-
-
-def test_refusals():
-    for fields, message in (
-        ({"num_features": 0}, "`num_features` >= 1, got 0"),
-        ({"redraw_interval": -1}, "`redraw_interval` >= 0"),
-        ({"scale": -1.0}, "`scale` > 0"),
-        ({"seed": -1}, "`seed` >= 0"),
-        ({"regularized": True, "orthogonal": False}, "orthogonal rows only"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            XFormerConfig(**GEOMETRY, attention={"type": "performer", **fields})
-
-
-MIX = {"performer": {"attention": HYPERBOLIC, "residual": "pre_ln", "num_key_value_heads": 2, "position": "rotary"}}
-
-
-@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
-@pytest.mark.parametrize("case", mixes(MIX), ids=str)
-def test_contract(case):
-    check_contract(case)
-
-
-SHALLOW = {"performer": {**MIX["performer"], "num_hidden_layers": 1}}
-
-
-@pytest.mark.parametrize("case", mixes(SHALLOW, ("decoder",)), ids=str)
-def test_compile(case):
-    check_compile(case)
 
 
 def test_copies_are_independent():

@@ -6,24 +6,10 @@ import torch
 from hf_xformers import XFormerConfig
 from hf_xformers.attention.predictive_attention import ScoreRowsLayer
 from hf_xformers.core.cache import XFormerCache
-from tests.attention.score_helpers import (
-    GEOMETRY,
-    HEADS,
-    PADDING,
-    allowed_pairs,
-    build_layers,
-    check_contract,
-    make_context,
-    mixes,
-    run_layers,
-    softmax_by_rows,
-    split_heads,
-    vectors,
-)
+from tests.attention.score_helpers import GEOMETRY, HEADS, build_layers, make_context, run_layers, split_heads, vectors
 from tests.helpers import close
 
 PAT = {"form": "pat", "alpha": 0.7}
-FORMS = [{}, PAT, {"alpha": 0.2, "beta": 0.6, "kernel": 5, "activation": "relu"}, {"kernel": 1}]
 
 
 def build(count=3, causal=False, cross=False, config=None, **fields):
@@ -37,93 +23,6 @@ def build(count=3, causal=False, cross=False, config=None, **fields):
     for parameter in (p for layer in layers for p in layer.parameters()):
         parameter.data.normal_(std=0.3)
     return layers
-
-
-def shifted_sum(conv, image, causal):
-    """The convolution, a number of the kernel at a time; zeros around the image."""
-    weight, size = conv.conv.weight, conv.conv.weight.shape[-1]
-    (rows, columns), half = image.shape[2:], size // 2
-    wide = torch.nn.functional.pad(image, (half, half, size, size))
-    top = size - (size - 1 if causal else half)
-    total = conv.conv.bias[:, None, None] + torch.zeros_like(image)
-    for a in range(size):
-        for b in range(size):
-            part = wide[:, :, top + a : top + a + rows, b : b + columns]
-            total = total + torch.einsum("oc,bcij->boij", weight[:, :, a, b], part)
-    return total
-
-
-@torch.no_grad()
-def by_hand(layers, states, causal=False, mask=None, memory=None, seen=None, in_order=None):
-    """Outputs of each layer. seen: mask of the memory."""
-    in_order, spec = causal if in_order is None else in_order, layers[0].spec
-    length, before, outputs = states.shape[1], None, []
-    if memory is None:
-        allowed = allowed_pairs(length, causal, mask)
-    else:
-        allowed = torch.ones(1, 1, 1, memory.shape[1]).bool() if seen is None else seen[:, None, None, :]
-    inside = allowed if mask is None else allowed & mask[:, None, :, None]
-    for layer in layers:
-        width, groups = layer.head_dim, layer.num_heads // layer.num_key_value_heads
-        read = states if memory is None else memory
-        q = split_heads(layer.q_proj(states), width)
-        k, v = (split_heads(p(read), width).repeat_interleave(groups, 1) for p in (layer.k_proj, layer.v_proj))
-        scores = torch.einsum("bhid,bhjd->bhij", q, k) / width**0.5
-        if before is not None:
-            image = before if spec.form == "pat" else (1 - spec.beta) * scores + spec.beta * before
-            found = shifted_sum(layer.score_conv, torch.where(inside, image, 0.0), in_order)
-            if spec.function != "none":
-                found = torch.where(found > 0, found, (0.01 if spec.function == "leaky_relu" else 0.0) * found)
-            own, share = (scores, 1 - spec.alpha) if spec.form == "pat" else (image, spec.alpha)
-            scores = (1 - share) * own + share * found
-        before = scores
-        mixed = torch.einsum("bhij,bhjd->bihd", softmax_by_rows(scores, allowed), v).flatten(2)
-        outputs.append(layer.o_proj(mixed))
-        states = states + outputs[-1]
-    return outputs
-
-
-@pytest.mark.parametrize("path", ["eager", "sdpa"])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("fields", FORMS, ids=str)
-def test_equation(fields, causal, path):
-    layers, states = build(causal=causal, **fields), vectors(4, 6)
-    for mask in (None, PADDING):
-        found = run_layers(layers, states, make_context(6, causal, padding_mask=mask, implementation=path))
-        real = torch.ones(4, 6).bool() if mask is None else mask
-        for one, other in zip(found, by_hand(layers, states, causal, mask), strict=True):
-            close(one.output[real].detach(), other[real])
-
-
-@pytest.mark.parametrize("config", [{"num_key_value_heads": 2}, {"head_dim": 6}], ids=str)
-def test_geometry(config):
-    layers, states = build(config=config), vectors(2, 6)
-    for one, other in zip(run_layers(layers, states, make_context(6)), by_hand(layers, states), strict=True):
-        close(one.output.detach(), other)
-
-
-@pytest.mark.parametrize("fields", [{}, PAT], ids=str)
-def test_cross_attention(fields):
-    layers = build(cross=True, **fields)
-    states, memory, mask = vectors(4, 5), vectors(4, 6, seed=1), PADDING[:, :5]
-    context = make_context(5, True, padding_mask=mask, memory_padding_mask=PADDING)
-    found = run_layers(layers, states, context, memory)
-    expected = by_hand(layers, states, False, mask, memory, PADDING, in_order=True)
-    for one, other in zip(found, expected, strict=True):
-        close(one.output[mask].detach(), other[mask])
-    assert set(found[-1].streams) == {"predictive_cross_scores"}
-
-
-def test_layer_0_and_nothing_carried_are_dense():
-    states = vectors(2, 6)
-    for fields in ({"alpha": 0.0, "beta": 0.0}, {"form": "pat", "alpha": 1.0}):
-        layers, dense = build(**fields), build_layers("dense", 3)
-        for layer, plain in zip(layers, dense, strict=True):
-            plain.load_state_dict({k: v for k, v in layer.state_dict().items() if "score_conv" not in k})
-        expected = run_layers(dense, states, make_context(6))
-        for one, other in zip(run_layers(layers, states, make_context(6)), expected, strict=True):
-            close(one.output, other.output)
-    assert build()[0].score_conv is None
 
 
 def own_scores(layers, states):
@@ -204,36 +103,3 @@ def test_convolution_stays_in_single_precision():
     assert layers[1].score_conv.conv.weight.dtype == torch.float32
     assert results[-1].streams["predictive_scores"].dtype == torch.float32
     assert results[-1].output.dtype == torch.bfloat16
-
-
-MIXES = {
-    "pat": {"attention": {"type": "predictive_attention", **PAT}, "position": "alibi", "residual": "pre_ln"},
-}
-
-
-@pytest.mark.parametrize("case", mixes(MIXES), ids=str)
-def test_contract(case):
-    check_contract(case)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"alpha": 1.5}, r"`alpha` in \[0, 1\]"),
-        ({"beta": -0.1}, r"`beta` in \[0, 1\]"),
-        ({"kernel": 4}, "an odd `kernel`"),
-    ],
-)
-def test_refusals(fields, message):
-    with pytest.raises(ValueError, match=message):
-        XFormerConfig(**GEOMETRY, attention={"type": "predictive_attention", **fields})
-
-
-def test_layers_that_do_not_fit():
-    spec = "predictive_attention"
-    with pytest.raises(ValueError, match="shares tensors between layers"):
-        XFormerConfig(**GEOMETRY, attention=spec, per_layer_config={1: {"num_attention_heads": 2}})
-    with pytest.raises(ValueError, match="reads what layer 0 owns"):
-        XFormerConfig(**GEOMETRY, attention=spec, per_layer_config={0: {"attention": "dense"}})
-    with pytest.raises(ValueError, match="the decoder's `attention` is 'dense'"):
-        XFormerConfig(**GEOMETRY, cross_attention=spec, is_encoder_decoder=True)

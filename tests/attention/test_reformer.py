@@ -24,83 +24,6 @@ def module(decoder=False, dtype=torch.float64, layer_idx=0, **fields):
 # ------------------------------------------------------------------------------------------- the equation
 
 
-def hashes_by_hand(attention, key):
-    """h_a(k) with a bucket as a tuple of hashes; key [d] -> list over rounds of tuples, for one head's rotations."""
-    found = []
-    for rotations in attention:
-        start, parts = 0, []
-        for half in HALVES:
-            turned = [float(key.detach() @ rotations[:, start + n]) for n in range(half)]
-            both = turned + [-x for x in turned]
-            parts.append(both.index(max(both)))
-            start += half
-        found.append(tuple(parts))
-    return found
-
-
-HALVES = (2,)
-
-
-@pytest.mark.parametrize("buckets", [4, (2, 6)])
-@pytest.mark.parametrize("decoder", [False, True])
-def test_equation(decoder, buckets, monkeypatch):
-    """Every output, from the hash to the sum, in loops over tokens and Python sets."""
-    monkeypatch.setitem(globals(), "HALVES", (2,) if buckets == 4 else (1, 3))
-    attention = module(decoder, num_buckets=buckets)
-    x, length = states(11, batch=1), 11
-    out = attention(x, context(length, decoder)).output[0]
-    rows = []
-    for h in range(2):
-        query = (x[0] @ attention.q_proj.weight.T)[:, 8 * h : 8 * h + 8]
-        value = (x[0] @ attention.v_proj.weight.T)[:, 8 * h : 8 * h + 8]
-        key = query / (query.square().mean(-1, keepdim=True) + 1e-6).sqrt() / 8**0.5
-        buckets_of = [hashes_by_hand(attention.rotations[:, h], key[t]) for t in range(length)]
-        order = lambda h_a, t: (*reversed(h_a), t)  # noqa: E731  (the last factor is the coarsest)
-        results = []
-        for i in range(length):
-            union = set()
-            for a in range(3):
-                mates = [t for t in range(length) if buckets_of[t][a] == buckets_of[i][a]]
-                if decoder:
-                    union |= set([t for t in mates if t < i][-4:])
-                else:
-                    place = sorted(range(length), key=lambda t, a=a: order(buckets_of[t][a], t))
-                    chunk = {t: place.index(t) // 4 for t in mates}
-                    union |= {t for t in mates if chunk[i] - 1 <= chunk[t] <= chunk[i]}
-            union = sorted(union - {i}) or [i]
-            weights = torch.softmax(query[i] @ key[union].T / 8**0.5, dim=0)
-            results.append(weights @ value[union])
-        rows.append(torch.stack(results))
-    expected = torch.cat(rows, dim=-1) @ attention.o_proj.weight.T
-    torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize("decoder", [False, True])
-@pytest.mark.parametrize(
-    "fields", [{}, {"deduplicate": False}, {"chunks_before": 2}, {"causal_form": "paper"}], ids=str
-)
-def test_literal_path(decoder, fields):
-    """Weights and eager: the same result, gradients too; weights are those of the result."""
-    attention = module(decoder, **fields)
-    mask = torch.ones(2, 13, dtype=torch.bool)
-    mask[1, 9:] = False
-    for given in (None, mask):
-        x = states(13).requires_grad_()
-        fast = attention(x, context(13, decoder, given)).output
-        result = attention(x, context(13, decoder, given, "eager"))
-        torch.testing.assert_close(fast, result.output, rtol=1e-10, atol=1e-10)
-        slope = torch.randn_like(fast)
-        for one, other in zip(torch.autograd.grad(fast, x, slope), torch.autograd.grad(result.output, x, slope)):
-            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
-        value = attention.heads(attention.v_proj(x))
-        again = attention.o_proj((result.weights @ value).transpose(1, 2).reshape(2, 13, 16))
-        torch.testing.assert_close(again, result.output, rtol=1e-10, atol=1e-10)
-        real = torch.ones(2, 13, dtype=torch.bool) if given is None else given
-        torch.testing.assert_close(
-            result.weights.sum(-1).transpose(1, 2)[real], torch.ones_like(value[..., 0].mT[real])
-        )
-
-
 def test_collisions_fall_with_the_angle():
     attention = module(num_hashes=64, num_buckets=8)
     torch.manual_seed(0)
@@ -145,16 +68,6 @@ def test_approaches_full_attention():
         attention.load_state_dict(full.state_dict() | {"rotations": attention.rotations})
         errors.append((attention(x, context(32)).output - dense).square().mean().item())
     assert errors[0] > errors[1] > errors[2] > errors[3] and errors[3] < 1e-20
-
-
-def test_two_chunks_in_a_ring_are_full_attention():
-    """One round, two chunks of half the text, the released code's sets: shared-QK attention without the own key."""
-    attention, x = module(num_hashes=1, chunk_length=8, sets="chunk"), states(16)
-    query = attention.heads(attention.q_proj(x))
-    scores = query @ attention.keys(query).mT / 8**0.5
-    scores = scores.masked_fill(torch.eye(16, dtype=torch.bool), -torch.inf)
-    expected = (torch.softmax(scores, -1) @ attention.heads(attention.v_proj(x))).transpose(1, 2).reshape(2, 16, 16)
-    torch.testing.assert_close(attention(x, context(16)).output, attention.o_proj(expected))
 
 
 # ------------------------------------------------------------------------------------------- transformers
@@ -418,47 +331,6 @@ def test_assisted_generation_drops_tokens_again():
 
 
 # ------------------------------------------------------------------------------------------- refusals
-
-
-def test_refusals():
-    def make(decoder=False, **fields):
-        sizes = {**SIZES, "num_key_value_heads": fields.pop("num_key_value_heads", None)}
-        position = fields.pop("position", "none")
-        use_cache = fields.pop("use_cache", False)
-        return XFormerConfig(
-            **sizes, is_decoder=decoder, position=position, use_cache=use_cache, attention={**SMALL, **fields}
-        )
-
-    for fields, text in (
-        ({"num_buckets": 5}, "even numbers"),
-        ({"num_buckets": (4, 3)}, "even numbers"),
-        ({"num_buckets": 0}, "even numbers"),
-        ({"num_hashes": 0}, "num_hashes"),
-        ({"chunk_length": 0}, "chunk_length"),
-        ({"hash_seed": -1}, "hash_seed"),
-        ({"num_key_value_heads": 1}, "shares queries and keys"),
-        ({"decoder": True, "chunks_after": 1}, "chunks_after"),
-        ({"decoder": True, "sets": "chunk"}, "causal_form='paper'"),
-        ({"decoder": True, "chunks_before": 0}, "chunks_before"),
-        ({"decoder": True, "causal_form": "paper", "use_cache": True}, "use_cache=False"),
-        ({"position": "rotary"}, "rotates"),
-    ):
-        with pytest.raises(ValueError, match=text):
-            make(**fields)
-    make(chunks_after=1, sets="chunk")  # an encoder may
-    with pytest.raises(ValueError, match="cannot read a memory"):
-        XFormerConfig(**SIZES, cross_attention="reformer")
-
-
-def test_the_papers_form_does_not_generate():
-    config = XFormerConfig(**SIZES, use_cache=False, attention={**SMALL, "causal_form": "paper"})
-    net, ids = XFormerForCausalLM(config), torch.randint(5, 40, (2, 9))
-    net(ids, labels=ids).loss.backward()
-    for use_cache in (True, False):
-        with pytest.raises(ValueError, match="cannot generate"):
-            net.generate(ids, max_new_tokens=2, use_cache=use_cache)
-    with pytest.raises(ValueError, match="cannot generate"):
-        net(ids, use_cache=True)
 
 
 def test_keys_of_length_one_and_their_gradient():

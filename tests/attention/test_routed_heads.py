@@ -201,21 +201,3 @@ def test_half_precision(name, dtype):
         assert torch.isfinite(found).all() and torch.isfinite(given.grad).all()
         if size == 1.0:
             assert (found.double() - exact).abs().mean() < 0.05 * exact.abs().mean()
-
-
-@pytest.mark.parametrize(
-    ("aggregation", "fields", "message"),
-    [
-        ({"type": "routing_aggregation", "num_output_capsules": 5}, {}, "divides 16 numbers among 5 output capsules"),
-        ("routing_aggregation", {"hidden_size": 18, "head_dim": 4}, "an equal part of `hidden_size` 18"),
-        ({"type": "capsule_heads", "iterations": 0}, {}, "needs `iterations` >= 1, got 0"),
-        ({"type": "capsule_heads", "em_lambda": 0.0}, {}, "needs `em_lambda` > 0"),
-        ({"type": "capsule_heads", "layers": (3,)}, {}, "from 0 to 2, those of the tower"),
-        ("concat", {}, "Unknown aggregation of heads 'concat'"),
-    ],
-)
-def test_what_cannot_be_is_refused(aggregation, fields, message):
-    with pytest.raises(ValueError, match=message):
-        XFormerConfig(**{**GEOMETRY, **fields, "attention": {"type": "dense", "aggregation": aggregation}})
-    with pytest.raises(ValueError, match="does not hand out"):
-        XFormerConfig(**GEOMETRY, attention={"type": "nystromformer", "aggregation": "capsule_heads"})

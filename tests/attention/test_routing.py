@@ -34,62 +34,6 @@ def projected(attention, x):
 # ------------------------------------------------------------------------------------------- the equation
 
 
-@pytest.mark.parametrize("share_qk", [False, True])
-@pytest.mark.parametrize("causal_form", [None, "paper"])
-def test_balanced_clusters(share_qk, causal_form):
-    """Each centroid takes its nearest queries and keys; several memberships give the mean, none gives zero."""
-    decoder = causal_form is not None
-    if decoder and not share_qk:
-        return
-    attention = module(decoder, num_routing_heads=2, share_qk=share_qk, causal_form=causal_form or "strict")
-    x, length = states(11), 11
-    mask = torch.ones(2, length, dtype=torch.bool)
-    mask[1, 8:] = False
-    q, k, v = projected(attention, x)
-    rows = torch.zeros_like(v)
-    alone = 0
-    for b in range(2):
-        for h in range(2):
-            real = [t for t in range(length) if mask[b, t]]
-
-            def near(rows, c):
-                by_affinity = sorted(real, key=lambda t: -float(rows[b, h, t] @ attention.centroids[h, c]))
-                return sorted(by_affinity[:4])
-
-            for i in real:
-                results = []
-                for c in range(3):
-                    if i in near(q, c):
-                        keys = [t for t in near(k, c) if t <= i or not decoder]
-                        weights = torch.softmax(q[b, h, i] @ k[b, h, keys].T / 8**0.5, 0)
-                        results.append(weights @ v[b, h, keys])
-                if results:
-                    rows[b, h, i] = torch.stack(results).mean(0)
-                else:
-                    alone += 1
-    assert alone > 0  # the case is there
-    expected = attention.o_proj(rows.transpose(1, 2).reshape(2, length, 16))
-    for implementation in ("sdpa", "eager"):
-        out = attention(x, context(length, decoder, mask, implementation)).output
-        torch.testing.assert_close(out[mask], expected[mask], rtol=1e-9, atol=1e-9)
-
-
-def test_strict_clusters():
-    """A token reads the w most recent ones with its own nearest centroid, itself included."""
-    attention, x = module(True, num_routing_heads=2), states(13)
-    q, k, v = projected(attention, x)
-    nearest = torch.einsum("bhtd,hcd->bhtc", q, attention.centroids).argmax(-1)
-    rows = torch.zeros_like(v)
-    for b in range(2):
-        for h in range(2):
-            for i in range(13):
-                keys = [t for t in range(i + 1) if nearest[b, h, t] == nearest[b, h, i]][-4:]
-                rows[b, h, i] = torch.softmax(q[b, h, i] @ k[b, h, keys].T / 8**0.5, 0) @ v[b, h, keys]
-    expected = attention.o_proj(rows.transpose(1, 2).reshape(2, 13, 16))
-    for implementation in ("sdpa", "eager"):
-        torch.testing.assert_close(attention(x, context(13, True, None, implementation)).output, expected)
-
-
 def test_one_cluster_is_full_attention():
     x = states(9)
     for decoder in (False, True):
@@ -97,50 +41,6 @@ def test_one_cluster_is_full_attention():
         full = F.scaled_dot_product_attention(*projected(attention, x), is_causal=decoder)
         expected = attention.o_proj(full.transpose(1, 2).reshape(2, 9, 16))
         torch.testing.assert_close(attention(x, context(9, decoder)).output, expected)
-
-
-@pytest.mark.parametrize("decoder", [False, True])
-@pytest.mark.parametrize("lead", [0, 3])
-def test_local_heads(decoder, lead):
-    """Own block and neighbours, counted from the first real token; rotated by a rotary position."""
-    attention, x = module(decoder, num_routing_heads=0), states(14)
-    mask = (torch.arange(14) >= lead).expand(2, -1)
-    q, k, v = (attention.heads(p(x)) for p in (attention.q_proj, attention.k_proj, attention.v_proj))
-    place = torch.arange(14) - lead
-    away = place[None, :].div(4, rounding_mode="floor") - place[:, None].div(4, rounding_mode="floor")
-    seen = (away >= -1) & (away <= 1) & (place[None, :] >= 0)
-    if decoder:
-        seen = seen & (place[None, :] <= place[:, None])
-    scores = (q @ k.mT / 8**0.5).masked_fill(~seen, -1e30)
-    expected = attention.o_proj((torch.softmax(scores, -1) @ v).transpose(1, 2).reshape(2, 14, 16))
-    for implementation in ("sdpa", "eager"):
-        out = attention(x, context(14, decoder, mask if lead else None, implementation)).output
-        torch.testing.assert_close(out[:, lead:], expected[:, lead:], rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("decoder", [False, True])
-def test_literal_path(decoder):
-    attention = module(decoder, num_clusters=4, window_size=5)
-    mask = torch.ones(2, 13, dtype=torch.bool)
-    mask[1, 9:] = False
-    x = states(13).requires_grad_()
-    fast = attention(x, context(13, decoder, mask)).output
-    result = attention(x, context(13, decoder, mask, "eager"))
-    torch.testing.assert_close(fast[mask], result.output[mask], rtol=1e-10, atol=1e-10)
-    slope = torch.randn_like(fast) * mask[..., None]
-    for one, other in zip(torch.autograd.grad(fast, x, slope), torch.autograd.grad(result.output, x, slope)):
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
-    value = attention.heads(attention.v_proj(x))
-    again = attention.o_proj((result.weights @ value).transpose(1, 2).reshape(2, 13, 16))
-    torch.testing.assert_close(again, result.output, rtol=1e-10, atol=1e-10)
-    assert (result.weights[1, :, :9, 9:] == 0).all()
-
-
-def test_names_of_clusters_do_not_matter():
-    attention, x = module(num_routing_heads=2), states(12)
-    before = attention(x, context(12)).output
-    attention.centroids.copy_(attention.centroids[:, [2, 0, 1]])
-    torch.testing.assert_close(attention(x, context(12)).output, before)
 
 
 def test_rotation_is_for_local_heads():
@@ -152,50 +52,6 @@ def test_rotation_is_for_local_heads():
     attention.route = lambda *given: seen.append(route(*given)) or seen[-1]
     net(torch.full((1, 12), 7), use_cache=False)
     assert len(seen[0].query_labels.unique()) == 1
-
-
-@pytest.mark.parametrize("decoder", [False, True])
-def test_routed_heads_can_turn(decoder):
-    """Clusters are those of vectors that have not turned; inside them turned queries meet turned keys."""
-    attention = module(decoder, num_routing_heads=2, position="rotary", rotates_routed=True)
-    x, length = states(13), 13
-    q, k, v = projected(attention, x)
-    angles = torch.arange(length)[:, None] * 10000.0 ** (-torch.arange(0, 8, 2) / 8)
-    turn = torch.stack(
-        [torch.block_diag(*(torch.tensor([[a.cos(), -a.sin()], [a.sin(), a.cos()]]) for a in row)) for row in angles]
-    )
-    # Channel i turns with channel i + 4.
-    order = [0, 4, 1, 5, 2, 6, 3, 7]
-    turned_q, turned_k = (torch.einsum("tij,bhtj->bhti", turn.double(), rows[..., order]) for rows in (q, k))
-    nearest_q, nearest_k = (torch.einsum("bhtd,hcd->bhtc", rows, attention.centroids) for rows in (q, k))
-    rows = torch.zeros_like(v)
-    for b in range(2):
-        for h in range(2):
-            for i in range(length):
-                results = []
-                for c in range(3):
-                    if decoder:
-                        if nearest_q[b, h, i].argmax() != c:
-                            continue
-                        keys = [t for t in range(i + 1) if nearest_k[b, h, t].argmax() == c][-4:]
-                    else:
-                        if i not in nearest_q[b, h, :, c].topk(4).indices:
-                            continue
-                        keys = nearest_k[b, h, :, c].topk(4).indices.tolist()
-                    weights = torch.softmax(turned_q[b, h, i] @ turned_k[b, h, keys].T / 8**0.5, 0)
-                    results.append(weights @ v[b, h, keys])
-                if results:
-                    rows[b, h, i] = torch.stack(results).mean(0)
-    expected = attention.o_proj(rows.transpose(1, 2).reshape(2, length, 16))
-    position = attention.config.position.build(attention.config)
-    for implementation in ("sdpa", "eager"):
-        around = context(length, decoder, None, implementation)
-        position.share_rotations(around, x)
-        found = attention(x, around).output
-        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)  # tables of angles are in float32
-        assert not torch.allclose(
-            found, attention(x, context(length, decoder, None, implementation)).output, atol=1e-3
-        )
 
 
 def test_turned_heads_generate():
@@ -408,34 +264,6 @@ def test_any_cache_gives_the_same():
                 cache, done = out.past_key_values, done + size
                 found.append(out.logits)
             torch.testing.assert_close(torch.cat(found, dim=1), expected, rtol=1e-9, atol=1e-9)
-
-
-def test_refusals():
-    def make(decoder=False, **fields):
-        sizes = {**SIZES, "num_key_value_heads": fields.pop("num_key_value_heads", None)}
-        use_cache = fields.pop("use_cache", False)
-        return XFormerConfig(**sizes, is_decoder=decoder, use_cache=use_cache, attention={**SMALL, **fields})
-
-    for fields, text in (
-        ({"num_clusters": 0}, "num_clusters"),
-        ({"window_size": 0}, "window_size"),
-        ({"block_size": 0}, "block_size"),
-        ({"first_routing_layer": -1}, "first_routing_layer"),
-        ({"ema_decay": 1.0}, "ema_decay"),
-        ({"commitment_weight": -1.0}, "commitment_weight"),
-        ({"num_routing_heads": 3}, "num_routing_heads"),
-        ({"num_key_value_heads": 1}, "key/value heads"),
-        ({"decoder": True, "share_qk": False}, "share_qk"),
-        ({"decoder": True, "causal_form": "paper", "use_cache": True}, "use_cache=False"),
-    ):
-        with pytest.raises(ValueError, match=text):
-            make(**fields)
-    net = XFormerForCausalLM(make(causal_form="paper"))
-    ids = torch.randint(5, 40, (2, 9))
-    net(ids, labels=ids).loss.backward()
-    for use_cache in (True, False):
-        with pytest.raises(ValueError, match="cannot generate"):
-            net.generate(ids, max_new_tokens=2, use_cache=use_cache)
 
 
 # ------------------------------------------------------------------------------------------- clusters by length

@@ -327,19 +327,6 @@ def test_evaluation_is_without_noise():
         torch.testing.assert_close(model(ids).logits[:, :6], model(changed).logits[:, :6])
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"attention": {"type": "sac", "edges_per_node": 0}}, "edges_per_node"),
-        ({"attention": {"type": "sac", "reward_baseline_decay": 1.0}}, "reward_baseline_decay"),
-        ({"stack": "reversible"}, "stack 'reversible'"),
-    ],
-)
-def test_refusals(fields, message):
-    with pytest.raises(ValueError, match=message):
-        XFSACConfig(**{**SMALL, **fields})
-
-
 def test_two_baselines_are_refused():
     layers = {1: {"attention": {"type": "sac", "reward_baseline_decay": 0.5}}}
     with pytest.raises(ValueError, match="share one baseline"):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerModel
+from hf_xformers import XFormerConfig, XFormerForCausalLM
 from hf_xformers.attention.sliding_window import SinkWindowLayer
 from tests.helpers import close, make_strong, tokens
 
@@ -35,42 +35,6 @@ def padded(side):
     return {"input_ids": ids, "attention_mask": mask.long()}
 
 
-def pairs(mask, causal, size, sinks):
-    """Who reads whom, one pair at a time."""
-    found = torch.zeros(len(mask), LENGTH, LENGTH, dtype=torch.bool)
-    for row, real in enumerate(mask.bool().tolist()):
-        first = [slot for slot in range(LENGTH) if real[slot]][:sinks]
-        for i in range(LENGTH):
-            for j in range(LENGTH):
-                near = i - size < j <= i if causal else abs(i - j) <= size
-                early = j in first and (j <= i or not causal)
-                found[row, i, j] = real[j] and (near or early)
-    return found
-
-
-@pytest.mark.parametrize("side", ["right", "left"])
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("fields", [{}, {"sinks": 0}, {"window_size": 1, "sinks": 5}, {"score_cap": 0.6}], ids=str)
-def test_equation(fields, causal, side):
-    """The same as dense attention with the mask of pairs; the tiles give what the literal path does."""
-    made, given = config(causal, **fields), padded(side)
-    model = make_strong(XFormerModel(made)).eval()
-    dense = config(causal)
-    dense.attention = {"type": "dense", "score_cap": fields.get("score_cap")}
-    other = XFormerModel(dense).eval()
-    other.load_state_dict(model.state_dict())
-    spec, real = made.attention, given["attention_mask"].bool()
-    allowed = pairs(given["attention_mask"], causal, spec.window_size, spec.sinks)[:, None]
-    places = (real.cumsum(-1) - 1).clamp(min=0)
-    with torch.no_grad():
-        found = model(**given).last_hidden_state
-        weights = model(**given, output_attentions=True)
-        expected = other(given["input_ids"], attention_mask=allowed, position_ids=places, output_attentions=True)
-    close(found[real], expected.last_hidden_state[real], 2e-5)
-    close(weights.last_hidden_state[real], expected.last_hidden_state[real], 2e-5)
-    close(weights.attentions[0].transpose(1, 2)[real], expected.attentions[0].transpose(1, 2)[real], 1e-5)
-
-
 @pytest.mark.parametrize("fields", [{}, {"query_key_norm": "head", "window_size": 1}, {"sinks": 7}], ids=str)
 @pytest.mark.parametrize("start", [1, 8])
 def test_cache_of_constant_size(start, fields):
@@ -100,26 +64,3 @@ def test_beams_keep_their_sinks():
     options = {"max_new_tokens": 8, "num_beams": 3, "do_sample": False, "pad_token_id": 0}
     with_cache = model.generate(**given, **options)
     assert torch.equal(with_cache, model.generate(**given, **options, use_cache=False))
-
-
-def test_gradients():
-    """Those of the tiles are those of the literal path."""
-    model = make_strong(XFormerModel(config())).eval()
-    given, found = padded("left"), []
-    for wanted in (False, True):
-        model.zero_grad()
-        model(**given, output_attentions=wanted).last_hidden_state[given["attention_mask"].bool()].sum().backward()
-        found.append({name: tensor.grad.clone() for name, tensor in model.named_parameters()})
-    for name, tensor in found[0].items():
-        close(tensor, found[1][name], 1e-4)
-
-
-def test_refusals():
-    scaling = {"type": "dynamic", "factor": 2.0}
-    position = {"type": "rotary", "scaling": scaling}
-    with pytest.raises(ValueError, match="generates from keys as they were turned"):
-        XFormerConfig(is_decoder=True, attention="sliding_window", position=position)
-    XFormerConfig(attention="sliding_window", position=position)
-    XFormerConfig(is_decoder=True, attention={"type": "sliding_window", "sinks": 0}, position=position)
-    with pytest.raises(ValueError, match="`sinks` >= 0"):
-        config(sinks=-1)

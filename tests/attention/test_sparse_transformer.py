@@ -17,21 +17,10 @@ from hf_xformers.variants.gpt3_alternating import (
     XFGPT3AlternatingForSequenceClassification,
 )
 from hf_xformers.variants.sparse_transformer import XFSparseTransformerConfig, XFSparseTransformerForCausalLM
-from tests.attention.pattern_helpers import check_against_loops
-from tests.attention.score_helpers import GEOMETRY, build_layers, check_compile, check_contract, mixes
+from tests.attention.score_helpers import GEOMETRY, build_layers
 from tests.helpers import close, make_strong, tokens
 
 STRIDE, WIDTH = 5, 2
-
-
-def strided(i, j, head):
-    return abs(i - j) < STRIDE, (i - j) % STRIDE == 0
-
-
-def fixed(i, j, head, verts=1):
-    turn, own = head % verts, i // STRIDE == j // STRIDE
-    columns = range(STRIDE - (turn + 1) * WIDTH, STRIDE - turn * WIDTH)
-    return own, own or j % STRIDE in columns
 
 
 def spec(**fields):
@@ -39,35 +28,6 @@ def spec(**fields):
 
 
 # Fields -> the keys of a head in layer 1 (of layers 0, 1, 2).
-CASES = {
-    "strided-merged": ({"kind": "strided"}, lambda i, j, h, n: any(strided(i, j, h))),
-    "strided-heads": (
-        {"kind": "strided", "factorization": "heads"},
-        lambda i, j, h, n: strided(i, j, h)[h % 2],
-    ),
-    "strided-layers": ({"kind": "strided", "factorization": "layers"}, lambda i, j, h, n: strided(i, j, h)[1]),
-    "fixed-merged": ({}, lambda i, j, h, n: any(fixed(i, j, h))),
-    "fixed-merged-verts": ({"num_verts": 2}, lambda i, j, h, n: any(fixed(i, j, h, 2))),
-    "fixed-heads-verts": (
-        {"factorization": "heads", "num_verts": 2},
-        lambda i, j, h, n: fixed(i, j, h // 2, 2)[h % 2],
-    ),
-    "fixed-layers": ({"factorization": "layers"}, lambda i, j, h, n: fixed(i, j, h)[1]),
-}
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("name", CASES)
-def test_sets_of_keys(name, causal):
-    fields, reads = CASES[name]
-    layer = build_layers(spec(**fields), 2, causal)[1]
-    for length in (17, 1):
-        check_against_loops(layer, reads, length, causal, real=min(12, length))
-
-
-def test_even_layers_read_the_first_set():
-    first = build_layers(spec(kind="strided", factorization="layers"), 1, True)[0]
-    check_against_loops(first, lambda i, j, h, n: strided(i, j, h)[0], 17, True)
 
 
 @pytest.mark.parametrize("kind", ["strided", "fixed"])
@@ -96,20 +56,6 @@ def test_default_summary_width():
         assert config.attention.pattern(config, 0) == patterns.fixed(stride, min(stride, 8))
     for stride, verts in ((1, 1), (3, 3), (128, 8)):
         XFormerConfig(**GEOMETRY, attention={"type": "sparse_transformer", "stride": stride, "num_verts": verts})
-
-
-@pytest.mark.parametrize(
-    "fields, changes, message",
-    [
-        ({"num_verts": 3}, {}, "no room for 3 runs of 2 summary columns in a `stride` of 5"),
-        ({"stride": 0}, {}, "`stride` >= 1, got 0"),
-        ({"factorization": "heads"}, {"num_attention_heads": 1}, "over heads, of which there is one"),
-        ({"factorization": "layers"}, {"num_hidden_layers": 1}, "over layers, of which there is one"),
-    ],
-)
-def test_refusals(fields, changes, message):
-    with pytest.raises(ValueError, match=message):
-        XFormerConfig(**{**GEOMETRY, **changes}, attention=spec(**fields))
 
 
 def test_positions_are_those_of_rows_and_columns():
@@ -147,31 +93,6 @@ def test_published_start():
     assert (model.lm_head.decoder.weight == 0).all()
     tied = XFSparseTransformerForCausalLM(XFSparseTransformerConfig(**fields, tie_word_embeddings=True))
     assert (tied.lm_head.decoder.weight != 0).all()
-
-
-CONTRACT = mixes(
-    {
-        "strided_heads_rotary": {
-            "attention": spec(kind="strided", factorization="heads"),
-            "position": "rotary",
-            "num_key_value_heads": 2,
-        },
-        "fixed_verts_bias": {
-            "attention": spec(num_verts=2),
-            "position": {"type": "t5_relative_bias", "num_buckets": 8},
-            "residual": "pre_ln",
-        },
-    }
-)
-
-
-@pytest.mark.parametrize("case", CONTRACT, ids=str)
-def test_contract(case):
-    check_contract(case)
-
-
-def test_compile():
-    check_compile(CONTRACT[1])
 
 
 # ------------------------------------------------------------------------------------------------ GPT-3

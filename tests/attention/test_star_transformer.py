@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_xformers.attention.star_transformer import RELAY
 from hf_xformers.variants.star_transformer import (
     XFStarTransformerConfig,
     XFStarTransformerForSequenceClassification,
@@ -98,47 +97,6 @@ def test_classification_reads_the_relay():
             close(found[0], model.classifier(expected))
 
 
-def test_ring_has_no_beginning():
-    """Without positions, a rotated text gives rotated states; with an open border it does not."""
-    given = vectors(2, 7, 16)
-    with torch.no_grad():
-        for border, same in (("ring", True), ("open", False)):
-            model = build(attention={"type": "star_transformer", "border": border})
-            one = model(inputs_embeds=given).last_hidden_state.roll(3, 1)
-            other = model(inputs_embeds=given.roll(3, 1)).last_hidden_state
-            assert ((one - other).abs().max() < 1e-9) == same
-
-
-def test_receptive_field():
-    """Without the relay's path, t layers reach t tokens; with it, two layers reach all."""
-    model, given = build(num_hidden_layers=3), vectors(1, 15, 16)
-    changed = given.clone()
-    changed[0, 7] += 1.0
-    with torch.no_grad():
-        before, after = (model(inputs_embeds=x, output_hidden_states=True).hidden_states for x in (given, changed))
-        assert ((before[2] - after[2]).abs().amax(-1) > 1e-7).all()
-        for layer in model.trunk.layers:  # a relay that says nothing about the text
-            layer.attention.forward = cut(layer.attention)
-        before, after = (model(inputs_embeds=x, output_hidden_states=True).hidden_states for x in (given, changed))
-    for t in (1, 2, 3):
-        differs = ((before[t] - after[t]).abs().amax(-1) > 1e-9)[0]
-        assert differs.nonzero().flatten().tolist() == list(range(7 - t, 8 + t))
-
-
-def cut(part):
-    own = part.forward
-
-    def forward(hidden_states, context, **more):
-        tokens = context.streams.get("star_tokens", hidden_states)
-        context.streams = {"star_tokens": tokens, RELAY: torch.zeros_like(tokens[:, :1])}
-        relay, part.relay = part.relay, None
-        result = own(hidden_states, context, **more)
-        part.relay = relay
-        return result
-
-    return forward
-
-
 def test_cost_is_linear():
     """No tensor of the fast path grows with the square of the length."""
     model = build(add_pooler=False)
@@ -151,15 +109,6 @@ def test_cost_is_linear():
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         model(inputs_embeds=vectors(1, 256, 16))
     assert max(sizes) <= 256 * 16 * 5
-
-
-def test_refusals():
-    with pytest.raises(ValueError, match="no causal form .* its relay reads the whole text"):
-        XFStarTransformerConfig(**GEOMETRY, is_decoder=True)
-    with pytest.raises(ValueError, match="carries a memory through all layers"):
-        XFStarTransformerConfig(**GEOMETRY, per_layer_config={1: {"attention": "dense"}})
-    with pytest.raises(ValueError, match="does more than add to it"):
-        XFStarTransformerConfig(**GEOMETRY, block="parallel")
 
 
 def fastnlp():

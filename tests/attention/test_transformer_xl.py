@@ -15,18 +15,15 @@ from hf_xformers.attention.transformer_xl import (
 )
 from hf_xformers.core.segment_memory import join_masks, slot_order
 from hf_xformers.ops.common.shifted_rows import shift_rows
+from tests.attention.references.softmax import four_terms, sinusoid
 from tests.attention.score_helpers import (
     HEADS,
     PADDING,
     WIDTH,
     allowed_pairs,
     build_layers,
-    check_compile,
-    check_contract,
     make_context,
-    mixes,
     run_layers,
-    saved_sizes,
     small_blocks,
     softmax_by_rows,
     split_heads,
@@ -37,32 +34,6 @@ from tests.helpers import close
 D = WIDTH // HEADS
 
 
-def sinusoid(distance, width=WIDTH):
-    """R by its definition, one entry at a time."""
-    rates = [10000.0 ** (-2 * i / width) for i in range(width // 2)]
-    angles = torch.tensor([distance * rate for rate in rates], dtype=torch.float64)
-    return torch.cat([torch.sin(angles), torch.cos(angles)])
-
-
-def four_terms(layer, tokens, count, biases, clamp=None):
-    """Scores [B, H, count, S] of the last `count` tokens, term by term and pair by pair."""
-    query = split_heads(layer.q_proj(tokens), D)[:, :, -count:]
-    key = split_heads(layer.k_proj(tokens), D)
-    keys = key.shape[2]
-    content_bias, position_bias = biases
-    scores = torch.zeros(*query.shape[:3], keys, dtype=torch.float64)
-    for i in range(count):
-        for j in range(keys):
-            distance = keys - count + i - j
-            if clamp is not None:
-                distance = max(min(distance, clamp), -clamp)
-            relative = layer.r_proj(sinusoid(distance)).view(HEADS, D)
-            for h in range(HEADS):
-                q, k, r = query[:, h, i], key[:, h, j], relative[h]
-                scores[:, h, i, j] = q @ r + (q * k).sum(-1) + k @ content_bias[h] + position_bias[h] @ r
-    return scores / D**0.5
-
-
 def literal(layer, tokens, count, allowed, biases, clamp=None):
     weights = softmax_by_rows(four_terms(layer, tokens, count, biases, clamp), allowed)
     value = split_heads(layer.v_proj(tokens), D)
@@ -71,24 +42,6 @@ def literal(layer, tokens, count, allowed, biases, clamp=None):
 
 def biases_of(layer):
     return layer.content_bias, layer.position_bias
-
-
-@pytest.mark.parametrize("causal", [True, False], ids=["decoder", "encoder"])
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("fields", [{}, {"clamp": 2}, {"share_biases": False}])
-def test_four_terms(causal, implementation, fields):
-    (layer,) = build_layers({"type": "transformer_xl", **fields}, causal=causal)
-    states = vectors(4, 6)
-    context = make_context(6, causal, padding_mask=PADDING, implementation=implementation)
-    with small_blocks():
-        (result,) = run_layers([layer], states, context)
-    expected, weights = literal(
-        layer, states, 6, allowed_pairs(6, causal, PADDING), biases_of(layer), fields.get("clamp")
-    )
-    close(result.output, expected, 1e-12)
-    assert (result.weights is not None) == (implementation == "eager")
-    if implementation == "eager":
-        close(result.weights, weights, 1e-12)
 
 
 @pytest.mark.parametrize("joint", [None, 2])
@@ -125,21 +78,8 @@ def test_segments(joint, implementation):
     plain = four_terms(layer, states, 6, biases_of(layer))  # a number for each query changes no weight
     weights = softmax_by_rows(plain, allowed_pairs(6, False, PADDING))
     close(
-        run_layers([layer], states, alike)[0].output,
-        layer.o_proj((weights @ value).transpose(1, 2).flatten(2)),
-        1e-12,
+        run_layers([layer], states, alike)[0].output, layer.o_proj((weights @ value).transpose(1, 2).flatten(2)), 1e-12
     )
-
-
-@pytest.mark.parametrize("causal", [True, False], ids=["decoder", "encoder"])
-def test_reach(causal):
-    (layer,) = build_layers({"type": "transformer_xl", "reach": 2}, causal=causal)
-    states, place = vectors(2, 7), torch.arange(7)
-    near = (place[:, None] - place[None]).abs() <= 2
-    for rows in (3, 64):
-        with small_blocks(rows):
-            (result,) = run_layers([layer], states, make_context(7, causal))
-        close(result.output, literal(layer, states, 7, allowed_pairs(7, causal) & near, biases_of(layer))[0], 1e-12)
 
 
 def with_memory(layer, states, memory, context, real=None):
@@ -182,21 +122,6 @@ def test_memory_and_padding():
         close(result.output[row][padding[row]][None], expected, 1e-12)
 
 
-def test_zero_position_is_plain_attention():
-    (layer,) = build_layers("transformer_xl", causal=True)
-    (dense,) = build_layers("dense", causal=True)
-    with torch.no_grad():
-        for parameter in (layer.r_proj.weight, layer.content_bias, layer.position_bias):
-            parameter.zero_()
-    dense.load_state_dict({name: layer.state_dict()[name] for name in dense.state_dict()})
-    states = vectors(2, 6)
-    close(
-        run_layers([layer], states, make_context(6, True))[0].output,
-        run_layers([dense], states, make_context(6, True))[0].output,
-        1e-12,
-    )
-
-
 def test_shift_equals_gather():
     for rows, keys in ((1, 1), (1, 5), (4, 1), (4, 4), (3, 8)):
         by_distance = torch.randn(2, rows, keys + rows - 1)
@@ -210,7 +135,7 @@ def test_shift_equals_gather():
 
 def test_sinusoids_of_large_distances():
     found = relative_sinusoids(torch.tensor([5000, 1, 0, -3]), WIDTH, torch.zeros(1, dtype=torch.float64))
-    close(found, torch.stack([sinusoid(d) for d in (5000, 1, 0, -3)]), 1e-12)
+    close(found, torch.stack([sinusoid(d, WIDTH) for d in (5000, 1, 0, -3)]), 1e-12)
 
 
 def test_shared_biases():
@@ -230,15 +155,6 @@ def test_shared_biases():
         layer.content_bias is not None for layer in build_layers({"type": "transformer_xl", "share_biases": False}, 2)
     )
     assert len(BIASES) == 2
-
-
-def test_memory_of_training_is_linear():
-    """Nothing of size T * T is kept for the backward pass."""
-    (layer,) = build_layers("transformer_xl", causal=True)
-    states = vectors(1, 40).requires_grad_()
-    with small_blocks(4):
-        sizes = saved_sizes(lambda: run_layers([layer], states, make_context(40, True)))
-    assert sizes[0] < HEADS * 40 * 40 / 2
 
 
 def test_xlnet_layer():
@@ -275,38 +191,3 @@ def test_xlnet_layer():
         )[0]
         expected = expected.transpose(0, 1)
         close(theirs.layer[0].rel_attn.layer_norm(states + ours), expected, 1e-5)
-
-
-FIELDS = {
-    "xl_plain": {"attention": "transformer_xl", "position": "none", "residual": "pre_ln"},
-    "xl_reach": {
-        "attention": {"type": "transformer_xl", "reach": 3, "clamp": 2, "share_biases": False},
-        "position": "none",
-        "num_key_value_heads": 2,
-    },
-}
-CASES = mixes(FIELDS)
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_contract(case):
-    with small_blocks(4):
-        check_contract(case)
-
-
-@pytest.mark.parametrize("case", CASES[:2], ids=str)
-def test_compile(case):
-    check_compile(case)
-
-
-def test_refusals():
-    with pytest.raises(ValueError, match="reach"):
-        build_layers({"type": "transformer_xl", "reach": -1})
-    with pytest.raises(ValueError, match="`joint_type` 2 needs `segments=True`"):
-        build_layers({"type": "transformer_xl", "joint_type": 2})
-    with pytest.raises(ValueError, match="use it in an encoder without memory"):
-        build_layers({"type": "transformer_xl", "segments": True}, causal=True)
-    with pytest.raises(ValueError, match="even `hidden_size`"):
-        build_layers("transformer_xl", hidden_size=15, num_attention_heads=3)
-    with pytest.raises(ValueError, match="cannot read a memory"):
-        build_layers("dense", cross_attention="transformer_xl", is_encoder_decoder=True)

@@ -3,13 +3,13 @@
 import contextlib
 import functools
 import json
-from pathlib import Path
 
 import pytest
 import torch
 
 from hf_xformers.blocks.base import XFormerLayer, unpack_layer
 from hf_xformers.core.components import SLOTS
+from tests.attention.references import COMPILED, REFERENCES
 from tests.common.cases import CASES, components, covering
 from tests.helpers import close, close_gradients, gradients, pad, tokens
 
@@ -28,16 +28,16 @@ ATTENTION = ("attention", "cross_attention")
 
 
 @functools.cache
-def traced_in_its_own_file(mechanism):
-    """Whether the mechanism's own test file traces it, in both passes."""
-    path = Path(__file__).parents[1] / "attention" / f"test_{mechanism}.py"
-    return path.exists() and "check_compile(" in path.read_text()
+def traced_alone():
+    """Mechanisms of which tests/attention traces layers, in both passes."""
+    specs = [REFERENCES[name].spec for name in COMPILED]
+    return {spec if isinstance(spec, str) else spec["type"] for spec in specs}
 
 
 def traced_parts(case):
     """Each component, of positions each form, of stacks each direction, and fields beside components."""
     parts = components(case)
-    plain = {(slot, name) for slot, name, _, _ in parts if slot not in ATTENTION or not traced_in_its_own_file(name)}
+    plain = {(slot, name) for slot, name, _, _ in parts if slot not in ATTENTION or name not in traced_alone()}
     forms = {(*part[:2], part[3]) for part in parts if part[0] == "stack"}
     forms |= {part[:3] for part in parts if part[0] == "position"}
     return plain | forms | {("field", name) for name in json.loads(case.fields) if name not in SLOTS}

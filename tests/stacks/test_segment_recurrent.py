@@ -9,8 +9,8 @@ from hf_xformers import XFormerConfig, XFormerForMaskedLM, XFormerForSeq2SeqLM
 from hf_xformers.core.cache import make_cache
 from hf_xformers.core.segment_memory import SegmentMemory
 from hf_xformers.variants.transformer_xl import XFTransformerXLConfig, XFTransformerXLForCausalLM
+from tests.attention.references.softmax import four_terms
 from tests.attention.score_helpers import HEADS, WIDTH, softmax_by_rows, split_heads
-from tests.attention.test_transformer_xl import four_terms
 from tests.helpers import close, make_strong, pad, tokens
 
 LAYERS = 2
