@@ -360,5 +360,17 @@ def _parts(case: Case) -> frozenset[Any]:
 # `test_families.py` has those.
 PARTS = covering(CASES, _parts)
 
+
+def _components() -> list[Case]:
+    """Each component once, in one tower if there is such a case: for what direction and settings do not change."""
+    names = {case: {part[:2] for part in components(case)} for case in CASES}
+    alone = covering([case for case in CASES if case.shape != "seq2seq"], names.__getitem__)
+    shown = set[Any]().union(*map(names.__getitem__, alone))
+    return alone + covering([case for case in CASES if case.shape == "seq2seq"], lambda case: names[case] - shown)
+
+
+COMPONENTS = _components()
+
 each_part = pytest.mark.parametrize("case", PARTS, ids=str)
 each_causal_part = pytest.mark.parametrize("case", [case for case in PARTS if case.causal], ids=str)
+each_component = pytest.mark.parametrize("case", COMPONENTS, ids=str)

@@ -2,7 +2,7 @@
 
 import torch
 
-from tests.common.cases import each_part
+from tests.common.cases import each_component
 from tests.helpers import NO_DROPOUT, VOCAB, tokens
 
 SIZES = {"hidden_size": 128, "num_attention_heads": 2, "intermediate_size": 128, "max_position_embeddings": 64}
@@ -13,7 +13,7 @@ WIDTHS = {"xf_dartsformer": {"hidden_size": 192, "intermediate_size": 192}}
 LOSS_SCALE = {"encoder": 2.0**-10, "decoder": 2.0**-10, "seq2seq": 2.0**-14}
 
 
-@each_part
+@each_component
 def test_finite_in_half_precision(case):
     """float16 is the type of the smallest range: what overflows in float32 overflows in it too."""
     torch.manual_seed(0)

@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 
-from tests.common.cases import each_part
+from tests.common.cases import each_component, each_part
 from tests.helpers import close, close_gradients, gradients, pad, tokens
 
 IMPLEMENTATIONS = ("eager", "sdpa")
@@ -99,7 +99,7 @@ def test_hidden_states(case):
     assert all(not torch.equal(one, other) for one, other in itertools.pairwise(states))
 
 
-@each_part
+@each_component
 def test_what_is_recorded_stands_where_its_tokens_do(case):
     """States and weights of every layer, as far as they have the text's length: of a padded row as of the row alone"""
     model, rows = case.shared(implementation="eager"), [tokens(13), tokens(6, seed=1)]
@@ -140,7 +140,7 @@ def test_inputs_embeds(case):
             model(input_ids=ids, inputs_embeds=vectors)
 
 
-@each_part
+@each_component
 def test_determinism(case):
     """Equal seeds give equal models and equal training passes; evaluation never draws a random number."""
     first, second = (case.build(strong=False, dtype=torch.float32) for _ in range(2))

@@ -2,7 +2,7 @@
 
 import torch
 
-from tests.common.cases import each_part
+from tests.common.cases import each_component, each_part
 from tests.helpers import close, close_gradients, gradients, pad, tokens
 
 LENGTHS = (1, 2, 7, 13)
@@ -84,7 +84,7 @@ def test_half_precision(case):
     assert error.abs().mean() < 0.03 * spread, f"mean error {error.abs().mean() / spread:.3f} of the logits' spread"
 
 
-@each_part
+@each_component
 def test_half_precision_gradients(case):
     model, ids = case.shared(torch.bfloat16), tokens(2, 9)
     for name, gradient in gradients(model, case.run(model, ids).float()).items():

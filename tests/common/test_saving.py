@@ -4,7 +4,7 @@ import torch
 import transformers
 from transformers import AutoConfig
 
-from tests.common.cases import AUTO, each_part
+from tests.common.cases import AUTO, each_component
 from tests.helpers import aligned, pad, tokens
 
 
@@ -13,7 +13,7 @@ def fields(config):
     return {key: value for key, value in config.to_dict().items() if key != "_name_or_path"}
 
 
-@each_part
+@each_component
 def test_save_and_load(case, tmp_path):
     model = case.shared(torch.float32)
     ids, mask = pad([tokens(9), tokens(5, seed=1)], 9, "right")

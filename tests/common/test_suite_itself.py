@@ -7,7 +7,7 @@ import pytest
 
 from hf_xformers.families import HEADS
 from hf_xformers.variants import config_class, family, model_types
-from tests.common.cases import ALL, CASES, PARTS, SHAPES, TESTED_HEADS
+from tests.common.cases import ALL, CASES, COMPONENTS, PARTS, SHAPES, TESTED_HEADS
 from tests.common.exceptions import EXCEPTIONS, exception, holders
 
 TESTS = {
@@ -44,7 +44,7 @@ def test_exceptions_excuse_something():
             if where in HEADS:
                 assert (holder, where) in TESTED_HEADS, f"{holder} is not tested with {where}; take {key!r} out"
                 continue
-            cases = CASES if test in ("tying", "resizing") else PARTS
+            cases = CASES if test in ("tying", "resizing") else [*PARTS, *COMPONENTS]
             found = [case for case in cases if holder in holders(case.preset) and where in ("", case.shape)]
             assert found, f"no case that has {holder!r} meets {key!r}; take it out"
 

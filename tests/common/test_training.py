@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from hf_xformers.blocks.base import XFormerLayer
-from tests.common.cases import CASES, components, covering, each_part
+from tests.common.cases import CASES, components, covering, each_component, each_part
 from tests.helpers import NO_DROPOUT, aligned, close, close_gradients, pad, tokens
 
 ADAPTED = ("q_proj", "v_proj")
@@ -60,7 +60,7 @@ def test_gradient_checkpointing(case):
         model.gradient_checkpointing_disable()
 
 
-@each_part
+@each_component
 def test_state_moves_once(case):
     """Running statistics, centroids and counters are after a step with checkpointing what they are after one
     without."""
@@ -80,7 +80,7 @@ def test_state_moves_once(case):
             close(buffer, found[0][name])
 
 
-@each_part
+@each_component
 def test_training(case, tmp_path):
     """Every parameter gets a gradient, the loss falls on a fixed batch, and the trained model comes back as it was."""
     model = case.build(strong=False, dtype=torch.float32, **NO_DROPOUT).train()
@@ -105,7 +105,7 @@ def test_training(case, tmp_path):
         assert torch.equal(one, other), name
 
 
-@each_part
+@each_component
 def test_layer_drop(case):
     """Refused where a layer would be missed, and trained with otherwise."""
     try:
@@ -119,7 +119,7 @@ def test_layer_drop(case):
         assert loss_of(model, ids, mask).isfinite()
 
 
-@each_part
+@each_component
 def test_autocast(case):
     """A pass in bfloat16, and gradients from inside of autocast's block as from outside."""
     model = case.build(strong=False, dtype=torch.float32, **NO_DROPOUT)
@@ -158,7 +158,7 @@ def test_padding_has_no_loss(case):
     close(together, (counts[0] * parts[0] + counts[1] * parts[1]) / sum(counts))
 
 
-@each_part
+@each_component
 def test_a_batch_counts_by_its_share_of_the_step(case):
     """Beside as many targets of other batches, as Trainer counts them, a loss is half of what it is alone: all of it,
     auxiliary parts included, and where padding is on the left, whose first tokens no token predicts."""
@@ -220,7 +220,7 @@ def test_lora(case, tmp_path):
         close(case.run(adapted.merge_and_unload(), ids, mask), expected, 1e-4)
 
 
-@each_part
+@each_component
 def test_short_texts_train(case):
     """A text of one or two tokens has a finite loss and gradient (a causal one of a single token has no target)."""
     model = case.shared()
