@@ -45,6 +45,10 @@ class TellsAdapters:
             if self.has_labels:
                 self._share_labels(name, adapter)
 
+    @peft_config.deleter
+    def peft_config(self) -> None:
+        vars(self).pop("_adapters", None)
+
     def _share_labels(self, name: str, adapter: Any) -> None:
         known = adapter.auto_mapping or {}
         names = {int(key): label for key, label in known.get(_LABELS, {}).items()}
@@ -58,10 +62,6 @@ class TellsAdapters:
                 self.config.id2label = names
                 self.config.label2id = {label: key for key, label in names.items()}
                 self.num_labels = len(names)
-
-    @peft_config.deleter
-    def peft_config(self) -> None:
-        vars(self).pop("_adapters", None)
 
 
 __all__ = ["TASK_TYPES", "TellsAdapters"]
