@@ -11,6 +11,7 @@ from __future__ import annotations
 import pkgutil
 import sys
 from importlib.metadata import version
+from types import FrameType
 from typing import Any
 
 # name here -> (path, what it is for)
@@ -59,7 +60,7 @@ BORROWED: dict[str, tuple[str, str]] = {
 
 # Class -> members that are private or in no documentation, which classes of this package override, set or call.
 HOOKS: dict[str, str] = {
-    "torch.nn.Module": "_load_from_state_dict _modules _parameters _save_to_state_dict",
+    "torch.nn.Module": "_buffers _load_from_state_dict _modules _parameters _save_to_state_dict",
     "transformers.PreTrainedConfig": "_attn_implementation",
     "transformers.OPTConfig": "_remove_final_layer_norm",
     "transformers.PreTrainedModel": "_can_compile_fullgraph _can_record_outputs _ep_plan _fsdp_plan _init_weights"
@@ -173,7 +174,7 @@ def asked_to_shard(depth: int) -> bool:
     peft's and torch's wrappers of a model or without them."""
     if "accelerate" not in sys.modules:
         return False
-    frame = sys._getframe(depth + 2)
+    frame: FrameType | None = sys._getframe(depth + 2)
     while frame is not None and frame.f_globals.get("__name__", "").startswith(("peft.", "torch.")):
         frame = frame.f_back
     return frame is not None and (

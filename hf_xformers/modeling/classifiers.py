@@ -30,7 +30,7 @@ class Classifier(TellsAdapters, XFormerPreTrainedModel):
     (`classifier_transform`). An encoder-decoder reads the input on both sides and classifies the decoder's states, as
     BART does."""
 
-    reads_pooler = has_labels = True
+    reads_pooler = True
     # Losses that are means over rows, whatever else `forward` takes: Trainer has to divide them by accumulation steps.
     accepts_loss_kwargs = False
 

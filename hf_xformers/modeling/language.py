@@ -25,7 +25,6 @@ from ..core.text_parts import division_in_force
 from ..core.whole_modules import end_for
 from ..modeling_base import XFormerPreTrainedModel
 from ..modeling_xformer import XFormerModel
-from .told_adapters import TellsAdapters
 
 logger = logging.get_logger(__name__)
 
@@ -100,7 +99,7 @@ class LanguageModel(XFormerPreTrainedModel):
         return self.model.get_decoder()
 
 
-class _Generative(TellsAdapters, LanguageModel, GenerationMixin):
+class _Generative(LanguageModel, GenerationMixin):
     """Generation with the cache that the config's mechanisms declare."""
 
     def __init__(self, config):

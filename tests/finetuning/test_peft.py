@@ -258,8 +258,8 @@ def test_keys_that_say_nothing_are_left_out_of_dicts():
 
 
 @pytest.mark.parametrize("head", ["ForCausalLM", "ForSequenceClassification", "ForTokenClassification"])
-def test_an_adapter_without_a_task_is_told_it(head, tmp_path):
-    """peft's Auto classes load such a one by its model's class, and only of transformers."""
+def test_an_adapter_without_a_task_loads(head, tmp_path):
+    """By peft's Auto class for the task, as trl's users do; a classifier's with its labels."""
     torch.manual_seed(0)
     variant, first = ("gpt2", head) if head == "ForCausalLM" else ("bert", "ForMaskedLM")
     family(variant)[first](config_class(variant)(**SHAPE)).save_pretrained(tmp_path / "base")

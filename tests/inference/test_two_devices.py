@@ -27,8 +27,8 @@ class MovesArguments(ModelHook):
 
 
 def divided(model):
-    """The first layer and what stands before it on the host, all other layers on the pretended device, with
-    Accelerate's hooks on every module that has tensors."""
+    """The first layer and what stands before it on the host, all other layers on the pretended device, with hooks of
+    Accelerate on every module that has tensors."""
     first, *others = [tower for tower in model.modules() if isinstance(tower, XFormerTower)]
     away: set[nn.Module] = set()
     for tower, begin in ((first, 1), *((tower, 0) for tower in others)):
