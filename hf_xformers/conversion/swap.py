@@ -95,8 +95,8 @@ def swap_components(
         report.source = (open_config(cast(str, source)).architectures or [report.source])[0]
     report.conversion = conversion
     if measure and changes:  # what a head that has learned nothing predicts says nothing
-        pair = [each.base_model if fresh else each for each in (model, target)]
-        report.movement = movement(*pair, tokenizer, texts)
+        before, after = (cast(PreTrainedModel, each.base_model) if fresh else each for each in (model, target))
+        report.movement = movement(before, after, tokenizer, texts)
     return target, report
 
 

@@ -131,7 +131,7 @@ class DistillationTrainer(XFormerTrainer):
         super().__init__(*args, **kwargs)
         module: Any = teacher  # whose `to` is typed for models alone
         self.teacher = module.to(self.args.device)
-        share_frozen(self.model, self.teacher)
+        share_frozen(cast(nn.Module, self.model), self.teacher)
         self.models_beside = [self.teacher]
         self.distillation = distillation
         self._terms: dict[str, Tensor] = {}

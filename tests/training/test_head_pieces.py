@@ -18,7 +18,10 @@ CASES = {
     "causal": (XFormerForCausalLM, {}),
     "masked": (XFormerForMaskedLM, {"head": "transform"}),
     "balanced experts": (XFormerForCausalLM, {"feedforward": "switch"}),
-    "clusters": (XFormerForCausalLM, {"embedding": {"type": "adaptive", "cutoffs": [10, 20]}, "head": "adaptive"}),
+    "clusters": (
+        XFormerForCausalLM,
+        {name: {"type": "adaptive", "cutoffs": [10, 20]} for name in ("embedding", "head")},
+    ),
 }
 
 
