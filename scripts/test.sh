@@ -3,7 +3,7 @@
 #
 #   scripts/test.sh                 the whole suite, then transformers' common tests over one family for each engine and stack
 #                                   (over all of them: scripts/conformance.py -n 2)
-#   scripts/test.sh --quick         a first look in less than two minutes: a few tests of every file
+#   scripts/test.sh --quick         a first look in less than two minutes: tests of as many files as there is time for
 #   scripts/test.sh --changed [REVISION]   in less than three minutes: what the files that differ from REVISION can reach
 #                                   (without it: from where the branch left main); says first what it will run
 #   scripts/test.sh ARGUMENT ...    pytest alone, with these arguments: scripts/test.sh tests/attention -k performer
@@ -34,7 +34,7 @@ run=("$python" -m pytest -n 2 --dist worksteal)
 case "${1:-}" in
     "") printf '%s\n' 'Runs all tests in two processes, then a sample of the tests of transformers: about 25 minutes on two cores.' \
         'A first look takes two (--quick), the tests for your changes three (--changed).' ;;
-    --quick) echo 'Runs a few tests of every file in two processes: less than two minutes on two cores.' ;;
+    --quick) echo 'Runs a test or two of every file in two processes, as many as there is time for in two minutes.' ;;
     *) exec "${run[@]}" "$@" ;;
 esac
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.reporting import Failures, Progress, first_look
+from tests.reporting import Failures, FirstLook, Progress, first_look
 
 # Files whose first test makes, in several processes, what all their tests read. At the start of a run one worker gets
 # them whole; near its end, where the workers share out what is left, each would make it for itself.
@@ -17,7 +17,8 @@ def pytest_collection_modifyitems(config, items):
     if config.getoption("quick"):
         items[:], left_out = first_look(items)
         config.hook.pytest_deselected(items=left_out)
-    items.sort(key=lambda item: item.path.name not in FIRST)
+    else:
+        items.sort(key=lambda item: item.path.name not in FIRST)
 
 
 def out_of_sight():
@@ -57,6 +58,8 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     gc.disable()  # until all tests are known: nothing that is made on the way there goes away
     config.pluginmanager.register(Files(), "what files leave")
+    if config.getoption("quick"):
+        config.pluginmanager.register(FirstLook(), "the time of a first look")
     terminal = config.pluginmanager.get_plugin("terminalreporter")
     if terminal is not None and not hasattr(config, "workerinput"):
         file = config.getoption("progress")

@@ -9,23 +9,34 @@ from pathlib import Path
 
 import pytest
 
-QUICK = 2  # test functions of a file; the contract, tests/common, is run with all of its functions
+QUICK, SECONDS = 2, 90  # test functions of a file, and the time in which as many of them run as there is time for
 EVERY = 0.05  # of the run, between two lines where no terminal shows a moving one
 
 
 def first_look(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
-    """The first case of the first functions of each file, and the other tests."""
+    """The first case of the first functions of each file, the first functions of all files first, beginning with those
+    of the contract (tests/common), and the other tests."""
     kept, left_out, functions = [], [], {}
     for item in items:
         known = functions.setdefault(item.path, set())
         name = item.nodeid.partition("[")[0]
-        whole = item.path.parent.name == "common"
-        if name in known or (len(known) >= QUICK and not whole) or item.get_closest_marker("slow"):
+        if name in known or len(known) >= QUICK or item.get_closest_marker("slow"):
             left_out.append(item)
         else:
             known.add(name)
-            kept.append(item)
-    return kept, left_out
+            kept.append(((len(known), item.path.parent.name != "common"), item))
+    return [item for _, item in sorted(kept, key=lambda entry: entry[0])], left_out
+
+
+class FirstLook:
+    """Ends it in time."""
+
+    def __init__(self):
+        self.began = time.monotonic()
+
+    def pytest_runtest_setup(self, item):
+        if time.monotonic() - self.began > SECONDS:
+            pytest.skip(f"a first look takes {SECONDS} seconds")
 
 
 class Failures:

@@ -55,10 +55,22 @@ def test_a_run_says_how_far_it_is_and_ends_with_a_summary(run, tmp_path, words):
     assert re.search(r"^\d\.\d minutes; .*\n  \d\.\d min  tests/test_some.py\n$", said.removeprefix(OUTCOMES))
 
 
-def test_a_first_look_takes_one_case_of_two_functions(run):
+def test_a_first_look_takes_one_case_of_two_functions(run, tmp_path):
+    (tmp_path / "tests" / "test_other.py").write_text(SUITE)
     done = run("--quick", "--collect-only")
-    found = re.findall(r"^tests/test_some.py::(\S+)", done.stdout, re.MULTILINE)
-    assert found == ["test_numbers[0]", "test_two"] and done.returncode == 0
+    found = re.findall(r"^tests/test_(\S+)", done.stdout, re.MULTILINE)
+    assert done.returncode == 0
+    assert found == [f"{file}.py::{name}" for name in ("test_numbers[0]", "test_two") for file in ("other", "some")]
+
+
+def test_a_first_look_ends_in_time(run, tmp_path):
+    path = tmp_path / "tests" / "reporting.py"
+    path.write_text(path.read_text().replace("QUICK, SECONDS = 2, 90", "QUICK, SECONDS = 2, 0"))
+    done = run("--quick", "--progress", str(tmp_path / "end"))
+    assert done.returncode == 0
+    assert (
+        (tmp_path / "end").read_text().startswith("0 passed, 0 failed, 2 skipped\n  2 skipped: a first look takes 0")
+    )
 
 
 def test_a_file_that_cannot_be_read_is_a_failure(run, tmp_path):
