@@ -191,7 +191,7 @@ def _write(
     sample = _sample(model, *traced)
     output = model(**sample)
     names = tuple(name for name in _RESULTS if isinstance(getattr(output, name, None), Tensor))
-    program = _trace(_plain(model, names), sample, dynamic, type(model).__name__)
+    program = _trace(_plain(model, names), sample, dynamic, literal, type(model).__name__)
     most = min((bounds.upper for bounds in program.range_constraints.values()), default=_FAR)
     if dynamic and not literal and most < (_FAR if longest is None else longest):
         raise ValueError(
@@ -279,16 +279,22 @@ def _sample(model: XFormerPreTrainedModel, batch: int, length: int) -> dict[str,
     return {name: tensor.to(model.device) for name, tensor in given.items()}
 
 
-def _trace(module: nn.Module, sample: dict[str, Tensor], dynamic: bool, model: str) -> torch.export.ExportedProgram:
+def _trace(
+    module: nn.Module, sample: dict[str, Tensor], dynamic: bool, literal: bool, model: str
+) -> torch.export.ExportedProgram:
     axes = {name: range(1 if name == "pixel_values" else 2) for name in sample}  # images have one size
     free = {name: dict.fromkeys(places, torch.export.Dim.DYNAMIC) for name, places in axes.items()}
     shapes = free if dynamic else None
-    try:
-        with warnings.catch_warnings(), silent(*TALKATIVE):
-            warnings.simplefilter("ignore")
-            return torch.export.export(module.eval(), tuple(sample.values()), dynamic_shapes=shapes, strict=False)
-    except Exception as error:
-        raise _no_graph(model, error, dynamic) from error
+    problem: Exception | None = None
+    for strict in (False, True) if literal else (False,):  # dynamo goes on at some numbers of tensors
+        try:
+            with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), silent(*TALKATIVE):
+                warnings.simplefilter("ignore")
+                given = tuple(sample.values())
+                return torch.export.export(module.eval(), given, dynamic_shapes=shapes, strict=strict)
+        except Exception as error:
+            problem = problem or error
+    raise _no_graph(model, problem or RuntimeError("nothing was traced"), dynamic) from problem
 
 
 def _to_onnx(

@@ -359,8 +359,9 @@ def _aligned(
     q_len, k_len, offset = query.shape[2], key.shape[2], call.query_offset
     # Rows hold the queries at the aligned positions start .. offset + q_len - 1.
     most = k_len if offset == 0 or torch.compiler.is_compiling() else int(lead.max())
-    start = max(offset - most, 0)
-    rows = torch.arange(start - offset, q_len, device=query.device) + lead[:, None]
+    start = 0 if offset == 0 else max(offset - most, 0)
+    before = start - offset
+    rows = torch.arange(q_len - before, device=query.device) + (before + lead[:, None])
     rows = rows.clamp(0, q_len - 1)
     columns = torch.arange(k_len, device=query.device) + lead[:, None]
     inside, columns = columns < k_len, columns.clamp(max=k_len - 1)

@@ -181,8 +181,8 @@ def _near(spans: list[Pattern], size: int, phases: int, gap: int) -> tuple[tuple
     lows, width = [], 0
     for phase in range(phases):
         first = phase * size
-        ends = [term.span(first * gap, (first + size - 1) * gap) for term in spans]
-        low, high = min(low for low, _ in ends), max(high for _, high in ends)  # type: ignore[type-var]
+        ends: list[Any] = [term.span(first * gap, (first + size - 1) * gap) for term in spans]
+        low, high = min(low for low, _ in ends), max(high for _, high in ends)
         low, high = -(-low // gap), high // gap
         lows.append(low - first)
         width = max(width, high - low + 1)
@@ -277,7 +277,7 @@ def _keys(walk: Walk, length: Any, q_at: Tensor, lengths: Tensor | None) -> tupl
         real = columns < length
         for held in earlier:
             real = real & ~held(columns[None])
-        earlier.append(lambda at, of=summary: of.allows(at, at))
+        earlier.append(functools.partial(_in_columns, summary))
         found.append(columns[None, None].expand(1, blocks, -1))
         counts.append(real.reshape(-1, 1, columns.shape[0]) & outside(columns[None, None]))
     if walk.sets:
@@ -305,13 +305,17 @@ def _places(interval: Interval, lengths: Tensor | None, length: Any, device: tor
     """The positions of an interval, [B or 1, n]; negative where a text has not as many."""
     start, stop = interval
     if start >= 0:
-        return torch.arange(start, stop, device=device)[None]
+        return torch.arange(start, stop or start, device=device)[None]
     end = torch.full((1,), length, device=device) if lengths is None else lengths
     return end[:, None] + torch.arange(start, stop or 0, device=device)
 
 
 def _between(at: Tensor, low: Tensor, high: Tensor) -> Tensor:
     return (at >= low) & (at <= high)
+
+
+def _in_columns(summary: SummaryColumns, at: Tensor) -> Tensor:
+    return summary.allows(at, at)
 
 
 def _slots(blocks: BlockSets, count: Any, lengths: Tensor | None, length: Any, device: torch.device) -> Tensor:
