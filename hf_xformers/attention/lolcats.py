@@ -70,7 +70,7 @@ class LolcatsAttention(LearnedFeatures):
         remember: bool = False,
     ) -> tuple[Tensor, WindowState | None]:
         if state is not None:  # grouped heads keep one window
-            state = state._replace(key=self.repeated(state.key), value=self.repeated(state.value))
+            state = _of_heads(state, self.repeated)
         output, end = window_linear_attention(
             *(query, key, value, self.query_features, self.phi, self.gamma),
             window=self.spec.window,
@@ -79,10 +79,11 @@ class LolcatsAttention(LearnedFeatures):
             key_padding_mask=mask,
             state=state,
             chunk_size=self.chunk_size,
+            sinks=self.spec.sinks,
+            linear_weight=torch.sigmoid(-self.mixing) if self.spec.affine else None,
         )
         if end is not None and self.num_key_value_groups > 1:
-            one = slice(None, None, self.num_key_value_groups)
-            end = end._replace(key=end.key[:, one], value=end.value[:, one])
+            end = _of_heads(end, lambda x: x[:, :: self.num_key_value_groups])
         return output.to(value.dtype), end
 
     def _literal(
@@ -100,7 +101,13 @@ class LolcatsAttention(LearnedFeatures):
         products = wide_products(self.query_features(query), self.phi(key))
         place = torch.arange(scores.shape[-1], device=scores.device)
         near = (place[:, None] - place).abs() < self.spec.window
-        visible = torch.ones_like(near)[None, None] if visible is None else visible
+        if self.spec.sinks:
+            mask = context.query_padding_mask
+            real = torch.ones_like(place, dtype=torch.bool)[None] if mask is None else mask
+            near = near | (real & (real.long().cumsum(-1) <= self.spec.sinks))[:, None, None]
+        if self.spec.affine:
+            products = products * torch.sigmoid(-self.mixing).to(scores.dtype)[:, None, None]
+        visible = torch.ones_like(near) if visible is None else visible
         scores = scores.masked_fill(~(near & visible), -torch.inf)
         top = scores.amax(-1, keepdim=True)
         window = self.gamma.to(scores.dtype)[:, None, None] * (scores - top.masked_fill(top == -torch.inf, 0.0)).exp()
@@ -109,17 +116,26 @@ class LolcatsAttention(LearnedFeatures):
         return wide_products(weights, value.mT).to(value.dtype), weights.to(value.dtype)
 
 
+def _of_heads(state: WindowState, change: Callable[[Tensor], Tensor]) -> WindowState:
+    """Other heads of keys and values; the sums belong to heads of queries."""
+    names = ("key", "value", "sink_key", "sink_value")
+    return state._replace(**{name: change(x) for name in names if (x := getattr(state, name)) is not None})
+
+
 @register("attention", "lolcats", aliases=("hybrid_linear",))
 class LolcatsSpec(LearnedFeaturesSpec):
     """window: tokens that are read with a softmax, the query's own included. gamma: weight of the window at the start,
-    between 0 and 1. scale: factor on the window's scores (None: 1 / sqrt(head width)). chunk_size: least number of
-    tokens in a chunk of a whole text."""
+    between 0 and 1. affine: whether what lies beyond the window has the weight 1 - gamma in place of 1. sinks: how many
+    first tokens of a text belong to every window. scale: factor on the window's scores (None: 1 / sqrt(head width)).
+    chunk_size: least number of tokens in a chunk of a whole text."""
 
     summary = "softmax in a sliding window, learned linear attention beyond it: linear time, a state of constant size"
     cross = False
 
     window: int = aliased(64, "window_size")
     gamma: float = 0.5
+    affine: bool = False
+    sinks: int = 0
     chunk_size: int = 64
 
     def check_fields(self) -> None:
@@ -128,6 +144,8 @@ class LolcatsSpec(LearnedFeaturesSpec):
             raise ValueError(f"lolcats needs `window` >= 1, got {self.window}.")
         if not 0 < self.gamma < 1:
             raise ValueError(f"lolcats needs `gamma` between 0 and 1, got {self.gamma}.")
+        if self.sinks < 0:
+            raise ValueError(f"lolcats needs `sinks` >= 0, got {self.sinks}.")
 
     def cache_layer(self, config) -> SlotStateLayer:
         return SlotStateLayer()

@@ -38,6 +38,8 @@ SPECS = {
     "lolcats": {"type": "lolcats", "window": 3, "chunk_size": 4},
     "lolcats_short": {"type": "lolcats", "window": 1, "chunk_size": 2, "scale": 0.7},
     "lolcats_long": {"type": "lolcats", "window": 9, "chunk_size": 2},
+    "lolcats_sinks": {"type": "lolcats", "window": 3, "chunk_size": 4, "sinks": 2, "affine": True, "gamma": 0.8},
+    "lolcats_many_sinks": {"type": "lolcats", "window": 2, "chunk_size": 2, "sinks": 5},
 }
 each_path = pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 each_spec = pytest.mark.parametrize("name", SPECS)
@@ -58,7 +60,7 @@ def features(layer, name, head, x, side):
 
 
 @torch.no_grad()
-def by_hand(layer, name, states, allowed, memory=None, turn=lambda x: x):
+def by_hand(layer, name, states, allowed, memory=None, turn=lambda x: x, mask=None):
     read = states if memory is None else memory
     q, k = turn(split_heads(layer.q_proj(states), D)), turn(split_heads(layer.k_proj(read), D))
     v = split_heads(layer.v_proj(read), D)
@@ -66,11 +68,13 @@ def by_hand(layer, name, states, allowed, memory=None, turn=lambda x: x):
     batch, _, queries, _ = q.shape
     keys = k.shape[2]
     allowed = allowed.expand(batch, HEADS, queries, keys)
+    real = torch.ones(batch, keys).bool() if mask is None else mask
     weights = torch.zeros(allowed.shape, dtype=torch.float64)
     for b, h, i in torch.cartesian_prod(*(torch.arange(n) for n in q.shape[:3])).tolist():
         phi_q = features(layer, name, h, q[b, h, i], "query")
         seen = [j for j in range(keys) if allowed[b, h, i, j]]
-        near = [j for j in seen if name.startswith("lolcats") and abs(i - j) < layer.spec.window]
+        first = real[b].nonzero()[: getattr(layer.spec, "sinks", 0), 0].tolist()
+        near = [j for j in seen if name.startswith("lolcats") and (abs(i - j) < layer.spec.window or j in first)]
         scale = layer.spec.scale if layer.spec.scale is not None else D**-0.5
         scores = {j: float(q[b, h, i] @ k[b, h, j]) * scale for j in near}
         for j in seen:
@@ -79,6 +83,8 @@ def by_hand(layer, name, states, allowed, memory=None, turn=lambda x: x):
                 weights[b, h, i, j] = gamma * math.exp(scores[j] - max(scores.values()))
             else:
                 weights[b, h, i, j] = float(phi_q @ features(layer, name, h, k[b, h, j], "key"))
+                if getattr(layer.spec, "affine", False):
+                    weights[b, h, i, j] /= 1 + math.exp(float(layer.mixing[h]))
     total = weights.sum(-1, keepdim=True) + (layer.spec.eps if name in ("t2r", "supra") else 0.0)
     weights = torch.where(total > 0, weights / total.clamp(min=1e-300), 0.0)
     output = weights @ v
@@ -97,7 +103,7 @@ def test_equation(name, implementation, causal):
         states = vectors(4 if length == 6 else 1, length)
         context = make_context(length, causal, padding_mask=mask, implementation=implementation)
         (result,) = run_layers([layer], states, context)
-        output, weights = by_hand(layer, name, states, allowed_pairs(length, causal, mask))
+        output, weights = by_hand(layer, name, states, allowed_pairs(length, causal, mask), mask=mask)
         close(result.output.detach(), output)
         if implementation == "eager":
             close(result.weights.detach(), weights)

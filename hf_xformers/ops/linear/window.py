@@ -3,10 +3,11 @@
 With `W_i` the keys nearer to query `i` than `window` tokens (among those that it may see), `c_i` its largest score in
 there and features `phi`,
 
-    out_i = (sum_{j in W_i} gamma exp(s_ij - c_i) v_j + sum_{j not in W_i} phi(q_i) phi(k_j) v_j)
-          / (sum_{j in W_i} gamma exp(s_ij - c_i)     + sum_{j not in W_i} phi(q_i) phi(k_j)),    s_ij = scale q_i k_j.
+    out_i = (sum_{j in W_i} gamma exp(s_ij - c_i) v_j + beta sum_{j not in W_i} phi(q_i) phi(k_j) v_j)
+          / (sum_{j in W_i} gamma exp(s_ij - c_i)     + beta sum_{j not in W_i} phi(q_i) phi(k_j)),  s_ij = scale q_i k_j.
 
-Zhang et al. 2024, "LoLCATs: On Low-Rank Linearizing of Large Language Models" (arXiv 2410.10254), section 3.3.1.
+Zhang et al. 2024, "LoLCATs: On Low-Rank Linearizing of Large Language Models" (arXiv 2410.10254), section 3.3.1, where
+beta is 1. The first real tokens of a text, its `sinks`, may belong to every W_i (Xiao et al. 2023, arXiv 2309.17453).
 Tokens are taken in chunks at least as long as the window: a query writes out its pairs with its own chunk and the next
 ones, and reads the sums of the others. Time and memory grow with the length, the state for decoding does not.
 """
@@ -36,6 +37,9 @@ class WindowState(NamedTuple):
     real: Tensor  # [B, n], False at padding
     kv: Tensor  # [B, H, F, dv], sum of phi(k_j)^T v_j, float32 at least
     z: Tensor  # [B, H, F], sum of phi(k_j)
+    sink_key: Tensor | None = None  # [B, H, k, d], of the first real tokens, which are in no sum
+    sink_value: Tensor | None = None  # [B, H, k, dv]
+    sink_real: Tensor | None = None  # [B, k], False where a text has not that many yet
 
 
 def window_linear_attention(
@@ -52,6 +56,8 @@ def window_linear_attention(
     key_padding_mask: Tensor | None = None,
     state: WindowState | None = None,
     chunk_size: int = 64,
+    sinks: int = 0,
+    linear_weight: Tensor | None = None,
 ) -> tuple[Tensor, WindowState | None]:
     """The equation above.
 
@@ -65,6 +71,8 @@ def window_linear_attention(
         key_padding_mask: `[B, T]`, True = real token.
         state: of the earlier tokens of these texts.
         chunk_size: least number of tokens in a chunk.
+        sinks: how many of the first real tokens every query sees with a softmax, beside its window.
+        linear_weight: `[H]`, beta (None: 1).
 
     Returns:
         `[B, H, T, dv]` in the dtype of `value`, zeros for a query that sees nothing; and, if causal, the state after
@@ -83,12 +91,16 @@ def window_linear_attention(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         length, before = query.shape[2], 0
         real = key.new_ones(key.shape[0], length, dtype=torch.bool) if key_padding_mask is None else key_padding_mask
+        side = None
+        if sinks:
+            side, real = _take_sinks(key, value, real, state, sinks, causal)
         if state is not None:
             before = state.key.shape[2]
             key = torch.cat([state.key.to(dtype), key], dim=2)
             value = torch.cat([state.value.to(dtype), value], dim=2)
             real = torch.cat([state.real, real], dim=1)
-        mix = _Mix(query_map, key_map, gamma.to(dtype)[:, None, None, None], window, causal, scale)
+        beta = None if linear_weight is None else linear_weight.to(dtype)[:, None, None, None]
+        mix = _Mix(query_map, key_map, gamma.to(dtype)[:, None, None, None], beta, window, causal, scale)
         if length <= 1 or length + before <= window:  # every key stands in the window
             sums = None if state is None else (state.kv[:, :, None], state.z[:, :, None])
             if state is None and torch.is_grad_enabled():  # over no keys: the maps' gradients are zero, not missing
@@ -96,10 +108,53 @@ def window_linear_attention(
                 sums = kv[:, :, None], z[:, :, None]
             places = torch.arange(before, before + length, device=query.device)
             q, k, v = (x[:, :, None] for x in (query, key, value))
-            out = mix(q, k, v, real[:, None, None], places, sums, all_near=True)[:, :, 0]
+            beside = None if side is None else side.chunked(length)
+            out = mix(q, k, v, real[:, None, None], places, sums, beside, all_near=True)[:, :, 0]
         else:
-            out = _in_chunks(mix, query, key, value, real, before, state, max(chunk_size, window))
-        return out, _after(mix, key, value, real, length, state) if causal else None
+            out = _in_chunks(mix, query, key, value, real, before, state, side, max(chunk_size, window))
+        return out, _after(mix, key, value, real, state, side) if causal else None
+
+
+class _Sinks(NamedTuple):
+    """Keys and values that every query sees which `visible` says."""
+
+    key: Tensor  # [B, H, k, d]
+    value: Tensor  # [B, H, k, dv]
+    real: Tensor  # [B, k]
+    visible: Tensor  # [B, T, k]; in chunks [B, 1, N, C, k], and keys and values [B, H, 1, k, d]
+
+    def chunked(self, chunk: int) -> _Sinks:
+        tail = -self.visible.shape[1] % chunk
+        visible = F.pad(self.visible, (0, 0, 0, tail)).unflatten(1, (-1, chunk))[:, None]
+        return _Sinks(self.key[:, :, None], self.value[:, :, None], self.real, visible)
+
+
+def _take_sinks(
+    key: Tensor, value: Tensor, real: Tensor, state: WindowState | None, sinks: int, causal: bool
+) -> tuple[_Sinks, Tensor]:
+    """The first real tokens of texts that go on with these keys, and `real` `[B, T]` without them."""
+    slots = torch.arange(sinks, device=key.device)
+    rank = real.long().cumsum(-1) - 1
+    if state is not None:
+        assert state.sink_real is not None
+        rank = rank + state.sink_real.sum(-1, keepdim=True)
+    hit = real[:, None] & (rank[:, None] == slots[:, None])  # [B, k, T]
+    new, place = hit.any(-1), hit.int().argmax(-1)
+    index = place[:, None, :, None]
+    keys, values = (x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3])) for x in (key, value))
+    found = new
+    if state is not None:
+        fresh = new[:, None, :, None]
+        keys = torch.where(fresh, keys, state.sink_key.to(keys.dtype))
+        values = torch.where(fresh, values, state.sink_value.to(values.dtype))
+        found = new | state.sink_real
+    else:  # zeros, not whatever stood at the first slot
+        keys, values = (x.masked_fill(~new[:, None, :, None], 0.0) for x in (keys, values))
+    visible = found[:, None].expand(-1, key.shape[2], -1)
+    if causal:
+        order = torch.arange(key.shape[2], device=key.device)[:, None]
+        visible = visible & (~new[:, None] | (place[:, None] <= order))
+    return _Sinks(keys, values, found, visible), real & (rank >= sinks)
 
 
 class _Mix(NamedTuple):
@@ -108,6 +163,7 @@ class _Mix(NamedTuple):
     query_map: FeatureMap
     key_map: FeatureMap
     gamma: Tensor  # [H, 1, 1, 1]
+    beta: Tensor | None  # [H, 1, 1, 1]
     window: int
     causal: bool
     scale: float
@@ -124,11 +180,12 @@ class _Mix(NamedTuple):
         real: Tensor,
         places: Tensor,
         sums: tuple | None,
+        side: _Sinks | None,
         all_near: bool = False,
     ) -> Tensor:
         """query `[B, H, N, C, d]`, key and value `[B, H, N, K, d]`, real `[B, 1, N, K]`; places `[C]`: where in the
-        keys a query's own one is; sums: `kv [B, H, N, F, dv]` and `z [B, H, N, F]` of the keys elsewhere; all_near:
-        the keys given all stand in the window."""
+        keys a query's own one is; sums: `kv [B, H, N, F, dv]` and `z [B, H, N, F]` of the keys elsewhere; side: the
+        sinks, in chunks; all_near: the keys given all stand in the window."""
         distance = places[:, None] - torch.arange(key.shape[3], device=key.device)
         near = (distance if self.causal else distance.abs()) < self.window
         far = ~near
@@ -137,19 +194,36 @@ class _Mix(NamedTuple):
         near_and_real = near & real
         scores = (query @ key.mT * self.scale).masked_fill(~near_and_real, -torch.inf)
         top = scores.amax(-1, keepdim=True)
-        weights = self.gamma * (scores - top.masked_fill(top == -torch.inf, 0.0)).exp()
+        if side is not None:
+            more = (query @ side.key.mT * self.scale).masked_fill(~side.visible, -torch.inf)
+            top = torch.maximum(top, more.amax(-1, keepdim=True))
+        top = top.masked_fill(top == -torch.inf, 0.0)
+        weights = self.gamma * (scores - top).exp()
         phi_q = None if sums is None else self.features(self.query_map, query)
+        if phi_q is not None and self.beta is not None:
+            phi_q = phi_q * self.beta
         if phi_q is not None and not all_near:
             products = phi_q @ self.features(self.key_map, key).mT
             weights = weights + products.masked_fill(~(far & real), 0.0)
         total, out = weights.sum(-1, keepdim=True), weights @ value
         if phi_q is not None and sums is not None:
             total, out = total + phi_q @ sums[1][..., None], out + phi_q @ sums[0]
+        if side is not None:
+            weights = self.gamma * (more - top).exp()
+            total, out = total + weights.sum(-1, keepdim=True), out + weights @ side.value
         return out * inverse_or_zero(total)
 
 
 def _in_chunks(
-    mix: _Mix, query: Tensor, key: Tensor, value: Tensor, real: Tensor, before: int, state, chunk: int
+    mix: _Mix,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    real: Tensor,
+    before: int,
+    state: WindowState | None,
+    side: _Sinks | None,
+    chunk: int,
 ) -> Tensor:
     """Keys begin `before` tokens ahead of the queries; `before < chunk`."""
     length = query.shape[2]
@@ -175,7 +249,8 @@ def _in_chunks(
         parts = [slice(0, -2), slice(1, -1), slice(2, None)]
     key, value, real = (torch.cat([x[:, :, part] for part in parts], dim=3) for x in (key, value, real))
     places = torch.arange(chunk, 2 * chunk, device=query.device)
-    out = mix(query, key, value, real, places, (kv_sums, z_sums))
+    beside = None if side is None else side.chunked(chunk)
+    out = mix(query, key, value, real, places, (kv_sums, z_sums), beside)
     return out.flatten(2, 3)[:, :, :length]
 
 
@@ -198,14 +273,17 @@ def _sums(mix: _Mix, key: Tensor, value: Tensor, real: Tensor) -> tuple[Tensor, 
     return phi.mT @ value, phi.sum(2)
 
 
-def _after(mix: _Mix, key: Tensor, value: Tensor, real: Tensor, length: int, state: WindowState | None) -> WindowState:
+def _after(
+    mix: _Mix, key: Tensor, value: Tensor, real: Tensor, state: WindowState | None, side: _Sinks | None
+) -> WindowState:
     """The state when the window has moved on past these keys."""
     leaving = max(key.shape[2] - (mix.window - 1), 0)
     gone, passed = key[:, :, :leaving], value[:, :, :leaving]
     kv, z = _sums(mix, gone, passed, real[:, :leaving])
     if state is not None:
         kv, z = kv + state.kv, z + state.z
-    return WindowState(key[:, :, leaving:], value[:, :, leaving:], real[:, leaving:], kv, z)
+    first = (None, None, None) if side is None else side[:3]
+    return WindowState(key[:, :, leaving:], value[:, :, leaving:], real[:, leaving:], kv, z, *first)
 
 
 __all__ = ["WindowState", "window_linear_attention"]
