@@ -69,8 +69,7 @@ class LolcatsAttention(LearnedFeatures):
         decay: Decay | None = None,
         remember: bool = False,
     ) -> tuple[Tensor, WindowState | None]:
-        if state is not None:  # grouped heads keep one window
-            state = _of_heads(state, self.repeated)
+        key, value = (x[:, :: self.num_key_value_groups] for x in (key, value))  # grouped heads keep one window
         output, end = window_linear_attention(
             *(query, key, value, self.query_features, self.phi, self.gamma),
             window=self.spec.window,
@@ -82,8 +81,6 @@ class LolcatsAttention(LearnedFeatures):
             sinks=self.spec.sinks,
             linear_weight=torch.sigmoid(-self.mixing) if self.spec.affine else None,
         )
-        if end is not None and self.num_key_value_groups > 1:
-            end = _of_heads(end, lambda x: x[:, :: self.num_key_value_groups])
         return output.to(value.dtype), end
 
     def _literal(
@@ -116,18 +113,12 @@ class LolcatsAttention(LearnedFeatures):
         return wide_products(weights, value.mT).to(value.dtype), weights.to(value.dtype)
 
 
-def _of_heads(state: WindowState, change: Callable[[Tensor], Tensor]) -> WindowState:
-    """Other heads of keys and values; the sums belong to heads of queries."""
-    names = ("key", "value", "sink_key", "sink_value")
-    return state._replace(**{name: change(x) for name in names if (x := getattr(state, name)) is not None})
-
-
 @register("attention", "lolcats", aliases=("hybrid_linear",))
 class LolcatsSpec(LearnedFeaturesSpec):
     """window: tokens that are read with a softmax, the query's own included. gamma: weight of the window at the start,
-    between 0 and 1. affine: whether what lies beyond the window has the weight 1 - gamma in place of 1. sinks: how many
-    first tokens of a text belong to every window. scale: factor on the window's scores (None: 1 / sqrt(head width)).
-    chunk_size: least number of tokens in a chunk of a whole text."""
+    between 0 and 1. affine: whether what lies beyond the window has the weight 1 - gamma in place of 1. sinks: how
+    many first tokens of a text belong to every window. scale: factor on the window's scores (None: 1 / sqrt(head
+    width)). chunk_size: least number of tokens in a chunk of a whole text."""
 
     summary = "softmax in a sliding window, learned linear attention beyond it: linear time, a state of constant size"
     cross = False

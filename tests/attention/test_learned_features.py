@@ -8,6 +8,7 @@ import torch
 from hf_xformers import XFormerConfig
 from hf_xformers.conversion import swap_components
 from hf_xformers.core.cache import make_cache
+from hf_xformers.ops.linear import window
 from hf_xformers.position.rotary import RotaryPosition, RotarySpec
 from hf_xformers.variants import family
 from tests.attention.linear_helpers import check_no_future, in_pieces, state_sizes
@@ -239,6 +240,7 @@ def test_refusals():
         ({"type": "lolcats", "window": 0}, "`window` >= 1, got 0"),
         ({"type": "lolcats", "gamma": 1.0}, "`gamma` between 0 and 1, got 1"),
         ({"type": "lolcats", "chunk_size": 0}, "`chunk_size` >= 1, got 0"),
+        ({"type": "lolcats", "sinks": -1}, "`sinks` >= 0, got -1"),
     ):
         with pytest.raises(ValueError, match=message):
             XFormerConfig(**GEOMETRY, attention=fields)
@@ -260,6 +262,23 @@ def test_contract(case):
 )
 def test_compile(case):
     check_compile(case)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_chunks_in_turn_as_at_once(causal, monkeypatch):
+    """Without gradients a long text is read by a few chunks at a time, which takes less memory."""
+    (layer,) = build_layers(SPECS["lolcats_sinks"], causal=causal, num_key_value_heads=2)
+    states, mask, calls = vectors(2, 23), torch.ones(2, 23).bool(), []
+    mask[0, :7] = False
+    context = make_context(23, causal, padding_mask=mask)
+    expected = run_layers([layer], states, context)[0].output.detach()
+    once = window._Mix.__call__
+    monkeypatch.setattr(window._Mix, "__call__", lambda *args: calls.append(args[1].shape[2]) or once(*args))
+    monkeypatch.setattr(window, "_PAIRS_AT_ONCE", 2 * HEADS * 4 * (8 if causal else 12) * 2)  # two chunks of four
+    with torch.no_grad():
+        found = run_layers([layer], states, context)[0].output
+    assert calls == [2, 2, 2]
+    close(found, expected, 1e-12)
 
 
 def test_a_text_longer_than_its_cache_began_with():

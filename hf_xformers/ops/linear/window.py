@@ -4,7 +4,7 @@ With `W_i` the keys nearer to query `i` than `window` tokens (among those that i
 there and features `phi`,
 
     out_i = (sum_{j in W_i} gamma exp(s_ij - c_i) v_j + beta sum_{j not in W_i} phi(q_i) phi(k_j) v_j)
-          / (sum_{j in W_i} gamma exp(s_ij - c_i)     + beta sum_{j not in W_i} phi(q_i) phi(k_j)),  s_ij = scale q_i k_j.
+          / (sum_{j in W_i} gamma exp(s_ij - c_i) + beta sum_{j not in W_i} phi(q_i) phi(k_j)),   s_ij = scale q_i k_j.
 
 Zhang et al. 2024, "LoLCATs: On Low-Rank Linearizing of Large Language Models" (arXiv 2410.10254), section 3.3.1, where
 beta is 1. The first real tokens of a text, its `sinks`, may belong to every W_i (Xiao et al. 2023, arXiv 2309.17453).
@@ -25,6 +25,8 @@ from ..common.padding import check_padding_mask
 from ..common.segments import accumulation_dtype
 from .kernels import inverse_or_zero
 
+# Without gradients, chunks are read in turn that have so many pairs together: what is written out stays small.
+_PAIRS_AT_ONCE = 1 << 23
 FeatureMap = Callable[[Tensor], Tensor]  # [B, H, t, d] -> [B, H, t, F], token by token
 
 
@@ -32,13 +34,13 @@ class WindowState(NamedTuple):
     """What is remembered of a text: its last `window - 1` tokens, and the sums over those before them. The size does
     not grow with the text, apart from texts that are shorter than the window."""
 
-    key: Tensor  # [B, H, n, d], n <= window - 1
-    value: Tensor  # [B, H, n, dv]
+    key: Tensor  # [B, K, n, d], n <= window - 1
+    value: Tensor  # [B, K, n, dv]
     real: Tensor  # [B, n], False at padding
     kv: Tensor  # [B, H, F, dv], sum of phi(k_j)^T v_j, float32 at least
     z: Tensor  # [B, H, F], sum of phi(k_j)
-    sink_key: Tensor | None = None  # [B, H, k, d], of the first real tokens, which are in no sum
-    sink_value: Tensor | None = None  # [B, H, k, dv]
+    sink_key: Tensor | None = None  # [B, K, k, d], of the first real tokens, which are in no sum
+    sink_value: Tensor | None = None  # [B, K, k, dv]
     sink_real: Tensor | None = None  # [B, k], False where a text has not that many yet
 
 
@@ -62,7 +64,7 @@ def window_linear_attention(
     """The equation above.
 
     Args:
-        query, key, value: `[B, H, T, d]`, `[B, H, T, d]` and `[B, H, T, dv]`.
+        query, key, value: `[B, H, T, d]`, `[B, K, T, d]` and `[B, K, T, dv]`, K dividing H.
         query_map, key_map: features of queries and keys, not negative.
         gamma: `[H]`, positive weight of the window.
         window: tokens that a query sees with a softmax, itself included; where not causal, on either side.
@@ -104,29 +106,33 @@ def window_linear_attention(
         if length <= 1 or length + before <= window:  # every key stands in the window
             sums = None if state is None else (state.kv[:, :, None], state.z[:, :, None])
             if state is None and torch.is_grad_enabled():  # over no keys: the maps' gradients are zero, not missing
-                kv, z = _sums(mix, key[:, :, :0], value[:, :, :0], real[:, :0])
+                kv, z = _sums(mix, *(_for_heads(x[:, :, :0], query) for x in (key, value)), real[:, :0])
                 sums = kv[:, :, None], z[:, :, None]
             places = torch.arange(before, before + length, device=query.device)
             q, k, v = (x[:, :, None] for x in (query, key, value))
             beside = None if side is None else side.chunked(length)
-            out = mix(q, k, v, real[:, None, None], places, sums, beside, all_near=True)[:, :, 0]
+            out = mix(q, k, v, real[:, None, None], places, sums, side=beside)[:, :, 0]
         else:
             out = _in_chunks(mix, query, key, value, real, before, state, side, max(chunk_size, window))
-        return out, _after(mix, key, value, real, state, side) if causal else None
+        return out, _after(mix, query, key, value, real, state, side) if causal else None
 
 
 class _Sinks(NamedTuple):
     """Keys and values that every query sees which `visible` says."""
 
-    key: Tensor  # [B, H, k, d]
-    value: Tensor  # [B, H, k, dv]
+    key: Tensor  # [B, K, k, d]
+    value: Tensor  # [B, K, k, dv]
     real: Tensor  # [B, k]
-    visible: Tensor  # [B, T, k]; in chunks [B, 1, N, C, k], and keys and values [B, H, 1, k, d]
+    visible: Tensor  # [B, T, k]; in chunks [B, 1, N, C, k], and keys and values [B, K, N, k, d]
 
     def chunked(self, chunk: int) -> _Sinks:
         tail = -self.visible.shape[1] % chunk
         visible = F.pad(self.visible, (0, 0, 0, tail)).unflatten(1, (-1, chunk))[:, None]
-        return _Sinks(self.key[:, :, None], self.value[:, :, None], self.real, visible)
+        key, value = (x[:, :, None].expand(-1, -1, visible.shape[2], -1, -1) for x in self[:2])
+        return _Sinks(key, value, self.real, visible)
+
+    def part(self, chunks: slice) -> _Sinks:
+        return _Sinks(self.key[:, :, chunks], self.value[:, :, chunks], self.real, self.visible[:, :, chunks])
 
 
 def _take_sinks(
@@ -179,39 +185,47 @@ class _Mix(NamedTuple):
         value: Tensor,
         real: Tensor,
         places: Tensor,
-        sums: tuple | None,
-        side: _Sinks | None,
-        all_near: bool = False,
+        sums: tuple[Tensor, Tensor] | None,
+        phi: Tensor | None = None,
+        side: _Sinks | None = None,
     ) -> Tensor:
-        """query `[B, H, N, C, d]`, key and value `[B, H, N, K, d]`, real `[B, 1, N, K]`; places `[C]`: where in the
-        keys a query's own one is; sums: `kv [B, H, N, F, dv]` and `z [B, H, N, F]` of the keys elsewhere; side: the
-        sinks, in chunks; all_near: the keys given all stand in the window."""
+        """query `[B, H, N, C, d]`, key and value `[B, K, N, S, d]`, K dividing H, real `[B, 1, N, S]`; places `[C]`:
+        where in the keys a query's own one is; sums: `kv [B, H, N, F, dv]` and `z [B, H, N, F]` of the keys elsewhere;
+        phi: features `[B, H, N, s, F]` of the first s keys, among which those are that stand outside the window (None:
+        none does), zero at padding; side: the sinks, in chunks."""
         distance = places[:, None] - torch.arange(key.shape[3], device=key.device)
         near = (distance if self.causal else distance.abs()) < self.window
-        far = ~near
-        near = near & (distance >= 0) if self.causal else near
-        real = real[..., None, :]
-        near_and_real = near & real
-        scores = (query @ key.mT * self.scale).masked_fill(~near_and_real, -torch.inf)
+        visible = (near & (distance >= 0) if self.causal else near) & real[..., None, :]
+        scores = (_grouped(query, key.mT) * self.scale).masked_fill(~visible, -torch.inf)
         top = scores.amax(-1, keepdim=True)
         if side is not None:
-            more = (query @ side.key.mT * self.scale).masked_fill(~side.visible, -torch.inf)
+            more = (_grouped(query, side.key.mT) * self.scale).masked_fill(~side.visible, -torch.inf)
             top = torch.maximum(top, more.amax(-1, keepdim=True))
         top = top.masked_fill(top == -torch.inf, 0.0)
         weights = self.gamma * (scores - top).exp()
-        phi_q = None if sums is None else self.features(self.query_map, query)
-        if phi_q is not None and self.beta is not None:
-            phi_q = phi_q * self.beta
-        if phi_q is not None and not all_near:
-            products = phi_q @ self.features(self.key_map, key).mT
-            weights = weights + products.masked_fill(~(far & real), 0.0)
-        total, out = weights.sum(-1, keepdim=True), weights @ value
-        if phi_q is not None and sums is not None:
-            total, out = total + phi_q @ sums[1][..., None], out + phi_q @ sums[0]
+        total, out = weights.sum(-1, keepdim=True), _grouped(weights, value)
         if side is not None:
             weights = self.gamma * (more - top).exp()
-            total, out = total + weights.sum(-1, keepdim=True), out + weights @ side.value
+            total, out = total + weights.sum(-1, keepdim=True), out + _grouped(weights, side.value)
+        if sums is not None:
+            phi_q = self.features(self.query_map, query)
+            phi_q = phi_q if self.beta is None else phi_q * self.beta
+            total, out = total + phi_q @ sums[1][..., None], out + phi_q @ sums[0]
+            if phi is not None:
+                count = phi.shape[3]
+                weights = (phi_q @ phi.mT).masked_fill(near[:, :count], 0.0)
+                total, out = total + weights.sum(-1, keepdim=True), out + _grouped(weights, value[..., :count, :])
         return out * inverse_or_zero(total)
+
+
+def _grouped(left: Tensor, right: Tensor) -> Tensor:
+    """left @ right: `[B, H, N, C, x]` and `[B, K, N, x, y]`, whose heads serve H / K of the others each."""
+    heads, few = left.shape[1], right.shape[1]
+    if heads == few:
+        return left @ right
+    rows = left.shape[3]
+    left = left.unflatten(1, (few, -1)).transpose(2, 3).flatten(3, 4)
+    return (left @ right).unflatten(3, (-1, rows)).transpose(2, 3).flatten(1, 2)
 
 
 def _in_chunks(
@@ -235,8 +249,8 @@ def _in_chunks(
     query = chunked(query, 0)
     key, value = chunked(key, lead), chunked(value, lead)
     real = F.pad(real, (lead, tail)).unflatten(1, (-1, chunk))[:, None]
-    phi = mix.features(mix.key_map, key).masked_fill(~real[..., None], 0.0)
-    kv, z = phi.mT @ value, phi.sum(3)
+    phi = mix.features(mix.key_map, _for_heads(key, query)).masked_fill(~real[..., None], 0.0)
+    kv, z = phi.mT @ _for_heads(value, query), phi.sum(3)
     # The n-th chunk of queries stands at the (n + 1)-th of keys, whose neighbours' pairs are written out.
     kv_sums, z_sums = _before(kv), _before(z)
     if state is not None:
@@ -244,14 +258,31 @@ def _in_chunks(
     parts = [slice(0, -1), slice(1, None)]
     if not mix.causal:
         kv_sums, z_sums = kv_sums + _behind(kv), z_sums + _behind(z)
-        key, value = (F.pad(x, (0, 0, 0, 0, 0, 1)) for x in (key, value))
+        key, value, phi = (F.pad(x, (0, 0, 0, 0, 0, 1)) for x in (key, value, phi))
         real = F.pad(real, (0, 0, 0, 1))
         parts = [slice(0, -2), slice(1, -1), slice(2, None)]
     key, value, real = (torch.cat([x[:, :, part] for part in parts], dim=3) for x in (key, value, real))
+    inner = mix.causal and mix.window >= chunk  # a chunk stands in the window of each of its queries
+    phi = phi[:, :, :-1] if inner else torch.cat([phi[:, :, part] for part in parts], dim=3)
     places = torch.arange(chunk, 2 * chunk, device=query.device)
     beside = None if side is None else side.chunked(chunk)
-    out = mix(query, key, value, real, places, (kv_sums, z_sums), beside)
+
+    def read(part: slice) -> Tensor:
+        pieces = (x[:, :, part] for x in (query, key, value, real))
+        sums = kv_sums[:, :, part], z_sums[:, :, part]
+        return mix(*pieces, places, sums, phi[:, :, part], None if beside is None else beside.part(part))
+
+    count = query.shape[2]
+    pairs = query.shape[0] * query.shape[1] * chunk * key.shape[3]
+    step = count if torch.is_grad_enabled() or torch.compiler.is_compiling() else max(1, _PAIRS_AT_ONCE // pairs)
+    out = torch.cat([read(slice(first, first + step)) for first in range(0, count, step)], dim=2)
     return out.flatten(2, 3)[:, :, :length]
+
+
+def _for_heads(x: Tensor, query: Tensor) -> Tensor:
+    """`x [B, K, ...]` once for each of the query's heads."""
+    groups = query.shape[1] // x.shape[1]
+    return x if groups == 1 else x.repeat_interleave(groups, dim=1)
 
 
 def _before(sums: Tensor) -> Tensor:
@@ -274,11 +305,17 @@ def _sums(mix: _Mix, key: Tensor, value: Tensor, real: Tensor) -> tuple[Tensor, 
 
 
 def _after(
-    mix: _Mix, key: Tensor, value: Tensor, real: Tensor, state: WindowState | None, side: _Sinks | None
+    mix: _Mix,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    real: Tensor,
+    state: WindowState | None,
+    side: _Sinks | None,
 ) -> WindowState:
     """The state when the window has moved on past these keys."""
     leaving = max(key.shape[2] - (mix.window - 1), 0)
-    gone, passed = key[:, :, :leaving], value[:, :, :leaving]
+    gone, passed = (_for_heads(x[:, :, :leaving], query) for x in (key, value))
     kv, z = _sums(mix, gone, passed, real[:, :leaving])
     if state is not None:
         kv, z = kv + state.kv, z + state.z
