@@ -40,6 +40,7 @@ SPECS = {
     "lolcats_short": {"type": "lolcats", "window": 1, "chunk_size": 2, "scale": 0.7},
     "lolcats_long": {"type": "lolcats", "window": 9, "chunk_size": 2},
     "lolcats_sinks": {"type": "lolcats", "window": 3, "chunk_size": 4, "sinks": 2, "affine": True, "gamma": 0.8},
+    "lolcats_chunks": {"type": "lolcats", "window": 5, "chunk_size": 2, "sinks": 1},
     "lolcats_many_sinks": {"type": "lolcats", "window": 2, "chunk_size": 2, "sinks": 5},
 }
 each_path = pytest.mark.parametrize("implementation", ["eager", "sdpa"])
@@ -274,7 +275,8 @@ def test_chunks_in_turn_as_at_once(causal, monkeypatch):
     expected = run_layers([layer], states, context)[0].output.detach()
     once = window._Mix.__call__
     monkeypatch.setattr(window._Mix, "__call__", lambda *args: calls.append(args[1].shape[2]) or once(*args))
-    monkeypatch.setattr(window, "_PAIRS_AT_ONCE", 2 * HEADS * 4 * (8 if causal else 12) * 2)  # two chunks of four
+    pairs = 2 * HEADS * 4 * (8 if causal else 12)  # of a chunk: two rows, chunks of four tokens
+    monkeypatch.setattr(window, "_PAIRS_AT_ONCE", 2 * pairs)
     with torch.no_grad():
         found = run_layers([layer], states, context)[0].output
     assert calls == [2, 2, 2]

@@ -8,8 +8,8 @@ there and features `phi`,
 
 Zhang et al. 2024, "LoLCATs: On Low-Rank Linearizing of Large Language Models" (arXiv 2410.10254), section 3.3.1, where
 beta is 1. The first real tokens of a text, its `sinks`, may belong to every W_i (Xiao et al. 2023, arXiv 2309.17453).
-Tokens are taken in chunks at least as long as the window: a query writes out its pairs with its own chunk and the next
-ones, and reads the sums of the others. Time and memory grow with the length, the state for decoding does not.
+Tokens are taken in chunks: a query writes out its pairs with its own chunk and those that its window reaches into, and
+reads the sums of the others. Time and memory grow with the length, the state for decoding does not.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from ..common.segments import accumulation_dtype
 from .kernels import inverse_or_zero
 
 # Without gradients, chunks are read in turn that have so many pairs together: what is written out stays small.
-_PAIRS_AT_ONCE = 1 << 23
+_PAIRS_AT_ONCE = 1 << 22
+_CHUNKS = 4  # that a window has at most
 FeatureMap = Callable[[Tensor], Tensor]  # [B, H, t, d] -> [B, H, t, F], token by token
 
 
@@ -113,7 +114,7 @@ def window_linear_attention(
             beside = None if side is None else side.chunked(length)
             out = mix(q, k, v, real[:, None, None], places, sums, side=beside)[:, :, 0]
         else:
-            out = _in_chunks(mix, query, key, value, real, before, state, side, max(chunk_size, window))
+            out = _in_chunks(mix, query, key, value, real, before, state, side, max(chunk_size, -(-window // _CHUNKS)))
         return out, _after(mix, query, key, value, real, state, side) if causal else None
 
 
@@ -196,25 +197,23 @@ class _Mix(NamedTuple):
         distance = places[:, None] - torch.arange(key.shape[3], device=key.device)
         near = (distance if self.causal else distance.abs()) < self.window
         visible = (near & (distance >= 0) if self.causal else near) & real[..., None, :]
-        scores = (_grouped(query, key.mT) * self.scale).masked_fill(~visible, -torch.inf)
-        top = scores.amax(-1, keepdim=True)
+        if sums is not None and phi is not None:
+            far, passed = near[:, : phi.shape[3]], value[..., : phi.shape[3], :]
         if side is not None:
-            more = (_grouped(query, side.key.mT) * self.scale).masked_fill(~side.visible, -torch.inf)
-            top = torch.maximum(top, more.amax(-1, keepdim=True))
-        top = top.masked_fill(top == -torch.inf, 0.0)
-        weights = self.gamma * (scores - top).exp()
-        total, out = weights.sum(-1, keepdim=True), _grouped(weights, value)
-        if side is not None:
-            weights = self.gamma * (more - top).exp()
-            total, out = total + weights.sum(-1, keepdim=True), out + _grouped(weights, side.value)
+            key, value = torch.cat([key, side.key], dim=3), torch.cat([value, side.value], dim=3)
+            visible = torch.cat([visible, side.visible], dim=-1)
+        scores = _grouped(query * self.scale, key.mT)
+        weights = torch.softmax(scores.masked_fill(~visible, torch.finfo(scores.dtype).min), dim=-1)
+        # The largest of these is 1 / sum_j exp(s_ij - c_i).
+        total = self.gamma * visible.any(-1, keepdim=True) / weights.amax(-1, keepdim=True)
+        out = _grouped(weights, value) * total
         if sums is not None:
             phi_q = self.features(self.query_map, query)
             phi_q = phi_q if self.beta is None else phi_q * self.beta
             total, out = total + phi_q @ sums[1][..., None], out + phi_q @ sums[0]
             if phi is not None:
-                count = phi.shape[3]
-                weights = (phi_q @ phi.mT).masked_fill(near[:, :count], 0.0)
-                total, out = total + weights.sum(-1, keepdim=True), out + _grouped(weights, value[..., :count, :])
+                weights = (phi_q @ phi.mT).masked_fill(far, 0.0)
+                total, out = total + weights.sum(-1, keepdim=True), out + _grouped(weights, passed)
         return out * inverse_or_zero(total)
 
 
@@ -239,43 +238,54 @@ def _in_chunks(
     side: _Sinks | None,
     chunk: int,
 ) -> Tensor:
-    """Keys begin `before` tokens ahead of the queries; `before < chunk`."""
+    """Keys begin `before < window` tokens ahead of the queries."""
     length = query.shape[2]
-    tail, lead = -length % chunk, chunk - before
+    ahead = -(-mix.window // chunk)  # chunks that a window reaches into, beside the query's own
+    tail, lead = -length % chunk, ahead * chunk - before
 
-    def chunked(x: Tensor, ahead: int) -> Tensor:
-        return F.pad(x, (0, 0, ahead, tail)).unflatten(2, (-1, chunk))
+    def chunked(x: Tensor, lead: int) -> Tensor:
+        return F.pad(x, (0, 0, lead, tail)).unflatten(2, (-1, chunk))
 
     query = chunked(query, 0)
     key, value = chunked(key, lead), chunked(value, lead)
     real = F.pad(real, (lead, tail)).unflatten(1, (-1, chunk))[:, None]
     phi = mix.features(mix.key_map, _for_heads(key, query)).masked_fill(~real[..., None], 0.0)
     kv, z = phi.mT @ _for_heads(value, query), phi.sum(3)
-    # The n-th chunk of queries stands at the (n + 1)-th of keys, whose neighbours' pairs are written out.
-    kv_sums, z_sums = _before(kv), _before(z)
+    # The n-th chunk of queries stands at the (n + ahead)-th of keys, whose neighbours' pairs are written out.
+    count = query.shape[2]
+    kv_sums, z_sums = _before(kv, count), _before(z, count)
     if state is not None:
         kv_sums, z_sums = kv_sums + state.kv[:, :, None], z_sums + state.z[:, :, None]
-    parts = [slice(0, -1), slice(1, None)]
-    if not mix.causal:
-        kv_sums, z_sums = kv_sums + _behind(kv), z_sums + _behind(z)
-        key, value, phi = (F.pad(x, (0, 0, 0, 0, 0, 1)) for x in (key, value, phi))
-        real = F.pad(real, (0, 0, 0, 1))
-        parts = [slice(0, -2), slice(1, -1), slice(2, None)]
-    key, value, real = (torch.cat([x[:, :, part] for part in parts], dim=3) for x in (key, value, real))
-    inner = mix.causal and mix.window >= chunk  # a chunk stands in the window of each of its queries
-    phi = phi[:, :, :-1] if inner else torch.cat([phi[:, :, part] for part in parts], dim=3)
-    places = torch.arange(chunk, 2 * chunk, device=query.device)
+    around = ahead + 1
+    if mix.causal:  # only in the first chunks there are keys that some query has left behind
+        reached = min(around, 1 if mix.window == ahead * chunk else 2)
+    else:
+        key, value, phi, kv = (F.pad(x, (0, 0, 0, 0, 0, ahead)) for x in (key, value, phi, kv))
+        real, z = (F.pad(x, (0, 0, 0, ahead)) for x in (real, z))
+        kv_sums, z_sums = (x + _before(y.flip(2), count).flip(2) for x, y in ((kv_sums, kv), (z_sums, z)))
+        reached = around = 2 * ahead + 1
+    places = torch.arange(ahead * chunk, (ahead + 1) * chunk, device=query.device)
     beside = None if side is None else side.chunked(chunk)
 
-    def read(part: slice) -> Tensor:
-        pieces = (x[:, :, part] for x in (query, key, value, real))
-        sums = kv_sums[:, :, part], z_sums[:, :, part]
-        return mix(*pieces, places, sums, phi[:, :, part], None if beside is None else beside.part(part))
+    def read(first: int, last: int) -> Tensor:
+        def spans(x: Tensor, width: int) -> Tensor:
+            return torch.cat([x[:, :, first + place : last + place] for place in range(width)], dim=3)
 
-    count = query.shape[2]
-    pairs = query.shape[0] * query.shape[1] * chunk * key.shape[3]
-    step = count if torch.is_grad_enabled() or torch.compiler.is_compiling() else max(1, _PAIRS_AT_ONCE // pairs)
-    out = torch.cat([read(slice(first, first + step)) for first in range(0, count, step)], dim=2)
+        part = slice(first, last)
+        return mix(
+            query[:, :, part],
+            *(spans(x, around) for x in (key, value, real)),
+            places,
+            (kv_sums[:, :, part], z_sums[:, :, part]),
+            spans(phi, reached),
+            None if beside is None else beside.part(part),
+        )
+
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        step = count
+    else:
+        step = max(1, _PAIRS_AT_ONCE // (query.shape[0] * query.shape[1] * chunk * chunk * around))
+    out = torch.cat([read(first, min(first + step, count)) for first in range(0, count, step)], dim=2)
     return out.flatten(2, 3)[:, :, :length]
 
 
@@ -285,17 +295,10 @@ def _for_heads(x: Tensor, query: Tensor) -> Tensor:
     return x if groups == 1 else x.repeat_interleave(groups, dim=1)
 
 
-def _before(sums: Tensor) -> Tensor:
-    """Of chunks 0..N: for chunk n in 1..N the total of those before n - 1."""
-    total = sums[:, :, :-2].cumsum(2)
+def _before(sums: Tensor, count: int) -> Tensor:
+    """Of chunks 0..M: for each of the first `count` ones the total of those before it."""
+    total = sums[:, :, : count - 1].cumsum(2)
     return torch.cat([torch.zeros_like(sums[:, :, :1]), total], dim=2)
-
-
-def _behind(sums: Tensor) -> Tensor:
-    """Of chunks 0..N: for chunk n in 1..N the total of those after n + 1."""
-    total = sums[:, :, 3:].flip(2).cumsum(2).flip(2)
-    count = min(sums.shape[2] - 1, 2)
-    return torch.cat([total, torch.zeros_like(sums[:, :, :count])], dim=2)
 
 
 def _sums(mix: _Mix, key: Tensor, value: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
