@@ -35,7 +35,7 @@ from hf_xformers.core.cache import make_cache
 from hf_xformers.core.saved_files import write_text
 
 RESULTS = Path(__file__).parent / "results"
-ROWS = {512: 8, 2048: 3, 8192: 1}  # tokens of a row, and how many rows of the test text are read
+ROWS = {2048: 3, 8192: 1, 512: 4}  # tokens of a row, and how many rows of the test text are read
 CONTEXTS = (2048, 8192, 16384)
 PIECE = 1024  # tokens of a prompt that are read at once
 NEW_TOKENS = 32
@@ -58,7 +58,7 @@ COMMON = {
 }
 # Options of `hf-xformers linearize`, beside COMMON.
 RECIPES: dict[str, dict[str, Any]] = {
-    "lolcats-512": {**LOLCATS, "attention.window": 512, "transfer_steps": 20, "lora_steps": 40},
+    "lolcats-512": {**LOLCATS, "attention.window": 512, "transfer_steps": 16, "lora_steps": 16},
 }
 QUESTIONS = (
     "What is the capital of France?",
@@ -94,14 +94,23 @@ def train(options: argparse.Namespace, name: str) -> Linearization:
 
 
 @torch.inference_mode()
-def loss(model: Any, rows: torch.Tensor) -> float:
-    """Nats per token; logits are made piece by piece."""
+def states(model: Any, rows: torch.Tensor) -> list[torch.Tensor]:
+    """What the head reads to predict all tokens but the first, for each row."""
+    return [model.model(input_ids=row[None]).last_hidden_state[0, :-1] for row in rows]
+
+
+@torch.inference_mode()
+def compared(model: Any, source: Any, own: list, theirs: list, rows: torch.Tensor) -> dict[str, float]:
+    """Loss, KL(source || model) and how often both have the same most likely answer; logits are made in pieces."""
     found = []
-    for row in rows:
-        states = model.model(input_ids=row[None]).last_hidden_state[0, :-1]
-        for part, labels in zip(states.split(PIECE), row[1:].split(PIECE), strict=True):
-            found.append(torch.nn.functional.cross_entropy(model.lm_head(part), labels, reduction="none"))
-    return float(torch.cat(found).mean())
+    for mine, other, row in zip(own, theirs, rows, strict=True):
+        for part, taught, labels in zip(mine.split(PIECE), other.split(PIECE), row[1:].split(PIECE), strict=True):
+            logs, target = (head(x).log_softmax(-1) for head, x in ((model.lm_head, part), (source.lm_head, taught)))
+            divergence = (target.exp() * (target - logs)).sum(-1)
+            same = (logs.argmax(-1) == target.argmax(-1)).float()
+            found.append(torch.stack([-logs.gather(1, labels[:, None])[:, 0], divergence, same]))
+    loss, divergence, same = torch.cat(found, 1).mean(1).tolist()
+    return {"loss": loss, "KL": divergence, "same": 100 * same}
 
 
 def test_rows(options: argparse.Namespace, length: int) -> torch.Tensor:
@@ -118,12 +127,18 @@ class Losses:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.file = options, options.work / "losses.json"
-        self.known: dict[str, float] = json.loads(self.file.read_text()) if self.file.exists() else {}
+        self.known: dict[str, Any] = json.loads(self.file.read_text()) if self.file.exists() else {}
+        self.source = open_model(options.source, "ForCausalLM")[0].eval()
+        self.states: dict[int, list[torch.Tensor]] = {}
 
-    def __call__(self, name: str, length: int, make: Callable[[], Any]) -> float:
+    def __call__(self, name: str, length: int, make: Callable[[], Any]) -> dict[str, float]:
         key = f"{name} at {length}"
         if key not in self.known:
-            self.known[key] = loss(make().eval(), test_rows(self.options, length))
+            rows, model = test_rows(self.options, length), make().eval()
+            if length not in self.states:
+                self.states[length] = states(self.source, rows)
+            own = self.states[length] if model is self.source else states(model, rows)
+            self.known[key] = compared(model, self.source, own, self.states[length], rows)
             self.file.write_text(json.dumps(self.known, indent=1))
             print(key, self.known[key], flush=True)
         return self.known[key]
@@ -132,38 +147,31 @@ class Losses:
 def losses(options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     records = {name: train(options, name) for name in options.recipes.split(",") if name}
     measured, rows = Losses(options), []
-    source = open_model(options.source, "ForCausalLM")[0]
+    source = measured.source
+    every = list(range(source.config.num_hidden_layers))
+    cases = [(name, record.attention, record.layers, record) for name, record in records.items()]
+    cases += [(name, attention, every, None) for name, attention in SWAPS.items()]
     for length in ROWS:
-        best = measured("source", length, lambda: source)
-        for name, attention in SWAPS.items():
-            found = measured(name, length, lambda: swap_components(source, attention=attention, measure=False)[0])
-            rows.append({"model": name, "tokens": length, "source": best, "swapped": found})
-            rows[-1]["swapped - source"] = found - best
-        for name, record in records.items():
-            layers = record.layers if len(record.layers) < source.config.num_hidden_layers else None
+        best = measured("source", length, lambda: source)["loss"]
+        for name, attention, layers, record in cases:
 
-            def swap(record: Linearization = record, layers: list[int] | None = layers) -> Any:
-                chosen = {} if layers is None else {"layers": {"attention": layers}}
-                return swap_components(source, attention=record.attention, measure=False, **chosen)[0]
+            def swap(attention: Any = attention, layers: list[int] = layers) -> Any:
+                chosen = {} if layers == every else {"layers": {"attention": layers}}
+                return swap_components(source, attention=attention, measure=False, **chosen)[0]
 
-            swapped = measured(f"{name}, untrained", length, swap)
-            found = measured(name, length, lambda: open_model(options.work / name, "ForCausalLM")[0])
-            rows.append(
-                {
-                    "model": name,
-                    "tokens": length,
-                    "layers": len(record.layers),
-                    "steps": " + ".join(f"{stage.steps} {stage.name}" for stage in record.stages),
-                    "processor minutes": int((options.work / f"{name}.seconds").read_text()) / 60,
-                    "source": best,
-                    "swapped": swapped,
-                    "trained": found,
-                    "swapped - source": swapped - best,
-                    "trained - source": found - best,
-                    "gap recovered, %": 100 * (swapped - found) / (swapped - best),
-                }
-            )
-    return {"Losses": rows}
+            row: dict[str, Any] = {"model": name, "tokens": length, "layers": len(layers), "source": best}
+            swapped = measured(name if record is None else f"{name}, untrained", length, swap)
+            row |= {"swapped": swapped["loss"], "swapped - source": swapped["loss"] - best}
+            row |= {"KL, swapped": swapped["KL"], "same answer, swapped, %": swapped["same"]}
+            if record is not None:
+                found = measured(name, length, lambda name=name: open_model(options.work / name, "ForCausalLM")[0])
+                row |= {"trained": found["loss"], "trained - source": found["loss"] - best}
+                row |= {"gap recovered, %": 100 * (swapped["loss"] - found["loss"]) / (swapped["loss"] - best)}
+                row |= {"KL, trained": found["KL"], "same answer, trained, %": found["same"]}
+                row["steps"] = " + ".join(f"{stage.steps} {stage.name}" for stage in record.stages)
+                row["processor minutes"] = int((options.work / f"{name}.seconds").read_text()) / 60
+            rows.append(row)
+    return {"Losses": sorted(rows, key=lambda row: row["tokens"])}
 
 
 # ------------------------------------------------------------------------------------------------ tasks and answers
@@ -242,7 +250,6 @@ def cloze(text: str) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
     capitalized word that the article has had before, but not in the last 3,500 characters (some 800 tokens)."""
     near, far = [], []
     for article in articles(text):
-        *_, title = article.split("\n", 1)
         place = 0
         for line in article.split("\n"):
             words = line.split()
@@ -318,7 +325,9 @@ def state_bytes(cache: Any) -> int:
     total = 0
     for layer in cache.layers:
         state = getattr(layer, "state", None)
-        tensors = [layer.keys, layer.values, *(getattr(layer, "sinks", None) or ())] if state is None else state.values()
+        tensors = (
+            [layer.keys, layer.values, *(getattr(layer, "sinks", None) or ())] if state is None else state.values()
+        )
         total += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     return total
 
@@ -345,12 +354,13 @@ PARTS: dict[str, Callable[[argparse.Namespace], dict[str, list[dict[str, Any]]]]
 }
 NOTE = (
     "SmolLM2-135M-Instruct (a Llama of 30 layers, 9 heads over 3 of keys and values) with another attention whose"
-    " state does not grow, in all layers unless `layers` says fewer. Trained on WikiText-2's validation text, measured"
-    " on its test text. Losses are nats per token of rows of so many `tokens`, the same rows for every model; `swapped`"
-    " is before training. `gap recovered` is (swapped - trained) / (swapped - source); above 100 % the training brought"
-    " more than the swap cost, as the source has not been trained on such text. Perplexities count words. `far_word`"
-    " asks for a name that the text has had, but not in the last 3,500 characters. Prompts are read 1,024 tokens at a"
-    " time; `state` is what the cache holds, `process peak` includes the weights and the libraries."
+    " state does not grow, in as many layers as `layers` says. Trained on WikiText-2's validation text, measured "
+    "on its test text. Losses are nats per token of rows of so many `tokens`, the same rows for every model; "
+    "`swapped` is before training. `gap recovered` is (swapped - trained) / (swapped - source); above 100 % the "
+    "training brought more than the swap cost, as the source has not been trained on such text. `KL` is that of "
+    "the predictions from the source's, in nats. Perplexities count words. `far_word` asks for a name that the "
+    "text has had, but not in the last 3,500 characters. Prompts are read 1,024 tokens at a time; `state` is what"
+    " the cache holds, `process peak` includes the weights and the libraries."
 )
 
 
