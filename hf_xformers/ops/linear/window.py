@@ -94,25 +94,32 @@ def window_linear_attention(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         length, before = query.shape[2], 0
         real = key.new_ones(key.shape[0], length, dtype=torch.bool) if key_padding_mask is None else key_padding_mask
-        side = None
+        side, given = None, [(key, value)]
         if sinks:
             side, real = _take_sinks(key, value, real, state, sinks, causal)
         if state is not None:
             before = state.key.shape[2]
-            key = torch.cat([state.key.to(dtype), key], dim=2)
-            value = torch.cat([state.value.to(dtype), value], dim=2)
+            given.insert(0, (state.key.to(dtype), state.value.to(dtype)))
             real = torch.cat([state.real, real], dim=1)
+        count = before + length
+        all_near = length <= 1 or count <= window
+        if all_near and side is not None:
+            given.append((side.key, side.value))
+        key, value = (torch.cat(parts, dim=2) for parts in zip(*given, strict=True))
         beta = None if linear_weight is None else linear_weight.to(dtype)[:, None, None, None]
         mix = _Mix(query_map, key_map, gamma.to(dtype)[:, None, None, None], beta, window, causal, scale)
-        if length <= 1 or length + before <= window:  # every key stands in the window
+        if all_near:
             sums = None if state is None else (state.kv[:, :, None], state.z[:, :, None])
             if state is None and torch.is_grad_enabled():  # over no keys: the maps' gradients are zero, not missing
                 kv, z = _sums(mix, *(_for_heads(x[:, :, :0], query) for x in (key, value)), real[:, :0])
                 sums = kv[:, :, None], z[:, :, None]
-            places = torch.arange(before, before + length, device=query.device)
-            q, k, v = (x[:, :, None] for x in (query, key, value))
-            beside = None if side is None else side.chunked(length)
-            out = mix(q, k, v, real[:, None, None], places, sums, side=beside)[:, :, 0]
+            visible = real[:, None, None, None]
+            if length > 1:
+                visible = visible & mix.near(torch.arange(before, count, device=query.device), count)[1]
+            if side is not None:
+                visible = torch.cat([visible.expand(-1, -1, -1, length, -1), side.visible[:, None, None]], dim=-1)
+            out = mix(*(x[:, :, None] for x in (query, key, value)), visible, sums)[:, :, 0]
+            key, value = key[:, :, :count], value[:, :, :count]
         else:
             out = _in_chunks(mix, query, key, value, real, before, state, side, max(chunk_size, -(-window // _CHUNKS)))
         return out, _after(mix, query, key, value, real, state, side) if causal else None
@@ -131,9 +138,6 @@ class _Sinks(NamedTuple):
         visible = F.pad(self.visible, (0, 0, 0, tail)).unflatten(1, (-1, chunk))[:, None]
         key, value = (x[:, :, None].expand(-1, -1, visible.shape[2], -1, -1) for x in self[:2])
         return _Sinks(key, value, self.real, visible)
-
-    def part(self, chunks: slice) -> _Sinks:
-        return _Sinks(self.key[:, :, chunks], self.value[:, :, chunks], self.real, self.visible[:, :, chunks])
 
 
 def _take_sinks(
@@ -179,29 +183,27 @@ class _Mix(NamedTuple):
         """Of `[B, H, N, C, d]`."""
         return feature_map(x.flatten(2, 3)).unflatten(2, x.shape[2:4])
 
+    def near(self, places: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Of `count` keys: which stand in the window of queries at `places [C]`, `[C, S]`, and which of these a query
+        may see."""
+        distance = places[:, None] - torch.arange(count, device=places.device)
+        near = (distance if self.causal else distance.abs()) < self.window
+        return near, near & (distance >= 0) if self.causal else near
+
     def __call__(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        real: Tensor,
-        places: Tensor,
+        visible: Tensor,
         sums: tuple[Tensor, Tensor] | None,
         phi: Tensor | None = None,
-        side: _Sinks | None = None,
+        near: Tensor | None = None,
     ) -> Tensor:
-        """query `[B, H, N, C, d]`, key and value `[B, K, N, S, d]`, K dividing H, real `[B, 1, N, S]`; places `[C]`:
-        where in the keys a query's own one is; sums: `kv [B, H, N, F, dv]` and `z [B, H, N, F]` of the keys elsewhere;
-        phi: features `[B, H, N, s, F]` of the first s keys, among which those are that stand outside the window (None:
-        none does), zero at padding; side: the sinks, in chunks."""
-        distance = places[:, None] - torch.arange(key.shape[3], device=key.device)
-        near = (distance if self.causal else distance.abs()) < self.window
-        visible = (near & (distance >= 0) if self.causal else near) & real[..., None, :]
-        if sums is not None and phi is not None:
-            far, passed = near[:, : phi.shape[3]], value[..., : phi.shape[3], :]
-        if side is not None:
-            key, value = torch.cat([key, side.key], dim=3), torch.cat([value, side.value], dim=3)
-            visible = torch.cat([visible, side.visible], dim=-1)
+        """query `[B, H, N, C, d]`, key and value `[B, K, N, S, d]`, K dividing H; visible `[B, 1, N, C, S]`: with a
+        softmax; sums: `kv [B, H, N, F, dv]` and `z [B, H, N, F]` of the keys elsewhere; phi: features
+        `[B, H, N, s, F]` of the first s keys, zero at padding, and near `[C, S]`: those that do not count as features
+        (None: all keys are near)."""
         scores = _grouped(query * self.scale, key.mT)
         weights = torch.softmax(scores.masked_fill(~visible, torch.finfo(scores.dtype).min), dim=-1)
         # The largest of these is 1 / sum_j exp(s_ij - c_i).
@@ -211,9 +213,10 @@ class _Mix(NamedTuple):
             phi_q = self.features(self.query_map, query)
             phi_q = phi_q if self.beta is None else phi_q * self.beta
             total, out = total + phi_q @ sums[1][..., None], out + phi_q @ sums[0]
-            if phi is not None:
-                weights = (phi_q @ phi.mT).masked_fill(far, 0.0)
-                total, out = total + weights.sum(-1, keepdim=True), out + _grouped(weights, passed)
+            if phi is not None and near is not None:
+                count = phi.shape[3]
+                weights = (phi_q @ phi.mT).masked_fill(near[:, :count], 0.0)
+                total, out = total + weights.sum(-1, keepdim=True), out + _grouped(weights, value[..., :count, :])
         return out * inverse_or_zero(total)
 
 
@@ -264,22 +267,23 @@ def _in_chunks(
         real, z = (F.pad(x, (0, 0, 0, ahead)) for x in (real, z))
         kv_sums, z_sums = (x + _before(y.flip(2), count).flip(2) for x, y in ((kv_sums, kv), (z_sums, z)))
         reached = around = 2 * ahead + 1
-    places = torch.arange(ahead * chunk, (ahead + 1) * chunk, device=query.device)
+    near, seen = mix.near(torch.arange(ahead * chunk, (ahead + 1) * chunk, device=query.device), around * chunk)
     beside = None if side is None else side.chunked(chunk)
 
     def read(first: int, last: int) -> Tensor:
-        def spans(x: Tensor, width: int) -> Tensor:
-            return torch.cat([x[:, :, first + place : last + place] for place in range(width)], dim=3)
+        def spans(x: Tensor, width: int) -> list[Tensor]:
+            return [x[:, :, first + place : last + place] for place in range(width)]
 
         part = slice(first, last)
-        return mix(
-            query[:, :, part],
-            *(spans(x, around) for x in (key, value, real)),
-            places,
-            (kv_sums[:, :, part], z_sums[:, :, part]),
-            spans(phi, reached),
-            None if beside is None else beside.part(part),
-        )
+        keys, values = spans(key, around), spans(value, around)
+        visible = seen & torch.cat(spans(real, around), dim=3)[..., None, :]
+        if beside is not None:
+            keys.append(beside.key[:, :, part])
+            values.append(beside.value[:, :, part])
+            visible = torch.cat([visible, beside.visible[:, :, part]], dim=-1)
+        features = torch.cat(spans(phi, reached), dim=3)
+        sums = kv_sums[:, :, part], z_sums[:, :, part]
+        return mix(query[:, :, part], torch.cat(keys, 3), torch.cat(values, 3), visible, sums, features, near)
 
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         step = count
