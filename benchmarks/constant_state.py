@@ -35,7 +35,7 @@ from hf_xformers.core.cache import make_cache
 from hf_xformers.core.saved_files import write_text
 
 RESULTS = Path(__file__).parent / "results"
-ROWS = {2048: 3, 8192: 1, 512: 4}  # tokens of a row, and how many rows of the test text are read
+ROWS = {512: 16, 2048: 6, 8192: 2}  # tokens of a row, and how many rows of the test text are read
 CONTEXTS = (2048, 8192, 16384)
 PIECE = 1024  # tokens of a prompt that are read at once
 NEW_TOKENS = 32
@@ -44,6 +44,16 @@ SWAPS: dict[str, dict[str, Any]] = {
     "window 256, 4 sinks": {"type": "sliding_window", "window": 256},
     "window 512, 4 sinks": {"type": "sliding_window", "window": 512},
     "lolcats, window 64": {"type": "lolcats"},
+    "lolcats, window 256": {"type": "lolcats", "window": 256},
+    "lolcats, window 256, gamma .99": {"type": "lolcats", "window": 256, "gamma": 0.99},
+    "lolcats, window 256, 4 sinks": {"type": "lolcats", "window": 256, "sinks": 4},
+    "lolcats, window 256, 4 sinks, affine, gamma .99": {
+        "type": "lolcats",
+        "window": 256,
+        "sinks": 4,
+        "affine": True,
+        "gamma": 0.99,
+    },
 }
 LOLCATS = {"attention": "lolcats", "attention.sinks": 4, "attention.gamma": 0.99, "attention.affine": "true"}
 COMMON = {
@@ -259,7 +269,7 @@ def cloze(text: str) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
             for i in plain:
                 word = words[i]
                 before = article[:place] + " ".join(words[:i])
-                if word[0].isupper() and i > 5 and len(before) > 5000:
+                if word[0].isupper() and i > 5 and words[i - 1].islower() and len(before) > 5000:
                     seen, recent = before[-6500:-3500], before[-3500:]
                     if f" {word} " in seen and word not in recent:
                         far.append({"context": before[-6500:].split(" ", 1)[1], "word": word})
