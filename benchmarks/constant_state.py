@@ -169,7 +169,8 @@ def losses(options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
                 chosen = {} if layers == every else {"layers": {"attention": layers}}
                 return swap_components(source, attention=attention, measure=False, **chosen)[0]
 
-            row: dict[str, Any] = {"model": name, "tokens": length, "layers": len(layers), "source": best}
+            row: dict[str, Any] = {"model": name, "tokens": length, "rows": ROWS[length], "layers": len(layers)}
+            row["source"] = best
             swapped = measured(name if record is None else f"{name}, untrained", length, swap)
             row |= {"swapped": swapped["loss"], "swapped - source": swapped["loss"] - best}
             row |= {"KL, swapped": swapped["KL"], "same answer, swapped, %": swapped["same"]}
@@ -181,7 +182,18 @@ def losses(options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
                 row["steps"] = " + ".join(f"{stage.steps} {stage.name}" for stage in record.stages)
                 row["processor minutes"] = int((options.work / f"{name}.seconds").read_text()) / 60
             rows.append(row)
-    return {"Losses": sorted(rows, key=lambda row: row["tokens"])}
+    stages = [row for name, record in records.items() for row in stage_rows(name, record)]
+    return {"Losses": sorted(rows, key=lambda row: row["tokens"]), "Stages": stages}
+
+
+def stage_rows(name: str, record: Linearization) -> list[dict[str, Any]]:
+    """What each stage of a training made of the loss on held-out rows of the training text."""
+    begin = [("source", record.source_loss), ("swap", record.swapped_loss)]
+    rows: list[dict[str, Any]] = [{"model": name, "stage": stage, "held out": loss} for stage, loss in begin]
+    for stage in record.stages:
+        rows.append({"model": name, "stage": stage.name, "held out": stage.loss, "steps": stage.steps})
+        rows[-1] |= {"learning rate": stage.learning_rate, "trained parameters": stage.trained}
+    return rows
 
 
 # ------------------------------------------------------------------------------------------------ tasks and answers
@@ -377,7 +389,7 @@ NOTE = (
 def write(found: dict[str, list[dict[str, Any]]]) -> None:
     path = RESULTS / "constant_state.json"
     known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    order = ["Losses", "lm-eval", "Answers", "Generation, one row of text"]
+    order = ["Losses", "Stages", "lm-eval", "Answers", "Generation, one row of text"]
     merged = {**known, **found}
     sections = {title: merged[title] for title in order if title in merged}
     where = machine()
