@@ -28,9 +28,13 @@ class LolcatsAttention(LearnedFeatures):
     Hedgehog's features ([`hedgehog`](hedgehog.py)), and gamma in (0, 1) the mixing factor, learned for each head. As
     long as a text fits into the window, this is softmax attention.
 
-    A whole text takes time O(T (C + F) d) per head for chunks of C tokens, and memory O(T). State: keys and values of
-    the last `window - 1` tokens, and sum phi(k) v^T and sum phi(k) of those before them. The window slides over the
-    places of a row, padding included. `attention_probs_dropout_prob` has no effect.
+    With `sinks` the first real tokens belong to every W_i (Xiao et al. 2023, arXiv 2309.17453): a trained softmax puts
+    weight there that features do not imitate. With `affine`, an option of the authors' code, the second sums have the
+    factor 1 - gamma, so that a gamma near 1 starts a swap as a window, to which training adds the rest.
+
+    A whole text takes time O(T (window + F) d) per head, and memory O(T). State: keys and values of the last
+    `window - 1` tokens and of the sinks, and sum phi(k) v^T and sum phi(k) of those between. The window slides over
+    the places of a row, padding included. `attention_probs_dropout_prob` has no effect.
     """
 
     spec: LolcatsSpec

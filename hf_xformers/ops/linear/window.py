@@ -15,7 +15,7 @@ reads the sums of the others. Time and memory grow with the length, the state fo
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -111,14 +111,15 @@ def window_linear_attention(
         if all_near:
             sums = None if state is None else (state.kv[:, :, None], state.z[:, :, None])
             if state is None and torch.is_grad_enabled():  # over no keys: the maps' gradients are zero, not missing
-                kv, z = _sums(mix, *(_for_heads(x[:, :, :0], query) for x in (key, value)), real[:, :0])
+                none, nothing = (_for_heads(x[:, :, :0], query) for x in (key, value))
+                kv, z = _sums(mix, none, nothing, real[:, :0])
                 sums = kv[:, :, None], z[:, :, None]
             visible = real[:, None, None, None]
             if length > 1:
                 visible = visible & mix.near(torch.arange(before, count, device=query.device), count)[1]
             if side is not None:
                 visible = torch.cat([visible.expand(-1, -1, -1, length, -1), side.visible[:, None, None]], dim=-1)
-            out = mix(*(x[:, :, None] for x in (query, key, value)), visible, sums)[:, :, 0]
+            out = mix(query[:, :, None], key[:, :, None], value[:, :, None], visible, sums)[:, :, 0]
             key, value = key[:, :, :count], value[:, :, :count]
         else:
             out = _in_chunks(mix, query, key, value, real, before, state, side, max(chunk_size, -(-window // _CHUNKS)))
@@ -144,23 +145,21 @@ def _take_sinks(
     key: Tensor, value: Tensor, real: Tensor, state: WindowState | None, sinks: int, causal: bool
 ) -> tuple[_Sinks, Tensor]:
     """The first real tokens of texts that go on with these keys, and `real` `[B, T]` without them."""
-    slots = torch.arange(sinks, device=key.device)
     rank = real.long().cumsum(-1) - 1
-    if state is not None:
-        assert state.sink_real is not None
-        rank = rank + state.sink_real.sum(-1, keepdim=True)
-    hit = real[:, None] & (rank[:, None] == slots[:, None])  # [B, k, T]
+    held = None if state is None else cast("tuple[Tensor, Tensor, Tensor]", state[-3:])
+    if held is not None:
+        rank = rank + held[2].sum(-1, keepdim=True)
+    hit = real[:, None] & (rank[:, None] == torch.arange(sinks, device=key.device)[:, None])  # [B, k, T]
     new, place = hit.any(-1), hit.int().argmax(-1)
-    index = place[:, None, :, None]
+    index, fresh = place[:, None, :, None], new[:, None, :, None]
     keys, values = (x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3])) for x in (key, value))
-    found = new
-    if state is not None:
-        fresh = new[:, None, :, None]
-        keys = torch.where(fresh, keys, state.sink_key.to(keys.dtype))
-        values = torch.where(fresh, values, state.sink_value.to(values.dtype))
-        found = new | state.sink_real
-    else:  # zeros, not whatever stood at the first slot
-        keys, values = (x.masked_fill(~new[:, None, :, None], 0.0) for x in (keys, values))
+    if held is None:  # zeros, not whatever stood at the first slot
+        keys, values, found = keys.masked_fill(~fresh, 0.0), values.masked_fill(~fresh, 0.0), new
+    else:
+        keys, values = (
+            torch.where(fresh, x, old.to(x.dtype)) for x, old in zip((keys, values), held[:2], strict=True)
+        )
+        found = new | held[2]
     visible = found[:, None].expand(-1, key.shape[2], -1)
     if causal:
         order = torch.arange(key.shape[2], device=key.device)[:, None]
