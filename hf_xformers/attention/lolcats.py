@@ -28,9 +28,13 @@ class LolcatsAttention(LearnedFeatures):
     Hedgehog's features ([`hedgehog`](hedgehog.py)), and gamma in (0, 1) the mixing factor, learned for each head. As
     long as a text fits into the window, this is softmax attention.
 
-    A whole text takes time O(T (C + F) d) per head for chunks of C tokens, and memory O(T). State: keys and values of
-    the last `window - 1` tokens, and sum phi(k) v^T and sum phi(k) of those before them. The window slides over the
-    places of a row, padding included. `attention_probs_dropout_prob` has no effect.
+    With `sinks` the first real tokens belong to every W_i (Xiao et al. 2023, arXiv 2309.17453): a trained softmax puts
+    weight there that features do not imitate. With `affine`, an option of the authors' code, the second sums have the
+    factor 1 - gamma, so that a gamma near 1 starts a swap as a window, to which training adds the rest.
+
+    A whole text takes time O(T (window + F) d) per head, and memory O(T). State: keys and values of the last
+    `window - 1` tokens and of the sinks, and sum phi(k) v^T and sum phi(k) of those between. The window slides over
+    the places of a row, padding included. `attention_probs_dropout_prob` has no effect.
     """
 
     spec: LolcatsSpec
@@ -69,8 +73,7 @@ class LolcatsAttention(LearnedFeatures):
         decay: Decay | None = None,
         remember: bool = False,
     ) -> tuple[Tensor, WindowState | None]:
-        if state is not None:  # grouped heads keep one window
-            state = state._replace(key=self.repeated(state.key), value=self.repeated(state.value))
+        key, value = (x[:, :: self.num_key_value_groups] for x in (key, value))  # grouped heads keep one window
         output, end = window_linear_attention(
             *(query, key, value, self.query_features, self.phi, self.gamma),
             window=self.spec.window,
@@ -79,10 +82,9 @@ class LolcatsAttention(LearnedFeatures):
             key_padding_mask=mask,
             state=state,
             chunk_size=self.chunk_size,
+            sinks=self.spec.sinks,
+            linear_weight=torch.sigmoid(-self.mixing) if self.spec.affine else None,
         )
-        if end is not None and self.num_key_value_groups > 1:
-            one = slice(None, None, self.num_key_value_groups)
-            end = end._replace(key=end.key[:, one], value=end.value[:, one])
         return output.to(value.dtype), end
 
     def _literal(
@@ -100,7 +102,13 @@ class LolcatsAttention(LearnedFeatures):
         products = wide_products(self.query_features(query), self.phi(key))
         place = torch.arange(scores.shape[-1], device=scores.device)
         near = (place[:, None] - place).abs() < self.spec.window
-        visible = torch.ones_like(near)[None, None] if visible is None else visible
+        if self.spec.sinks:
+            mask = context.query_padding_mask
+            real = torch.ones_like(place, dtype=torch.bool)[None] if mask is None else mask
+            near = near | (real & (real.long().cumsum(-1) <= self.spec.sinks))[:, None, None]
+        if self.spec.affine:
+            products = products * torch.sigmoid(-self.mixing).to(scores.dtype)[:, None, None]
+        visible = torch.ones_like(near) if visible is None else visible
         scores = scores.masked_fill(~(near & visible), -torch.inf)
         top = scores.amax(-1, keepdim=True)
         window = self.gamma.to(scores.dtype)[:, None, None] * (scores - top.masked_fill(top == -torch.inf, 0.0)).exp()
@@ -112,8 +120,9 @@ class LolcatsAttention(LearnedFeatures):
 @register("attention", "lolcats", aliases=("hybrid_linear",))
 class LolcatsSpec(LearnedFeaturesSpec):
     """window: tokens that are read with a softmax, the query's own included. gamma: weight of the window at the start,
-    between 0 and 1. scale: factor on the window's scores (None: 1 / sqrt(head width)). chunk_size: least number of
-    tokens in a chunk of a whole text."""
+    between 0 and 1. affine: whether what lies beyond the window has the weight 1 - gamma in place of 1. sinks: how
+    many first tokens of a text belong to every window. scale: factor on the window's scores (None: 1 / sqrt(head
+    width)). chunk_size: least number of tokens in a chunk of a whole text."""
 
     summary = "softmax in a sliding window, learned linear attention beyond it: linear time, a state of constant size"
     citation = """@misc{zhang2024lolcats,
@@ -128,6 +137,8 @@ class LolcatsSpec(LearnedFeaturesSpec):
 
     window: int = bounded(64, "window_size", least=1)
     gamma: float = bounded(0.5, above=0, below=1)
+    affine: bool = False
+    sinks: int = bounded(0, least=0)
     chunk_size: int = 64
 
     def cache_layer(self, config) -> SlotStateLayer:

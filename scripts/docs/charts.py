@@ -133,6 +133,25 @@ PLANS: dict[str, list[Plan]] = {
             rows="Generation, one row of text",
         )
     ],
+    "constant_state": [
+        Plan(
+            "lines",
+            ("model",),
+            {"swapped - source": "nats per token", "trained - source": "nats per token, trained"},
+            over=("tokens", "tokens of a row"),
+            title="Above the source",
+            rows="Losses",
+        ),
+        Plan(
+            "lines",
+            ("model",),
+            {"tokens per second": "tokens per second", "state, MB": "state, MB"},
+            over=("context", "tokens read before"),
+            log=True,
+            title="Generation",
+            rows="Generation, one row of text",
+        ),
+    ],
     "feedforwards": [
         Plan(
             "dots",

@@ -1,10 +1,12 @@
 """Hedgehog, T2R and LoLCATs against their equations, one query and one key at a time."""
 
+import pytest
 import torch
 
 from hf_xformers import XFormerConfig
 from hf_xformers.conversion import swap_components
 from hf_xformers.core.cache import make_cache
+from hf_xformers.ops.linear import window
 from hf_xformers.variants import family
 from tests.attention.score_helpers import (
     GEOMETRY,
@@ -27,6 +29,7 @@ SPECS = {
     "lolcats": {"type": "lolcats", "window": 3, "chunk_size": 4},
     "lolcats_short": {"type": "lolcats", "window": 1, "chunk_size": 2, "scale": 0.7},
     "lolcats_long": {"type": "lolcats", "window": 9, "chunk_size": 2},
+    "lolcats_sinks": {"type": "lolcats", "window": 3, "chunk_size": 4, "sinks": 2, "affine": True, "gamma": 0.8},
 }
 
 
@@ -85,3 +88,21 @@ def test_a_text_longer_than_its_cache_began_with():
         cache = make_cache(layer.config)
         run_layers([layer], states, make_context(30, True), cache=cache)
     assert cache.layers[0].state["key"].shape[2] == 8
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_chunks_in_turn_as_at_once(causal, monkeypatch):
+    """Without gradients a long text is read by a few chunks at a time, which takes less memory."""
+    (layer,) = build_layers(SPECS["lolcats_sinks"], causal=causal, num_key_value_heads=2)
+    states, mask, calls = vectors(2, 23), torch.ones(2, 23).bool(), []
+    mask[0, :7] = False
+    context = make_context(23, causal, padding_mask=mask)
+    expected = run_layers([layer], states, context)[0].output.detach()
+    once = window._Mix.__call__
+    monkeypatch.setattr(window._Mix, "__call__", lambda *args: calls.append(args[1].shape[2]) or once(*args))
+    pairs = 2 * HEADS * 4 * (8 if causal else 12)  # of a chunk: two rows, chunks of four tokens
+    monkeypatch.setattr(window, "_PAIRS_AT_ONCE", 2 * pairs)
+    with torch.no_grad():
+        found = run_layers([layer], states, context)[0].output
+    assert calls == [2, 2, 2]
+    close(found, expected, 1e-12)

@@ -88,6 +88,7 @@ ALWAYS: dict[str, tuple[Any, ...]] = {
     "sliding_window.window_size": (1, 2, 3, 4, 6, 16),
     "lolcats.window": (1, 2, 3, 4, 8, 16),
     "lolcats.gamma": (0.5, 0.25, 0.9),
+    "lolcats.sinks": (0, 1, 4),
     "nystromformer.text_length": (None, None, 1, 4, 16, POSITIONS),
     "bigbird.dense_length": (0, 0, 4, 8, POSITIONS),
     "combined.parts": (

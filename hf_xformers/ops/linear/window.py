@@ -3,18 +3,19 @@
 With `W_i` the keys nearer to query `i` than `window` tokens (among those that it may see), `c_i` its largest score in
 there and features `phi`,
 
-    out_i = (sum_{j in W_i} gamma exp(s_ij - c_i) v_j + sum_{j not in W_i} phi(q_i) phi(k_j) v_j)
-          / (sum_{j in W_i} gamma exp(s_ij - c_i)     + sum_{j not in W_i} phi(q_i) phi(k_j)),    s_ij = scale q_i k_j.
+    out_i = (sum_{j in W_i} gamma exp(s_ij - c_i) v_j + beta sum_{j not in W_i} phi(q_i) phi(k_j) v_j)
+          / (sum_{j in W_i} gamma exp(s_ij - c_i) + beta sum_{j not in W_i} phi(q_i) phi(k_j)),   s_ij = scale q_i k_j.
 
-Zhang et al. 2024, "LoLCATs: On Low-Rank Linearizing of Large Language Models" (arXiv 2410.10254), section 3.3.1.
-Tokens are taken in chunks at least as long as the window: a query writes out its pairs with its own chunk and the next
-ones, and reads the sums of the others. Time and memory grow with the length, the state for decoding does not.
+Zhang et al. 2024, "LoLCATs: On Low-Rank Linearizing of Large Language Models" (arXiv 2410.10254), section 3.3.1, where
+beta is 1. The first real tokens of a text, its `sinks`, may belong to every W_i (Xiao et al. 2023, arXiv 2309.17453).
+Tokens are taken in chunks: a query writes out its pairs with its own chunk and those that its window reaches into, and
+reads the sums of the others. Time and memory grow with the length, the state for decoding does not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -24,6 +25,9 @@ from ..common.padding import check_padding_mask
 from ..common.segments import accumulation_dtype
 from .kernels import inverse_or_zero
 
+# Without gradients, chunks are read in turn that have so many pairs together: what is written out stays small.
+_PAIRS_AT_ONCE = 1 << 22
+_CHUNKS = 4  # that a window has at most
 FeatureMap = Callable[[Tensor], Tensor]  # [B, H, t, d] -> [B, H, t, F], token by token
 
 
@@ -31,11 +35,14 @@ class WindowState(NamedTuple):
     """What is remembered of a text: its last `window - 1` tokens, and the sums over those before them. The size does
     not grow with the text, apart from texts that are shorter than the window."""
 
-    key: Tensor  # [B, H, n, d], n <= window - 1
-    value: Tensor  # [B, H, n, dv]
+    key: Tensor  # [B, K, n, d], n <= window - 1
+    value: Tensor  # [B, K, n, dv]
     real: Tensor  # [B, n], False at padding
     kv: Tensor  # [B, H, F, dv], sum of phi(k_j)^T v_j, float32 at least
     z: Tensor  # [B, H, F], sum of phi(k_j)
+    sink_key: Tensor | None = None  # [B, K, k, d], of the first real tokens, which are in no sum
+    sink_value: Tensor | None = None  # [B, K, k, dv]
+    sink_real: Tensor | None = None  # [B, k], False where a text has not that many yet
 
 
 def window_linear_attention(
@@ -52,11 +59,13 @@ def window_linear_attention(
     key_padding_mask: Tensor | None = None,
     state: WindowState | None = None,
     chunk_size: int = 64,
+    sinks: int = 0,
+    linear_weight: Tensor | None = None,
 ) -> tuple[Tensor, WindowState | None]:
     """The equation above.
 
     Args:
-        query, key, value: `[B, H, T, d]`, `[B, H, T, d]` and `[B, H, T, dv]`.
+        query, key, value: `[B, H, T, d]`, `[B, K, T, d]` and `[B, K, T, dv]`, K dividing H.
         query_map, key_map: features of queries and keys, not negative.
         gamma: `[H]`, positive weight of the window.
         window: tokens that a query sees with a softmax, itself included; where not causal, on either side.
@@ -65,6 +74,8 @@ def window_linear_attention(
         key_padding_mask: `[B, T]`, True = real token.
         state: of the earlier tokens of these texts.
         chunk_size: least number of tokens in a chunk.
+        sinks: how many of the first real tokens every query sees with a softmax, beside its window.
+        linear_weight: `[H]`, beta (None: 1).
 
     Returns:
         `[B, H, T, dv]` in the dtype of `value`, zeros for a query that sees nothing; and, if causal, the state after
@@ -83,23 +94,77 @@ def window_linear_attention(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         length, before = query.shape[2], 0
         real = key.new_ones(key.shape[0], length, dtype=torch.bool) if key_padding_mask is None else key_padding_mask
+        side, given = None, [(key, value)]
+        if sinks:
+            side, real = _take_sinks(key, value, real, state, sinks, causal)
         if state is not None:
             before = state.key.shape[2]
-            key = torch.cat([state.key.to(dtype), key], dim=2)
-            value = torch.cat([state.value.to(dtype), value], dim=2)
+            given.insert(0, (state.key.to(dtype), state.value.to(dtype)))
             real = torch.cat([state.real, real], dim=1)
-        mix = _Mix(query_map, key_map, gamma.to(dtype)[:, None, None, None], window, causal, scale)
-        if length <= 1 or length + before <= window:  # every key stands in the window
+        count = before + length
+        all_near = length <= 1 or count <= window
+        if all_near and side is not None:
+            given.append((side.key, side.value))
+        key, value = (torch.cat(parts, dim=2) for parts in zip(*given, strict=True))
+        beta = None if linear_weight is None else linear_weight.to(dtype)[:, None, None, None]
+        mix = _Mix(query_map, key_map, gamma.to(dtype)[:, None, None, None], beta, window, causal, scale)
+        if all_near:
             sums = None if state is None else (state.kv[:, :, None], state.z[:, :, None])
             if state is None and torch.is_grad_enabled():  # over no keys: the maps' gradients are zero, not missing
-                kv, z = _sums(mix, key[:, :, :0], value[:, :, :0], real[:, :0])
+                none, nothing = (_for_heads(x[:, :, :0], query) for x in (key, value))
+                kv, z = _sums(mix, none, nothing, real[:, :0])
                 sums = kv[:, :, None], z[:, :, None]
-            places = torch.arange(before, before + length, device=query.device)
-            q, k, v = (x[:, :, None] for x in (query, key, value))
-            out = mix(q, k, v, real[:, None, None], places, sums, all_near=True)[:, :, 0]
+            visible = real[:, None, None, None]
+            if length > 1:
+                visible = visible & mix.near(torch.arange(before, count, device=query.device), count)[1]
+            if side is not None:
+                visible = torch.cat([visible.expand(-1, -1, -1, length, -1), side.visible[:, None, None]], dim=-1)
+            out = mix(query[:, :, None], key[:, :, None], value[:, :, None], visible, sums)[:, :, 0]
+            key, value = key[:, :, :count], value[:, :, :count]
         else:
-            out = _in_chunks(mix, query, key, value, real, before, state, max(chunk_size, window))
-        return out, _after(mix, key, value, real, length, state) if causal else None
+            out = _in_chunks(mix, query, key, value, real, before, state, side, max(chunk_size, -(-window // _CHUNKS)))
+        return out, _after(mix, query, key, value, real, state, side) if causal else None
+
+
+class _Sinks(NamedTuple):
+    """Keys and values that every query sees which `visible` says."""
+
+    key: Tensor  # [B, K, k, d]
+    value: Tensor  # [B, K, k, dv]
+    real: Tensor  # [B, k]
+    visible: Tensor  # [B, T, k]; in chunks [B, 1, N, C, k], and keys and values [B, K, N, k, d]
+
+    def chunked(self, chunk: int) -> _Sinks:
+        tail = -self.visible.shape[1] % chunk
+        visible = F.pad(self.visible, (0, 0, 0, tail)).unflatten(1, (-1, chunk))[:, None]
+        key, value = (x[:, :, None].expand(-1, -1, visible.shape[2], -1, -1) for x in self[:2])
+        return _Sinks(key, value, self.real, visible)
+
+
+def _take_sinks(
+    key: Tensor, value: Tensor, real: Tensor, state: WindowState | None, sinks: int, causal: bool
+) -> tuple[_Sinks, Tensor]:
+    """The first real tokens of texts that go on with these keys, and `real` `[B, T]` without them."""
+    rank = real.long().cumsum(-1) - 1
+    held = None if state is None else cast("tuple[Tensor, Tensor, Tensor]", state[-3:])
+    if held is not None:
+        rank = rank + held[2].sum(-1, keepdim=True)
+    hit = real[:, None] & (rank[:, None] == torch.arange(sinks, device=key.device)[:, None])  # [B, k, T]
+    new, place = hit.any(-1), hit.int().argmax(-1)
+    index, fresh = place[:, None, :, None], new[:, None, :, None]
+    keys, values = (x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3])) for x in (key, value))
+    if held is None:  # zeros, not whatever stood at the first slot
+        keys, values, found = keys.masked_fill(~fresh, 0.0), values.masked_fill(~fresh, 0.0), new
+    else:
+        keys, values = (
+            torch.where(fresh, x, old.to(x.dtype)) for x, old in zip((keys, values), held[:2], strict=True)
+        )
+        found = new | held[2]
+    visible = found[:, None].expand(-1, key.shape[2], -1)
+    if causal:
+        order = torch.arange(key.shape[2], device=key.device)[:, None]
+        visible = visible & (~new[:, None] | (place[:, None] <= order))
+    return _Sinks(keys, values, found, visible), real & (rank >= sinks)
 
 
 class _Mix(NamedTuple):
@@ -108,6 +173,7 @@ class _Mix(NamedTuple):
     query_map: FeatureMap
     key_map: FeatureMap
     gamma: Tensor  # [H, 1, 1, 1]
+    beta: Tensor | None  # [H, 1, 1, 1]
     window: int
     causal: bool
     scale: float
@@ -116,80 +182,126 @@ class _Mix(NamedTuple):
         """Of `[B, H, N, C, d]`."""
         return feature_map(x.flatten(2, 3)).unflatten(2, x.shape[2:4])
 
+    def near(self, places: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Of `count` keys: which stand in the window of queries at `places [C]`, `[C, S]`, and which of these a query
+        may see."""
+        distance = places[:, None] - torch.arange(count, device=places.device)
+        near = (distance if self.causal else distance.abs()) < self.window
+        return near, near & (distance >= 0) if self.causal else near
+
     def __call__(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        real: Tensor,
-        places: Tensor,
-        sums: tuple | None,
-        all_near: bool = False,
+        visible: Tensor,
+        sums: tuple[Tensor, Tensor] | None,
+        phi: Tensor | None = None,
+        near: Tensor | None = None,
     ) -> Tensor:
-        """query `[B, H, N, C, d]`, key and value `[B, H, N, K, d]`, real `[B, 1, N, K]`; places `[C]`: where in the
-        keys a query's own one is; sums: `kv [B, H, N, F, dv]` and `z [B, H, N, F]` of the keys elsewhere; all_near:
-        the keys given all stand in the window."""
-        distance = places[:, None] - torch.arange(key.shape[3], device=key.device)
-        near = (distance if self.causal else distance.abs()) < self.window
-        far = ~near
-        near = near & (distance >= 0) if self.causal else near
-        real = real[..., None, :]
-        near_and_real = near & real
-        scores = (query @ key.mT * self.scale).masked_fill(~near_and_real, -torch.inf)
-        top = scores.amax(-1, keepdim=True)
-        weights = self.gamma * (scores - top.masked_fill(top == -torch.inf, 0.0)).exp()
-        phi_q = None if sums is None else self.features(self.query_map, query)
-        if phi_q is not None and not all_near:
-            products = phi_q @ self.features(self.key_map, key).mT
-            weights = weights + products.masked_fill(~(far & real), 0.0)
-        total, out = weights.sum(-1, keepdim=True), weights @ value
-        if phi_q is not None and sums is not None:
+        """query `[B, H, N, C, d]`, key and value `[B, K, N, S, d]`, K dividing H; visible `[B, 1, N, C, S]`: with a
+        softmax; sums: `kv [B, H, N, F, dv]` and `z [B, H, N, F]` of the keys elsewhere; phi: features
+        `[B, H, N, s, F]` of the first s keys, zero at padding, and near `[C, S]`: those that do not count as features
+        (None: all keys are near)."""
+        scores = _grouped(query * self.scale, key.mT)
+        weights = torch.softmax(scores.masked_fill(~visible, torch.finfo(scores.dtype).min), dim=-1)
+        # The largest of these is 1 / sum_j exp(s_ij - c_i).
+        total = self.gamma * visible.any(-1, keepdim=True) / weights.amax(-1, keepdim=True)
+        out = _grouped(weights, value) * total
+        if sums is not None:
+            phi_q = self.features(self.query_map, query)
+            phi_q = phi_q if self.beta is None else phi_q * self.beta
             total, out = total + phi_q @ sums[1][..., None], out + phi_q @ sums[0]
+            if phi is not None and near is not None:
+                count = phi.shape[3]
+                weights = (phi_q @ phi.mT).masked_fill(near[:, :count], 0.0)
+                total, out = total + weights.sum(-1, keepdim=True), out + _grouped(weights, value[..., :count, :])
         return out * inverse_or_zero(total)
 
 
-def _in_chunks(
-    mix: _Mix, query: Tensor, key: Tensor, value: Tensor, real: Tensor, before: int, state, chunk: int
-) -> Tensor:
-    """Keys begin `before` tokens ahead of the queries; `before < chunk`."""
-    length = query.shape[2]
-    tail, lead = -length % chunk, chunk - before
+def _grouped(left: Tensor, right: Tensor) -> Tensor:
+    """left @ right: `[B, H, N, C, x]` and `[B, K, N, x, y]`, whose heads serve H / K of the others each."""
+    heads, few = left.shape[1], right.shape[1]
+    if heads == few:
+        return left @ right
+    rows = left.shape[3]
+    left = left.unflatten(1, (few, -1)).transpose(2, 3).flatten(3, 4)
+    return (left @ right).unflatten(3, (-1, rows)).transpose(2, 3).flatten(1, 2)
 
-    def chunked(x: Tensor, ahead: int) -> Tensor:
-        return F.pad(x, (0, 0, ahead, tail)).unflatten(2, (-1, chunk))
+
+def _in_chunks(
+    mix: _Mix,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    real: Tensor,
+    before: int,
+    state: WindowState | None,
+    side: _Sinks | None,
+    chunk: int,
+) -> Tensor:
+    """Keys begin `before < window` tokens ahead of the queries."""
+    length = query.shape[2]
+    ahead = -(-mix.window // chunk)  # chunks that a window reaches into, beside the query's own
+    tail, lead = -length % chunk, ahead * chunk - before
+
+    def chunked(x: Tensor, lead: int) -> Tensor:
+        return F.pad(x, (0, 0, lead, tail)).unflatten(2, (-1, chunk))
 
     query = chunked(query, 0)
     key, value = chunked(key, lead), chunked(value, lead)
     real = F.pad(real, (lead, tail)).unflatten(1, (-1, chunk))[:, None]
-    phi = mix.features(mix.key_map, key).masked_fill(~real[..., None], 0.0)
-    kv, z = phi.mT @ value, phi.sum(3)
-    # The n-th chunk of queries stands at the (n + 1)-th of keys, whose neighbours' pairs are written out.
-    kv_sums, z_sums = _before(kv), _before(z)
+    phi = mix.features(mix.key_map, _for_heads(key, query)).masked_fill(~real[..., None], 0.0)
+    kv, z = phi.mT @ _for_heads(value, query), phi.sum(3)
+    # The n-th chunk of queries stands at the (n + ahead)-th of keys, whose neighbours' pairs are written out.
+    count = query.shape[2]
+    kv_sums, z_sums = _before(kv, count), _before(z, count)
     if state is not None:
         kv_sums, z_sums = kv_sums + state.kv[:, :, None], z_sums + state.z[:, :, None]
-    parts = [slice(0, -1), slice(1, None)]
-    if not mix.causal:
-        kv_sums, z_sums = kv_sums + _behind(kv), z_sums + _behind(z)
-        key, value = (F.pad(x, (0, 0, 0, 0, 0, 1)) for x in (key, value))
-        real = F.pad(real, (0, 0, 0, 1))
-        parts = [slice(0, -2), slice(1, -1), slice(2, None)]
-    key, value, real = (torch.cat([x[:, :, part] for part in parts], dim=3) for x in (key, value, real))
-    places = torch.arange(chunk, 2 * chunk, device=query.device)
-    out = mix(query, key, value, real, places, (kv_sums, z_sums))
+    around = ahead + 1
+    if mix.causal:  # only in the first chunks there are keys that some query has left behind
+        reached = min(around, 1 if mix.window == ahead * chunk else 2)
+    else:
+        key, value, phi, kv = (F.pad(x, (0, 0, 0, 0, 0, ahead)) for x in (key, value, phi, kv))
+        real, z = (F.pad(x, (0, 0, 0, ahead)) for x in (real, z))
+        kv_sums, z_sums = (x + _before(y.flip(2), count).flip(2) for x, y in ((kv_sums, kv), (z_sums, z)))
+        reached = around = 2 * ahead + 1
+    near, seen = mix.near(torch.arange(ahead * chunk, (ahead + 1) * chunk, device=query.device), around * chunk)
+    beside = None if side is None else side.chunked(chunk)
+
+    def read(first: int, last: int) -> Tensor:
+        def spans(x: Tensor, width: int) -> list[Tensor]:
+            return [x[:, :, first + place : last + place] for place in range(width)]
+
+        part = slice(first, last)
+        keys, values = spans(key, around), spans(value, around)
+        visible = seen & torch.cat(spans(real, around), dim=3)[..., None, :]
+        if beside is not None:
+            keys.append(beside.key[:, :, part])
+            values.append(beside.value[:, :, part])
+            visible = torch.cat([visible, beside.visible[:, :, part]], dim=-1)
+        features = torch.cat(spans(phi, reached), dim=3)
+        sums = kv_sums[:, :, part], z_sums[:, :, part]
+        return mix(query[:, :, part], torch.cat(keys, 3), torch.cat(values, 3), visible, sums, features, near)
+
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        step = count
+    else:
+        step = max(1, _PAIRS_AT_ONCE // (query.shape[0] * query.shape[1] * chunk * chunk * around))
+    out = torch.cat([read(first, min(first + step, count)) for first in range(0, count, step)], dim=2)
     return out.flatten(2, 3)[:, :, :length]
 
 
-def _before(sums: Tensor) -> Tensor:
-    """Of chunks 0..N: for chunk n in 1..N the total of those before n - 1."""
-    total = sums[:, :, :-2].cumsum(2)
+def _for_heads(x: Tensor, query: Tensor) -> Tensor:
+    """`x [B, K, ...]` once for each of the query's heads."""
+    groups = query.shape[1] // x.shape[1]
+    return x if groups == 1 else x.repeat_interleave(groups, dim=1)
+
+
+def _before(sums: Tensor, count: int) -> Tensor:
+    """Of chunks 0..M: for each of the first `count` ones the total of those before it."""
+    total = sums[:, :, : count - 1].cumsum(2)
     return torch.cat([torch.zeros_like(sums[:, :, :1]), total], dim=2)
-
-
-def _behind(sums: Tensor) -> Tensor:
-    """Of chunks 0..N: for chunk n in 1..N the total of those after n + 1."""
-    total = sums[:, :, 3:].flip(2).cumsum(2).flip(2)
-    count = min(sums.shape[2] - 1, 2)
-    return torch.cat([total, torch.zeros_like(sums[:, :, :count])], dim=2)
 
 
 def _sums(mix: _Mix, key: Tensor, value: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
@@ -198,14 +310,23 @@ def _sums(mix: _Mix, key: Tensor, value: Tensor, real: Tensor) -> tuple[Tensor, 
     return phi.mT @ value, phi.sum(2)
 
 
-def _after(mix: _Mix, key: Tensor, value: Tensor, real: Tensor, length: int, state: WindowState | None) -> WindowState:
+def _after(
+    mix: _Mix,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    real: Tensor,
+    state: WindowState | None,
+    side: _Sinks | None,
+) -> WindowState:
     """The state when the window has moved on past these keys."""
     leaving = max(key.shape[2] - (mix.window - 1), 0)
-    gone, passed = key[:, :, :leaving], value[:, :, :leaving]
+    gone, passed = (_for_heads(x[:, :, :leaving], query) for x in (key, value))
     kv, z = _sums(mix, gone, passed, real[:, :leaving])
     if state is not None:
         kv, z = kv + state.kv, z + state.z
-    return WindowState(key[:, :, leaving:], value[:, :, leaving:], real[:, leaving:], kv, z)
+    first = (None, None, None) if side is None else side[:3]
+    return WindowState(key[:, :, leaving:], value[:, :, leaving:], real[:, leaving:], kv, z, *first)
 
 
 __all__ = ["WindowState", "window_linear_attention"]

@@ -139,7 +139,9 @@ def learned_attention(layer, x, memory=None, causal=False, turn=lambda x: x):
         for i in range(queries):
             phi_q = learned_features(layer, h, q[0, h, i], "query")
             seen = range(i + 1 if causal else keys)
-            near = [j for j in seen if spec.type == "lolcats" and abs(i - j) < spec.window]
+            near = []
+            if spec.type == "lolcats":
+                near = [j for j in seen if abs(i - j) < spec.window or j < spec.sinks]
             scale = spec.scale if spec.scale is not None else D**-0.5
             scores = {j: float(q[0, h, i] @ k[0, h, j]) * scale for j in near}
             for j in seen:
@@ -148,6 +150,8 @@ def learned_attention(layer, x, memory=None, causal=False, turn=lambda x: x):
                     weights[0, h, i, j] = gamma * math.exp(scores[j] - max(scores.values()))
                 else:
                     weights[0, h, i, j] = float(phi_q @ of_keys[j])
+                    if getattr(spec, "affine", False):  # times 1 - gamma
+                        weights[0, h, i, j] /= 1 + math.exp(float(layer.mixing[h]))
     total = weights.sum(-1, keepdim=True) + (spec.eps if spec.type == "t2r" else 0.0)
     weights = torch.where(total > 0, weights / total.clamp(min=1e-300), 0.0)
     mixed = weights @ v
@@ -303,6 +307,9 @@ REFERENCES = {
         "": ({"window": 3, **CHUNK}, {"turns": True}),
         "short": ({"window": 1, "chunk_size": 2, "scale": 0.7},),
         "long": ({"window": 9, "chunk_size": 2}, {"steady": False}),  # longer than most texts here
+        "sinks": ({"window": 3, "sinks": 2, "affine": True, "gamma": 0.8, **CHUNK}, {"turns": True}),
+        "chunks": ({"window": 5, "chunk_size": 2, "sinks": 1},),
+        "many sinks": ({"window": 2, "chunk_size": 2, "sinks": 5},),
     }, fields=GROUPED, steady=True),
     **rows("delta_net", delta_net, "delta_net", {
         "dpfp": (CHUNK,),
