@@ -113,7 +113,7 @@ SETTINGS = [
     ("t2r", {"eps": -1.0}, "`eps` >= 0, got -1"),
     ("hedgehog", {"scale": 0}, "`scale` > 0, got 0"),
     ("lolcats", {"window": 0}, "`window` >= 1, got 0"),
-    ("lolcats", {"gamma": 1.0}, "`gamma` between 0 and 1, got 1"),
+    ("lolcats", {"gamma": 1.0}, "`gamma` in (0, 1), got 1"),
     ("lolcats", {"chunk_size": 0}, "`chunk_size` >= 1, got 0"),
     ("linear_transformer", {"chunk_size": 0}, "`chunk_size` >= 1, got 0"),
     ("linear_transformer", {"eps": -1.0}, "`eps` >= 0, got -1"),
