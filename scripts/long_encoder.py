@@ -5,7 +5,7 @@
 
 Each step reads a stretch of an article in one pass. The vector of every piece of it, the mean state of its tokens
 (late chunking), follows the vectors that the teacher has of the piece and, with the weight `--context`, of its
-neighbours, each read alone; the vector of the stretch follows their mean. Single sentences keep their vectors, so that
+neighbors, each read alone; the vector of the stretch follows their mean. Single sentences keep their vectors, so that
 queries stay where they are. The text is WikiText's: articles with headings such as ` = Title = `.
 """
 
@@ -78,7 +78,7 @@ class FollowPieces(nn.Module):
         losses = []
         for row, own, found, whole in zip(rows, pieces, vectors, output["sentence_embedding"]):
             single = self.of_teacher([torch.cat([row[:1], piece, row[-1:]]) for piece in own])
-            losses.append(1 - cosine_similarity(found, single + self.context * neighbours(single)).mean())
+            losses.append(1 - cosine_similarity(found, single + self.context * neighbors(single)).mean())
             losses.append(1 - cosine_similarity(whole, single.mean(0), dim=0))
         return torch.stack(losses).mean()
 
@@ -90,8 +90,8 @@ class FollowPieces(nn.Module):
             return teacher(dict(batch))["sentence_embedding"]
 
 
-def neighbours(vectors: Tensor) -> Tensor:
-    """The mean of each row's neighbours; the single row's own. [N, D] -> [N, D]."""
+def neighbors(vectors: Tensor) -> Tensor:
+    """The mean of each row's neighbors; the single row's own. [N, D] -> [N, D]."""
     if len(vectors) == 1:
         return vectors
     before, after = vectors[:-1], vectors[1:]
@@ -143,7 +143,7 @@ def train(options: argparse.Namespace) -> None:
     record = {name: getattr(options, name) for name in ("steps", "batch", "learning_rate", "context", "seed")}
     record["training, min"] = round(minutes, 1)
     (Path(options.output_dir) / RECORD).write_text(json.dumps(record) + "\n", encoding="utf-8")
-    print(f"{options.output_dir}: {record}")
+    print(f"{options.output_dir}: {options.steps} steps in {minutes:.1f} processor minutes")
 
 
 def main() -> None:
@@ -152,11 +152,11 @@ def main() -> None:
     parser.add_argument("--teacher", required=True, help="folder of its source")
     parser.add_argument("--text", required=True, help="a file of WikiText")
     parser.add_argument("--output_dir", required=True)
-    parser.add_argument("--steps", type=int, default=240)
+    parser.add_argument("--steps", type=int, default=180)
     parser.add_argument("--batch", type=int, default=1, help="stretches of a step")
     parser.add_argument("--learning_rate", type=float, default=1e-4)
     parser.add_argument(
-        "--context", type=float, default=0.5, help="weight of a piece's neighbours in what its vector follows"
+        "--context", type=float, default=0.5, help="weight of a piece's neighbors in what its vector follows"
     )
     parser.add_argument("--seed", type=int, default=0)
     train(parser.parse_args())
