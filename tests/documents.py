@@ -116,3 +116,23 @@ def write_roberta(folder: Path) -> None:
     config = RobertaConfig(vocab_size=len(tokenizer), max_position_embeddings=130, **sizes, **special)
     RobertaForMaskedLM(config).save_pretrained(folder / "roberta")
     tokenizer.save_pretrained(folder / "roberta")
+
+
+def write_minilm(folder: Path) -> None:
+    """A tiny sentence encoder where the examples have MiniLM, and its trained long form."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer import modules
+    from transformers import BertConfig, BertModel
+
+    from hf_xformers.data import train_tokenizer
+
+    texts = ["the lobster lives in the sea", "it eats what it finds on the ground"] * 4
+    tokenizer = train_tokenizer(texts, kind="wordpiece", vocab_size=90, num_sentinels=0, template="cls_sep")
+    sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
+    config = BertConfig(vocab_size=len(tokenizer), max_position_embeddings=512, **sizes)
+    for part in (BertModel(config), tokenizer):
+        part.save_pretrained(folder / "models" / "bert")
+    transformer = modules.Transformer(str(folder / "models" / "bert"))
+    parts = [transformer, modules.Pooling(32, "mean"), modules.Normalize()]
+    for name in ("minilm", "minilm-long"):
+        SentenceTransformer(modules=parts, device="cpu").save(str(folder / "models" / name))

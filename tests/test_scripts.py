@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO_HEADER = [line for line in (ROOT / "scripts" / "demo.sh").read_text().splitlines() if line.startswith("#   ")]
@@ -192,3 +193,51 @@ def test_the_gpu_script_runs_on_a_processor(tmp_path):
     for part in ("families", "layers", "models"):
         rows = json.loads((tmp_path / f"gpu_{part}.json").read_text())["rows"]
         assert rows and not [row for row in rows if any("error" in key for key in row)]
+
+
+WIKITEXT = """
+ = First <unk> =
+
+ The sea is 1 @,@ 000 m deep . What lives there ? Many things do .
+
+ = = Food = =
+
+ = 3 k <unk>
+ It eats what it finds on the ground .
+
+ = Second =
+
+ The lobster lives in the sea .
+"""
+
+
+def test_long_encoder(search_path, monkeypatch, tmp_path):
+    """Sentences of articles; a model that is its teacher has nothing to learn from one piece; words stay as they
+    are."""
+    from tests.documents import write_minilm
+
+    script = load(ROOT / "scripts" / "long_encoder.py")
+    text, source, output = tmp_path / "text.txt", tmp_path / "models" / "minilm", tmp_path / "long"
+    text.write_text(WIKITEXT)
+    write_minilm(tmp_path)
+    first = ["First", "The sea is 1,000 m deep .", "What lives there ?", "Many things do .", "Food"]
+    first += ["3 k", "It eats what it finds on the ground ."]
+    assert script.articles(text) == [first, ["Second", "The lobster lives in the sea ."]]
+
+    teacher = script.SentenceTransformer(str(source), device="cpu").eval()
+    follow = script.FollowPieces(teacher, teacher, context=0.5)
+    batch = teacher.tokenizer(["the lobster lives in the sea", "it eats"], padding=True, return_tensors="pt")
+    assert follow([dict(batch)]).item() < 1e-6
+    monkeypatch.setattr(script, "PIECE", (2, 2))  # several pieces, which the states of a whole text do not give
+    assert follow([dict(batch)]).item() > 1e-4
+    vectors = torch.tensor([[0.0], [1.0], [5.0]])
+    assert script.neighbors(vectors).tolist() == [[1.0], [2.5], [1.0]]
+    assert script.neighbors(vectors[:1]).tolist() == [[0.0]]
+
+    options = ["--model", source, "--teacher", source, "--text", text, "--output_dir", output, "--steps", 2]
+    monkeypatch.setattr(sys, "argv", ["long_encoder", *map(str, options)])
+    script.main()
+    assert json.loads((output / script.RECORD).read_text())["steps"] == 2
+    before, after = teacher.state_dict(), script.SentenceTransformer(str(output), device="cpu").state_dict()
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert moved and not any("embeddings" in name for name in moved)

@@ -15,6 +15,8 @@ _NAMES = {
     "plan_batches": "batch_plan",
     "run_in_batches": "batch_plan",
     "fuse_projections": "fused_projections",
+    "late_chunks": "late_chunking",
+    "pool_spans": "late_chunking",
     "split_projections": "fused_projections",
 }
 

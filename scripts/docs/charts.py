@@ -282,6 +282,16 @@ PLANS: dict[str, list[Plan]] = {
         Plan("dots", ("model",), _HELD_OUT, axis="squared error (less is better) or accuracy", group=("data",))
     ],
     "sounds": [Plan("dots", ("model",), _HELD_OUT, axis="word error rate or perplexity", group=("data",))],
+    "long_documents": [
+        Plan(
+            "dots",
+            ("reader", "vectors", "seed", "context", "steps"),
+            {"recall@1": "first", "recall@5": "among five"},
+            axis="queries whose document is found, percent",
+            title="Documents found",
+            rows="Retrieval",
+        )
+    ],
     "uptraining": [
         Plan(
             "dots",

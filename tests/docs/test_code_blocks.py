@@ -30,6 +30,7 @@ from tests.documents import (
     short,
     small_corpus,
     write_llama,
+    write_minilm,
     write_roberta,
     write_rows,
 )
@@ -73,6 +74,7 @@ def workspace(tmp_path_factory):
     write_rows(folder)
     write_llama(folder)
     write_roberta(folder)
+    write_minilm(folder)
     for text in PAGES.values():
         for kind, block in blocks(text):
             if kind == "yaml":
