@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
-from hf_xformers import XFormerConfig
+from hf_xformers import XFormerConfig, XFormerModel
 from hf_xformers.attention import adaptive_span
 from hf_xformers.attention.adaptive_span import AdaptiveSpanAttention
 from hf_xformers.attention.realformer import RealFormerAttention
@@ -33,7 +33,7 @@ from tests.attention.score_helpers import (
     state_size,
     vectors,
 )
-from tests.helpers import close
+from tests.helpers import close, tokens
 
 # ------------------------------------------------------------------------------------------- paths
 
@@ -381,6 +381,28 @@ def test_dropout_acts_on_weights(name):
         assert (draws[0, 0] - draws[0, 1]).abs().max() > 1e-3
         expected = by_equation(name, layers, states[:1])[0][0]
         assert ((draws.mean(0) - expected).abs() < 5 * draws.std(0) / 300**0.5 + 1e-12).all()
+
+
+@names(lambda reference: True)
+def test_model(name):
+    """In a model: every number is set at the start, and padding between tokens counts as little as on their sides."""
+    reference = REFERENCES[name]
+    causal = reference.causal[-1]
+    fields = {**GEOMETRY, "position": "none", "is_decoder": causal, **reference.fields}
+    torch.use_deterministic_algorithms(True)  # memory that nobody has set holds NaN
+    try:
+        torch.manual_seed(0)
+        model = XFormerModel(XFormerConfig(**fields, attention=reference.spec)).double().eval()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(tensor.isfinite().all() for tensor in model.state_dict().values())
+    ids, mask = tokens(2, LENGTH, low=5, high=50), torch.ones(2, LENGTH, dtype=torch.long)
+    mask[0, [0, 3, 4, 9]], mask[1, 5:8] = 0, 0
+    with torch.no_grad():
+        found = model(ids, attention_mask=mask, use_cache=False).last_hidden_state
+        for row, real in enumerate(mask.bool()):
+            alone = model(ids[row : row + 1, real], use_cache=False).last_hidden_state[0]
+            close(found[row, real], alone, 1e-8)
 
 
 @pytest.mark.parametrize("name", COMPILED)

@@ -414,7 +414,7 @@ def test_a_cache_without_a_place_for_sums():
 
 
 @pytest.mark.parametrize("spec", [
-    {"type": "reformer", "chunk_length": 4}, {"type": "routing_transformer", "num_clusters": 3}, {"type": "informer"},
+    {"type": "reformer", "chunk_length": 4}, {"type": "routing_transformer", "num_clusters": 3},
 ], ids=lambda spec: spec["type"])  # fmt: skip
 def test_the_papers_form_does_not_generate(spec):
     config = XFormerConfig(**GEOMETRY, is_decoder=True, use_cache=False, attention={**spec, "causal_form": "paper"})
