@@ -63,6 +63,7 @@ def movement(
     allow, 512 tokens in all.
     """
     values = _values(before)
+    asked: list[tuple[dict[str, Tensor], Tensor | None]]
     if values is not None:
         text, rows, length, asked = "random values", 1, 0, [(values, None)]
     else:

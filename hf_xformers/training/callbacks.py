@@ -83,7 +83,7 @@ class TrainedSeconds(TrainerCallback, ExportableState):
 
     def resume(self, state: TrainerState) -> None:
         """Counts on from what a checkpoint says, from now on."""
-        saved: dict[str, Any] = state.stateful_callbacks.get(type(self).__name__) or {}  # type: ignore[assignment,union-attr]
+        saved: dict[str, Any] = state.stateful_callbacks.get(type(self).__name__) or {}  # type: ignore[union-attr]
         self.before = float(saved.get("attributes", {}).get("before", 0.0))
         self._started = time.perf_counter()
 
