@@ -20,7 +20,7 @@ def places(words, sizes):
     characters, pieces, word = [], [], 0
     for size in sizes:
         before, upto = " ".join(words[:word]), " ".join(words[: word + size])
-        characters.append((len(before) + bool(before), len(upto)))
+        characters.append((len(before), len(upto)))  # with the space before it
         counts = [len(tokenizer().tokenize(one)) for one in words]
         pieces.append((sum(counts[:word]), sum(counts[: word + size])))
         word += size
