@@ -49,7 +49,8 @@ def ties_beyond_ends(model: Any) -> bool:
     matrix, and torch refuses a parameter that is in two units."""
     table, output = model.get_input_embeddings(), model.get_output_embeddings()
     ends = [module for module in (table, output) if module is not None]
-    tied = getattr(table, "weight", None) is not None and table.weight is getattr(output, "weight", None)
+    weights = {id(module._parameters.get("weight")) for module in ends}
+    tied = len(ends) == 2 and len(weights) == 1 and ends[0]._parameters.get("weight") is not None
     own = [{id(parameter) for parameter in module.parameters()} for module in ends]
     inside = {id(module) for end in ends for module in end.modules()}
     rest = {

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers.trainer_callback import TrainerCallback
 
 _WORTH_A_LINE = 100e6  # bytes
@@ -17,9 +17,20 @@ def bytes_of(modules: Iterable[nn.Module]) -> int:
     storages = {}
     for module in modules:
         for tensor in (*module.parameters(), *module.buffers()):
-            storage = tensor.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
+            for part in _plain(tensor):
+                storages[part.untyped_storage().data_ptr()] = part.untyped_storage().nbytes()
     return sum(storages.values())
+
+
+def _plain(tensor: Any) -> Iterator[Tensor]:
+    """The tensors with memory of their own of which one is made: of a sharded one that of this process, of a quantized
+    one numbers and scales."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor
+        return
+    for part in (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]):
+        if isinstance(part, Tensor):  # and no mesh of devices
+            yield from _plain(part)
 
 
 def memory_line(model: nn.Module, beside: Iterable[nn.Module], optimizer: str) -> str | None:

@@ -193,7 +193,7 @@ def test_conversion_of_a_pruned_model_works_or_says_why_not():
         intermediate_size=24, head_dim=4, max_position_embeddings=32,
     )  # fmt: skip
     torch.manual_seed(0)
-    model, _, _ = open_converted(LlamaForCausalLM(config).eval())
+    model, _ = open_converted(LlamaForCausalLM(config).eval())
     layers = head_layers(model)
     pruned = prune_heads(model, {layer.key: [[2, 3]] for layer in layers})
     back = to_transformers(pruned, model_type="llama")

@@ -179,7 +179,7 @@ RUNS: dict[str, tuple[str, str, dict[str, Any], int, dict[str, Any]]] = {
     ),
     "centroids": ("xf_routing_transformer", "encoder", ROUTING, 22, {}),
     "two towers": ("xf_t5", "seq2seq", {}, 22, {}),
-    "two towers, plain trainer": ("xf_t5", "seq2seq", {}, 24, PLAIN),
+    "plain trainer, two towers": ("xf_t5", "seq2seq", {}, 24, PLAIN),
 }  # fmt: skip
 SAVED = 5  # the step of the checkpoint, inside the second epoch (or the first, with accumulation)
 
@@ -398,7 +398,7 @@ def fully_sharded(rank: int, world: int, folder: str) -> dict[str, Any]:
 
 
 SHARDED_RUNS = (
-    *("uneven", "uneven, accumulated, checkpointed", "reversible", "two towers", "two towers, plain trainer"),
+    *("uneven", "uneven, accumulated, checkpointed", "reversible", "two towers", "plain trainer, two towers"),
 )
 
 

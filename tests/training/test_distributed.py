@@ -140,7 +140,8 @@ def test_trainer_with_fsdp(name, results):
     alone, first, second = (job[name] for job in results("sharded_trainer"))
     assert first["split"] == second["split"] == {"DTensor"} != alone["split"]
     assert first["losses"] == second["losses"] == pytest.approx(alone["losses"], rel=1e-6)
-    assert first["eval_loss"] == pytest.approx(alone["eval_loss"])
+    if not name.startswith("plain"):  # as above
+        assert first["eval_loss"] == pytest.approx(alone["eval_loss"])
     close(first["state"], alone["state"])
     close(first["resumed"], first["state"], 0)
 

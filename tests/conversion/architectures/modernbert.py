@@ -69,8 +69,6 @@ ARCHITECTURES = (
         noted=frozenset({"initializer_cutoff_factor"}),
         unread=frozenset(
             {
-                "cls_token_id",
-                "sep_token_id",
                 "deterministic_flash_attn",
                 "sparse_pred_ignore_index",
             }
@@ -105,7 +103,6 @@ ARCHITECTURES = (
         },
         base={**BASE, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
         refused=frozenset({"pretraining_tp"}),
-        unread=frozenset({"mask_token_id"}),
         other_values={**OTHERS, "classifier_pooling": "mean"},
     ),
 )

@@ -57,7 +57,5 @@ ARCHITECTURE = Architecture(
         }
     ),
     noted=frozenset({"embed_init_std", "summary_first_dropout"}),
-    unread=frozenset(
-        {"use_lang_emb", "unk_index", "mask_index", "mask_token_id", "lang_id", "start_n_top", "end_n_top"}
-    ),
+    unread=frozenset({"use_lang_emb", "unk_index", "mask_index", "lang_id", "start_n_top", "end_n_top"}),
 )
