@@ -46,7 +46,7 @@ def test_every_console_line_is_tried():
     """Here, or in the tests of what it starts: the demo in test_scripts.py; the installation and the tests by running
     them."""
     others = [line for line in CONSOLE if line not in COMMANDS]
-    clone = ["git clone https://github.com/hf-xformers/hf_xformers", "cd hf_xformers", "pip install -e ."]
+    clone = ["git clone https://github.com/hf-xformers/hf_xformers", "cd hf_xformers", 'pip install -e ".[train]"']
     assert others == [*clone, "bash scripts/demo.sh", "bash scripts/test.sh"]
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
-from pathlib import Path
 
 import pytest
 
@@ -156,12 +154,3 @@ def test_options_reach_the_settings(tmp_path):
     assert entry.components == {"attention": {"type": "performer", "num_features": 32}} and entry.fields == {
         "hidden_size": 64
     }
-
-
-def test_example_of_the_readme():
-    text = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
-    (line,) = [line for line in text.splitlines() if line.startswith("hf-xformers benchmark")]
-    options = make_parser().parse_args(shlex.split(line)[2:])
-    assert read_settings(options).tasks == ("copy", "mqar")
-    narrow = read_entries(options.variants, options.set)[-1]
-    assert narrow.components == {"attention": {"attention_window": 128}}

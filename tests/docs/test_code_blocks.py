@@ -165,6 +165,8 @@ def read(line: str) -> None:
     elif words[:3] == ["pip", "install", "-e"]:
         extras = re.findall(r"\w+", words[3].removeprefix("."))
         assert set(extras) <= set(_EXTRAS.findall((ROOT / "pyproject.toml").read_text())), line
+    elif words[:2] == ["git", "clone"] or words[0] == "cd":
+        assert words[-1].endswith("hf_xformers")
     elif words[:2] == ["transformers", "serve"]:  # clients/test_serve.py asks a server
         assert "--trust-remote-code" in words
     else:
