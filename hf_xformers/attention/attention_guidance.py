@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..core.bounds import bounded
+from ..core.components import bounded
 from ..core.context import LayerContext
 from ..core.distributed import sum_over_processes
 from ..ops.common.real_tokens import is_first_real

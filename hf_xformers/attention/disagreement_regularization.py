@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..core.bounds import bounded
+from ..core.components import bounded
 from ..ops.common.products import widened
 from .shared.head_parts import HeadLoss, HeadLossModule, Heads, mean_over_tokens, register_loss
 

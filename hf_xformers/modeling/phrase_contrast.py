@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers.utils import can_return_tuple
 
 from ..core import outputs
-from ..core.bounds import bounded
 from ..core.choices import token_rows
+from ..core.components import bounded
 from ..core.contrastive import absent, info_nce, match
 from ..core.distributed import sum_over_processes
 from ..core.inputs import check_token_labels

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers.utils import can_return_tuple
 
 from ..core import outputs
-from ..core.bounds import bounded
+from ..core.components import bounded
 from ..core.losses import step_share, token_cross_entropy
 from ..core.pretraining_specs import PretrainingSpec, register_pretraining
 from .classifier_transform import refuse_transform

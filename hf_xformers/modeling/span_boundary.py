@@ -11,7 +11,7 @@ from transformers.utils import can_return_tuple
 
 from ..compat import shared_setting
 from ..core import outputs
-from ..core.bounds import bounded
+from ..core.components import bounded
 from ..core.inputs import check_token_labels
 from ..core.losses import step_share, token_cross_entropy
 from ..core.pretraining_specs import PretrainingSpec, register_pretraining

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.utils import can_return_tuple
 
 from ..core import outputs
-from ..core.bounds import bounded
+from ..core.components import bounded
 from ..core.contrastive import (
     Matches,
     absent,

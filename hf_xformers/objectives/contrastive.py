@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from ..core.bounds import bounded
+from ..core.components import bounded
 from .base import AnyObjective, Collator, Objective, Row, is_special, pad_rows, register, round_up, special_table
 
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from ..core.bounds import bounded
+from ..core.components import bounded
 from .base import IGNORE_INDEX, TOKEN_COLUMNS, Row, is_special, pad_rows, register, round_up
 from .masked_lm import MaskedLMCollator, MaskedLMObjective
 from .masked_lm import apply_noise as apply_mask

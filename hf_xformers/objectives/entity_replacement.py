@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..core.bounds import bounded
+from ..core.components import bounded
 from .base import IGNORE_INDEX, Collator, Objective, Row, is_special, pad_rows, register, special_table
 from .entity_tables import EMBEDDED, read_table
 from .masked_lm import KEEP, MaskedLMObjective, MaskNoise, given_units

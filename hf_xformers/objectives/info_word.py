@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..core.bounds import bounded
+from ..core.components import bounded
 from .base import Collator, Objective, Row, is_special, pad_rows, register, round_up, special_table
 from .contrastive import text_key
 from .masked_lm import KEEP, MASK, RANDOM, MaskNoise

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from ..core.bounds import bounded
+from ..core.components import bounded
 from .base import IGNORE_INDEX, Collator, Objective, Row, pad_rows, register, round_up
 
 Order = Literal[

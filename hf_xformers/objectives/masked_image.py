@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..core.bounds import bounded
+from ..core.components import bounded
 from .base import Objective, SeededCollator, keyed_generator, register
 
 

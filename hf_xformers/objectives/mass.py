@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from ..core.bounds import bounded
+from ..core.components import bounded
 from .base import IGNORE_INDEX, Collator, Objective, Row, is_special, pad_rows, register, round_up, special_table
 from .masked_lm import KEEP, MASK, RANDOM, MaskNoise
 from .masked_lm import apply_noise as mask_tokens

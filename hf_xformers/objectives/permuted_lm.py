@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..core.bounds import bounded
+from ..core.components import bounded
 from .base import IGNORE_INDEX, TOKEN_COLUMNS, Collator, Objective, Row, is_special, pad_rows, register, special_table
 
 _EVERYBODY_SEES = -1  # rank of what is there from the start

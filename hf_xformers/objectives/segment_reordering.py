@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..core.bounds import bounded
+from ..core.components import bounded
 from .base import Row, is_special, register
 from .masked_lm import MaskedLMCollator, MaskedLMObjective
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..core.bounds import bounded
+from ..core.components import bounded
 from .base import Collator, Objective, build_objective, keyed_generator, read_row, register
 from .masked_lm import MaskedLMCollator, MaskedLMObjective, merge_words
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from ..core.bounds import bounded
+from ..core.components import bounded
 from .base import IGNORE_INDEX, Row, is_special, pad_rows, register
 from .masked_lm import MaskedLMCollator, MaskedLMObjective, MaskNoise, apply_noise, sample_noise
 from .sentence_pairs import SentencePairCollator, SentencePairObjective, _chance, _integer

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from ..core.bounds import bounded
+from ..core.components import bounded
 from .base import Objective, Row, is_special, register, special_table
 from .seq2seq import Seq2SeqCollator
 from .span_corruption import apply_noise as replace_spans

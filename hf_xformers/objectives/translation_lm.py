@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from ..core.bounds import bounded
+from ..core.components import bounded
 from .base import TOKEN_COLUMNS, Collator, Objective, Row, is_special, pad_rows, read_row, register, special_table
 from .causal_lm import causal_labels
 from .masked_lm import KEEP, MASK, RANDOM, MaskNoise, apply_noise

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from ..core.bounds import bounded
+from ..core.components import bounded
 from ..core.mask_modes import ALL_TYPES, BIDIRECTIONAL, LEFT_TO_RIGHT, MODES, RIGHT_TO_LEFT, SEQ2SEQ, TYPES
 from .base import IGNORE_INDEX, Row, is_special, pad_rows, read_row, register
 from .masked_lm import KEEP, MASK, RANDOM, MaskedLMCollator, MaskedLMObjective, MaskNoise, _fill_budget, apply_noise

@@ -13,7 +13,7 @@ from typing import ClassVar, dataclass_transform
 import torch
 from torch import Tensor
 
-from ..core.bounds import bounded
+from ..core.components import bounded
 from ..core.extent import can_inspect
 from ..core.specs import Registry, TypedSpec, build_in, register_in
 from ..ops.common.constants import constant

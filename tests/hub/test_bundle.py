@@ -171,13 +171,10 @@ def test_code_is_closed(model_type):
 
 
 def test_only_what_is_used():
-    def attention(config):  # in two files where names mean two things
-        return "".join(text for name, text in code_files(config, config.heads).items() if name.startswith("attention"))
-
-    plain = attention(XFormerConfig())
-    assert "class DenseAttention" in plain and "class Performer" not in plain
+    files = code_files(XFormerConfig(), XFormerConfig.heads)
+    assert "class DenseAttention" in files["attention.py"] and "class Performer" not in files["attention.py"]
     mixed = XFormerConfig(num_hidden_layers=2, per_layer_config={1: {"attention": "performer"}}, decoder=None)
-    assert "class Performer" in attention(mixed)
+    assert "class Performer" in code_files(mixed, mixed.heads)["attention.py"]
     decoder = XFormerConfig(is_encoder_decoder=True, decoder={"position": "rotary"})
     assert "class RotarySpec" in code_files(decoder, decoder.heads)["position.py"]
 

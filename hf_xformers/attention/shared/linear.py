@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
-from ...core.bounds import bounded
 from ...core.cache import RecurrentStateLayer
+from ...core.components import bounded
 from ...core.context import LayerContext, SublayerOutput, self_attention_cache
 from ...core.sequence_parallel import SequenceForm, Unserved
 from ...ops.common.products import wide_products, widened

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.activations import ACT2FN
 
-from ...core.bounds import bounded
+from ...core.components import bounded
 from ...ops.capsule_routing import agreement_routing, em_routing
 from ...ops.common.products import widened
 from .head_parts import HeadAggregation

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ...core.bounds import bounded
+from ...core.components import bounded
 from ..predictions import widened
 from .base import DistillationMethod, Pass, mean_over_tokens, register, widths
 

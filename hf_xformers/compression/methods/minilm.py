@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ...core.bounds import bounded
+from ...core.components import bounded
 from .base import DistillationMethod, Pass, register, value_relation, weight_divergence
 
 

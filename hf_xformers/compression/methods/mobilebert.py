@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.bounds import bounded
+from ...core.components import bounded
 from ..layer_maps import uniform
 from .base import DistillationMethod, Pass, register, state_error, weight_divergence, widths
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ...core.bounds import bounded
+from ...core.components import bounded
 from ...core.pooling import pool
 from ..layer_maps import patient
 from ..predictions import widened

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...core.bounds import bounded
+from ...core.components import bounded
 from .base import DistillationMethod, register
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from ...core.bounds import bounded
+from ...core.components import bounded
 from .base import DistillationMethod, register
 
 

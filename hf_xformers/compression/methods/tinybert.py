@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.bounds import bounded
+from ...core.components import bounded
 from ..layer_maps import uniform
 from ..predictions import softened_cross_entropy
 from .base import DistillationMethod, Pass, register, score_error, state_error, widths
