@@ -41,7 +41,7 @@ esac
 summary=$(mktemp)
 trap 'rm -f "$summary"' EXIT
 code=0
-"${run[@]}" -q --progress "$summary" "$@" || code=$?
+"${run[@]}" -q "--progress=$summary" "$@" || code=$?
 if [ $# -eq 0 ] && [ "$code" -lt 2 ]; then # beyond 1 it was stopped
     "$python" scripts/conformance.py -n 2 --sample && theirs=passed || { theirs=failed code=1; }
     echo "the tests of transformers: $theirs, as said above" >>"$summary"
