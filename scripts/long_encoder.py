@@ -152,7 +152,7 @@ def main() -> None:
     parser.add_argument("--teacher", required=True, help="folder of its source")
     parser.add_argument("--text", required=True, help="a file of WikiText")
     parser.add_argument("--output_dir", required=True)
-    parser.add_argument("--steps", type=int, default=180)
+    parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--batch", type=int, default=1, help="stretches of a step")
     parser.add_argument("--learning_rate", type=float, default=1e-4)
     parser.add_argument(
