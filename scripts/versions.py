@@ -36,7 +36,8 @@ HEADS = ("ForMaskedLM", "ForCausalLM", "ForSeq2SeqLM", "ForImageClassification",
 
 def dependencies() -> dict[str, str]:
     """Name -> range of versions, of what the package needs."""
-    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    listed = project["dependencies"] + project["optional-dependencies"]["train"]
     return dict(re.fullmatch(r"([\w-]+)(.*)", item).groups() for item in listed)
 
 
