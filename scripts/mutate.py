@@ -50,6 +50,9 @@ import pytest
 sys.exit(pytest.main(sys.argv[2:]))
 """
 
+# A cached module counts as current while its source has the same size and second, which a changed constant may keep.
+_FRESH = {"PYTHONDONTWRITEBYTECODE": "1"}
+
 
 class Copy:
     """A copy of the repository that is changed and tested."""
@@ -78,7 +81,7 @@ class Copy:
         ]
         settings = dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
         process = subprocess.Popen(
-            command, cwd=self.root, env={**os.environ, "PYTHONPATH": str(self.root), **settings}, text=True,
+            command, cwd=self.root, env={**os.environ, "PYTHONPATH": str(self.root), **_FRESH, **settings}, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         try:
