@@ -213,7 +213,8 @@ def write(found: dict[str, Any]) -> None:
         " a sentence of a document's last quarter, beyond token 1,000, which was taken out of it. With several"
         " vectors a document is as near as the nearest of them. Passages are sentences of up to so many tokens"
         " together: the source reads each by itself, the converted model all in one pass (late chunking). Training saw"
-        " other articles (the validation split). Figures in percent, reading in processor seconds. A pass"
+        " other articles (the validation split). Figures in percent, times in processor time; that of"
+        " training was taken beside other work. A pass"
         " over 4,096 tokens stands beside 16 chunks of 256, the same number."
     )
     tables.write_json(RESULTS / "long_documents.json", found)
