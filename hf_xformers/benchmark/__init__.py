@@ -5,8 +5,7 @@ Names are imported when they are first used.
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from ..core.lazy import lazily
 
 _NAMES = {
     "Comparison": "runner",
@@ -19,9 +18,4 @@ _NAMES = {
 }
 
 __all__ = list(_NAMES)
-
-
-def __getattr__(name: str) -> Any:
-    if name in _NAMES:
-        return getattr(importlib.import_module(f"{__name__}.{_NAMES[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazily(__name__, _NAMES)

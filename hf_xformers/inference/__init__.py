@@ -6,8 +6,7 @@ What transformers brings works by itself: `torch.compile`, caches of several kin
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from ..core.lazy import lazily
 
 _NAMES = {
     "BatchCosts": "batch_plan",
@@ -21,9 +20,4 @@ _NAMES = {
 }
 
 __all__ = list(_NAMES)
-
-
-def __getattr__(name: str) -> Any:
-    if name in _NAMES:
-        return getattr(importlib.import_module(f"{__name__}.{_NAMES[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazily(__name__, _NAMES)

@@ -5,8 +5,7 @@ Names are imported when they are first used: `datasets` and transformers' Traine
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from ..core.lazy import lazily
 
 _NAMES = {
     "SIZES": "presets",
@@ -38,9 +37,4 @@ _NAMES = {
 }
 
 __all__ = list(_NAMES)
-
-
-def __getattr__(name: str) -> Any:
-    if name in _NAMES:
-        return getattr(importlib.import_module(f"{__name__}.{_NAMES[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazily(__name__, _NAMES)
