@@ -114,6 +114,8 @@ def check_rows(expected, results, mask, where, tolerance, seen=None, weights=Tru
                 result.output[row, real].detach(), of_text[number][0][0], rtol=tolerance, atol=tolerance,
                 msg=lambda text, note=note: note + text,
             )  # fmt: skip
+            if where == "eager" and weights:  # a path that gives none would not be looked at
+                assert (result.weights is None) == (of_text[number][1] is None), f"{note}weights"
             if result.weights is not None and of_text[number][1] is not None and weights:
                 keys = real if seen is None else seen[row]
                 torch.testing.assert_close(
