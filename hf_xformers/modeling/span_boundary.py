@@ -25,14 +25,9 @@ class SpanBoundarySpec(PretrainingSpec):
 
     summary = "masked tokens, and those of a span from its two neighbours (SpanBERT)"
 
-    places: int = 20
-    place_width: int = 200
+    places: int = bounded(20, least=1)
+    place_width: int = bounded(200, least=1)
     weight: float | int = bounded(1.0, least=0)
-
-    def check_fields(self) -> None:
-        for name, value in (("places", self.places), ("place_width", self.place_width)):
-            if value < 1:
-                raise ValueError(f"`{name}` of span_boundary must be at least 1, got {value}.")
 
 
 class SpanBoundaryHead(nn.Module):
