@@ -52,11 +52,11 @@ def reformer(layer, x, memory=None, causal=False):
 
 
 def routed(layer, x):
-    """Normalised queries, normalised keys and values of the routed heads, [R, T, d]."""
+    """Normalised queries and keys of the routed heads, [R, T, d]."""
     width = layer.head_dim
-    query, value = (split_heads(part(x), width)[0, layer.local :] for part in (layer.q_proj, layer.v_proj))
+    query = split_heads(layer.q_proj(x), width)[0, layer.local :]
     key = query if layer.shared else split_heads(layer.k_proj(x), width)[0, layer.local :]
-    return *(torch.nn.functional.layer_norm(y, (width,)) for y in (query, key)), value
+    return [torch.nn.functional.layer_norm(y, (width,)) for y in (query, key)]
 
 
 def routing(layer, x, memory=None, causal=False, turn=lambda x: x):
@@ -64,18 +64,16 @@ def routing(layer, x, memory=None, causal=False, turn=lambda x: x):
     included; else each centroid takes its nearest queries and keys, of which several memberships give the mean and
     none gives zero. Clusters are those of vectors that have not turned."""
     spec, n, width = layer.spec, x.shape[1], layer.head_dim
-    mixed = torch.zeros(1, layer.num_heads, n, width, dtype=torch.float64)
+    weights = torch.zeros(1, layer.num_heads, n, n, dtype=torch.float64)
     if layer.local:
-        q, k, v = (split_heads(p(x), width)[:, : layer.local] for p in (layer.q_proj, layer.k_proj, layer.v_proj))
+        q, k = (split_heads(part(x), width)[:, : layer.local] for part in (layer.q_proj, layer.k_proj))
         block = torch.arange(n) // spec.block_size
         away = block[None, :] - block[:, None]
         seen = (away >= -1) & (away <= 1)
         seen = seen & torch.ones(n, n).tril().bool() if causal else seen
         scores = turn(q) @ turn(k).mT / width**0.5
-        mixed[:, : layer.local] = torch.softmax(scores.masked_fill(~seen, -1e30), -1) @ v
-    if layer.local == layer.num_heads:
-        return written(layer, mixed)
-    q, k, v = routed(layer, x)
+        weights[:, : layer.local] = torch.softmax(scores.masked_fill(~seen, -1e30), -1)
+    q, k = routed(layer, x) if layer.local < layer.num_heads else ((), ())
     turned_q, turned_k = (turn(y[None])[0] if spec.rotates_routed else y for y in (q, k))
     for h in range(len(q)):
         near_q, near_k = (y[h] @ layer.centroids[h].T for y in (q, k))
@@ -90,10 +88,10 @@ def routing(layer, x, memory=None, causal=False, turn=lambda x: x):
             else:
                 sets = [keys for asks, keys in zip(members_q, members_k) if i in asks]
                 sets = [[t for t in keys if t <= i or not causal] for keys in sets]
-            if sets:
-                reads = [torch.softmax(turned_q[h, i] @ turned_k[h, s].T / width**0.5, 0) @ v[h, s] for s in sets]
-                mixed[0, layer.local + h, i] = torch.stack(reads).mean(0)
-    return written(layer, mixed)
+            for s in sets:
+                read = torch.softmax(turned_q[h, i] @ turned_k[h, s].T / width**0.5, 0)
+                weights[0, layer.local + h, i, s] += read / len(sets)
+    return written(layer, weights @ split_heads(layer.v_proj(x), width)), weights
 
 
 def start(layer):
@@ -110,7 +108,7 @@ ROUTING = {"type": "routing_transformer", "num_clusters": 3, "window_size": 4, "
 
 def by_content(spec, equation, causal=(False, True), position="none", **more):
     fields = {**TWO_HEADS, "position": position}
-    more = {"prepare": start, "rounds": False, "draws": True, "weights": equation is reformer, **more}
+    more = {"prepare": start, "rounds": False, "draws": True, **more}
     return Reference(spec, equation, causal, fields=fields, **more)
 
 
