@@ -94,6 +94,10 @@ def window_linear_attention(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         length, before = query.shape[2], 0
         real = key.new_ones(key.shape[0], length, dtype=torch.bool) if key_padding_mask is None else key_padding_mask
+        beta = None if linear_weight is None else linear_weight.to(dtype)[:, None, None, None]
+        mix = _Mix(query_map, key_map, gamma.to(dtype)[:, None, None, None], beta, window, causal, scale)
+        if length == 1 and state is not None:
+            return _step(mix, query, key, value, real, state, sinks)
         side, given = None, [(key, value)]
         if sinks:
             side, real = _take_sinks(key, value, real, state, sinks, causal)
@@ -106,8 +110,6 @@ def window_linear_attention(
         if all_near and side is not None:
             given.append((side.key, side.value))
         key, value = (torch.cat(parts, dim=2) for parts in zip(*given, strict=True))
-        beta = None if linear_weight is None else linear_weight.to(dtype)[:, None, None, None]
-        mix = _Mix(query_map, key_map, gamma.to(dtype)[:, None, None, None], beta, window, causal, scale)
         if all_near:
             sums = None if state is None else (state.kv[:, :, None], state.z[:, :, None])
             if state is None and torch.is_grad_enabled():  # over no keys: the maps' gradients are zero, not missing
@@ -227,6 +229,46 @@ def _grouped(left: Tensor, right: Tensor) -> Tensor:
     rows = left.shape[3]
     left = left.unflatten(1, (few, -1)).transpose(2, 3).flatten(3, 4)
     return (left @ right).unflatten(3, (-1, rows)).transpose(2, 3).flatten(1, 2)
+
+
+def _step(
+    mix: _Mix, query: Tensor, key: Tensor, value: Tensor, real: Tensor, state: WindowState, sinks: int
+) -> tuple[Tensor, WindowState]:
+    """One token of each text, and the state after it. Its time goes with the number of operations and the bytes that
+    they touch, so nothing is copied but the window as it moves on."""
+    keys, values, first = [state.key.to(key.dtype), key], [state.value.to(value.dtype), value], state[5:]
+    near = [state.real, real]
+    if sinks:
+        sink_key, sink_value, taken = cast("tuple[Tensor, Tensor, Tensor]", first)
+        count = taken.sum(-1, keepdim=True)
+        new = real & (count == torch.arange(sinks, device=key.device))
+        here = new[:, None, :, None]
+        first = torch.where(here, key, sink_key), torch.where(here, value, sink_value), taken | new
+        keys, values, near = [*keys, first[0]], [*values, first[1]], [state.real, real & (count >= sinks), first[2]]
+    visible = torch.cat(near, dim=-1)[:, None, None]
+    heads = (*query.shape[:3], -1)
+    asked = (query * mix.scale).view(query.shape[0], key.shape[1], -1, query.shape[3])
+    scores = torch.cat([asked @ part.mT for part in keys], dim=-1)
+    weights = torch.softmax(scores.masked_fill(~visible, torch.finfo(scores.dtype).min), dim=-1)
+    # The largest weight is 1 / sum_j exp(s_j - c).
+    total = mix.gamma[:, 0] * visible.any(-1, keepdim=True) / weights.amax(-1).view(heads)
+    shares = weights.split([part.shape[2] for part in values], dim=-1)
+    out = torch.stack([share @ part for share, part in zip(shares, values, strict=True)]).sum(0).view(heads) * total
+    phi = mix.query_map(query)
+    phi = phi if mix.beta is None else phi * mix.beta[:, 0]
+    out = (out + phi @ state.kv) * inverse_or_zero(total + phi @ state.z[..., None])
+    kv, z, moved = state.kv, state.z, int(state.key.shape[2] == mix.window - 1)
+    if moved:  # the oldest token leaves the window, which is this one where there is no other
+        oldest = int(mix.window == 1)
+        gone, passed = (_for_heads(x[oldest][:, :, :1], query) for x in (keys, values))
+        more = _sums(mix, gone, passed, near[oldest][:, :1])
+        kv, z = kv + more[0], z + more[1]
+    if mix.window > 1:
+        key, value = (torch.cat([x[0][:, :, moved:], x[1]], dim=2) for x in (keys, values))
+        real = torch.cat([near[0][:, moved:], near[1]], dim=1)
+    else:
+        key, value, real = keys[0], values[0], near[0]
+    return out, WindowState(key, value, real, kv, z, *first)
 
 
 def _in_chunks(
