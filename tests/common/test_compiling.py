@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from accelerate.utils import compile_regions
 
 from hf_xformers.blocks.base import XFormerLayer, unpack_layer
 from hf_xformers.core.components import SLOTS
@@ -107,3 +108,21 @@ def test_compile_to_code(case):
     with torch.no_grad():
         output = case.run(torch.compile(model, fullgraph=True, dynamic=False), ids, mask)
         close(output, case.run(model, ids, mask), 1e-4)
+
+
+@pytest.mark.parametrize("name", ["xf_bert-encoder", "xf_longformer-encoder", "xf_performer-decoder"])
+def test_layers_that_are_alike_share_their_code(name):
+    """Accelerate's regional compilation: the first layer makes what a call's layers share, and the rest are alike."""
+    case = next(case for case in CASES if str(case) == name)
+    model = case.build(num_hidden_layers=5)
+    ids, mask = pad([tokens(9), tokens(5, seed=1)], 9, "right")
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    with torch.no_grad():
+        expected = case.run(model, ids, mask, use_cache=False)
+        close(case.run(compile_regions(model, backend=count), ids, mask, use_cache=False), expected)
+    assert 1 <= len(graphs) <= 3  # with the final norm or the like

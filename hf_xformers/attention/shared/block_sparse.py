@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache
 from ...core.context import LayerContext
 from ...core.visibility import visible_pairs
 from ...ops.block_sparse.attention import block_sparse_attention
-from ...ops.block_sparse.patterns import Pattern
+from ...ops.block_sparse.pattern_base import Pattern, same_pattern
 from ...ops.common.padding import row_spans
 from ...ops.common.real_tokens import from_first_real, real_first
 from ...ops.score_terms.attention import take, tile_attention
@@ -43,7 +43,7 @@ class BlockSparseAttention(Attention):
 
     def __init__(self, config, spec, *, layer_idx: int, cross: bool = False):
         super().__init__(config, spec, layer_idx=layer_idx, cross=cross)
-        self.pattern = spec.pattern(config, self.layer_idx)
+        self.pattern = same_pattern(spec.pattern(config, self.layer_idx))
         self.pattern.check_heads(self.num_heads)
 
     def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:

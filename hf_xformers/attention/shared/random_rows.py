@@ -94,6 +94,8 @@ class RandomRows(_Base):
 
     def rows(self, context: LayerContext) -> Tensor:
         """Those of this call."""
+        if not self.training:  # nothing redraws them, and a graph need not know which layer it is of
+            return self.directions
         return context.shared.get(self._rows_key, self.directions)
 
     def _load_from_state_dict(self, *args, **kwargs) -> None:

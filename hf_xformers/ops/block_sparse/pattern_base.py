@@ -27,12 +27,20 @@ from torch import Tensor
 Span = tuple[int | None, int | None]
 
 _BY_KEY: weakref.WeakValueDictionary[int, Pattern] = weakref.WeakValueDictionary()
+_BY_VALUE: weakref.WeakValueDictionary[int, Pattern] = weakref.WeakValueDictionary()
 _NEXT_KEY = itertools.count()
 
 
 def pattern_from_key(key: int) -> Pattern:
     """The living pattern whose `key` attribute is `key`. Raises KeyError when it has been garbage collected."""
     return _BY_KEY[key]
+
+
+def same_pattern(pattern: Pattern) -> Pattern:
+    """The first living pattern that equals `pattern`: layers with it have one graph when they are compiled one by
+    one."""
+    known = _BY_VALUE.setdefault(hash(pattern), pattern)
+    return known if known == pattern else pattern
 
 
 class Pattern:
