@@ -1,4 +1,5 @@
-"""Trained models in use: the three projections of attention as one, and padded batches of texts of like lengths.
+"""Trained models in use: the three projections of attention as one, layers compiled one by one, and padded batches of
+texts of like lengths.
 
 What transformers brings works by itself: `torch.compile`, caches of several kinds, assistants, and continuous batching
 (`model.generate_batch`). Names are imported when they are first used.
@@ -13,6 +14,7 @@ _NAMES = {
     "measure_batch_costs": "batch_plan",
     "plan_batches": "batch_plan",
     "run_in_batches": "batch_plan",
+    "compile_layers": "compiled_layers",
     "fuse_projections": "fused_projections",
     "late_chunks": "late_chunking",
     "pool_spans": "late_chunking",

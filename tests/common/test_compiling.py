@@ -6,10 +6,10 @@ import json
 
 import pytest
 import torch
-from accelerate.utils import compile_regions
 
 from hf_xformers.blocks.base import XFormerLayer, unpack_layer
 from hf_xformers.core.components import SLOTS
+from hf_xformers.inference import compile_layers
 from tests.attention.references import COMPILED, REFERENCES
 from tests.common.cases import CASES, components, covering
 from tests.helpers import close, close_gradients, gradients, pad, tokens
@@ -112,7 +112,7 @@ def test_compile_to_code(case):
 
 @pytest.mark.parametrize("name", ["xf_bert-encoder", "xf_longformer-encoder", "xf_performer-decoder"])
 def test_layers_that_are_alike_share_their_code(name):
-    """Accelerate's regional compilation: the first layer makes what a call's layers share, and the rest are alike."""
+    """The first layer makes what a call's layers share, and the rest have one graph."""
     case = next(case for case in CASES if str(case) == name)
     model = case.build(num_hidden_layers=5)
     ids, mask = pad([tokens(9), tokens(5, seed=1)], 9, "right")
@@ -124,5 +124,11 @@ def test_layers_that_are_alike_share_their_code(name):
 
     with torch.no_grad():
         expected = case.run(model, ids, mask, use_cache=False)
-        close(case.run(compile_regions(model, backend=count), ids, mask, use_cache=False), expected)
-    assert 1 <= len(graphs) <= 3  # with the final norm or the like
+        compiled = compile_layers(model, backend=count, fullgraph=True)
+        close(case.run(compiled, ids, mask, use_cache=False), expected)
+    assert len(graphs) == 2
+
+
+def test_a_model_without_layers_of_ours():
+    with pytest.raises(ValueError, match="Linear has no layers of hf_xformers"):
+        compile_layers(torch.nn.Linear(1, 1))
