@@ -25,7 +25,7 @@ from measure import write_results
 from hf_xformers.cli import main as command
 from hf_xformers.compression.report import Measuring, Row, compare
 from hf_xformers.finetuning.sources import read_conll
-from hf_xformers.metrics import entity_scores
+from hf_xformers.metrics import compute
 
 RESULTS = Path(__file__).parent / "results" / "compression.json"
 SHAPE = {
@@ -114,7 +114,7 @@ class Task:
                 counts[word][tag] += 1
         tags = {word: found.most_common(1)[0][0] for word, found in counts.items()}
         guess = [[tags.get(word, "O") for word in row["tokens"]] for row in self.test_rows]
-        return 100 * entity_scores(guess, [row["tags"] for row in self.test_rows])["overall_f1"]
+        return 100 * compute("seqeval", guess, [row["tags"] for row in self.test_rows])["overall_f1"]
 
     def pretrained(self) -> Path:
         folder, text = self.work / "pretrained", self.work / "texts.txt"

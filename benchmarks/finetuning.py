@@ -34,7 +34,7 @@ from measure import write_results
 from hf_xformers.cli import main
 from hf_xformers.finetuning.options import TaskData
 from hf_xformers.finetuning.sources import load_rows, read_conll
-from hf_xformers.metrics import corpus_bleu, entity_scores
+from hf_xformers.metrics import compute
 from hf_xformers.variants import config_class
 
 RESULTS = Path(__file__).parent / "results"
@@ -85,7 +85,7 @@ def wnut17(folder: Path) -> dict[str, Any]:
             counts[word][tag] += 1
     usual = {word: found.most_common(1)[0][0] for word, found in counts.items()}
     guess = [[usual.get(word, "O") for word in row["tokens"]] for row in rows["dev"]]
-    score = entity_scores(guess, [row["tags"] for row in rows["dev"]])["overall_f1"]
+    score = compute("seqeval", guess, [row["tags"] for row in rows["dev"]])["overall_f1"]
     return {
         "head": "ForTokenClassification",
         "variants": ENCODERS,
@@ -114,7 +114,7 @@ def multi30k(folder: Path) -> dict[str, Any]:
             *("--max_length", "64", "--max_target_length", "64", "--label_smoothing_factor", "0.1"),
         ],
         "metric": "bleu",
-        "baseline": ("source copied", corpus_bleu(source, target)["bleu"]),
+        "baseline": ("source copied", compute("sacrebleu", source, target)["bleu"]),
         "texts": [line for path in data[:2] for line in Path(path).read_text(encoding="utf-8").splitlines()],
     }
 

@@ -89,7 +89,7 @@ echo "setup: installing hf_xformers (extras: $wanted)"
 "${pip[@]}" -c "$constraints" --no-build-isolation --editable ".[${wanted// /,}]"
 # pip would compile every module of every package, nine tenths of which are never imported. What commands load is
 # compiled now, also for those whose environment forbids it later; the rest when it is first used.
-PYTHONDONTWRITEBYTECODE= HF_HUB_OFFLINE=1 "$venv/bin/python" -c 'import evaluate, peft, hf_xformers.cli.pretrain, \
+PYTHONDONTWRITEBYTECODE= HF_HUB_OFFLINE=1 "$venv/bin/python" -c 'import peft, hf_xformers.cli.pretrain, \
 hf_xformers.training.trainer' || fail "what was just installed cannot be imported; remove $venv and run this again."
 
 printf '%s\n%s\n' "$fingerprint" "$wanted" >"$stamp"

@@ -92,7 +92,7 @@ def test_outcomes(mutate, tmp_path):
     found = mutate.mutations(ROOT, ["hf_xformers/metrics/squad.py"], 0, 100)
     hundred = next(one for one in found if source[one.start : one.end] == b"100.0")
     broken = mutate.Mutation(hundred.file, 1, "constant", 0, 0, "import nothing_of_that_name\n")
-    other = mutate.mutations(ROOT, ["hf_xformers/metrics/rouge.py"], 0, 1)[0]
+    other = mutate.mutations(ROOT, ["hf_xformers/metrics/extractive.py"], 0, 1)[0]
     for one in (hundred, broken, other):
         copy.try_out(one, [["tests/test_new.py"]], 100)
     assert [one.outcome for one in (hundred, broken, other)] == ["caught", "no import", "survived"]

@@ -7,6 +7,7 @@ import os
 import re
 
 from ..core.out_of_memory import is_out_of_memory
+from ..metrics.scores import PACKAGES
 
 _REMEDIES = {
     errno.ENOSPC: (
@@ -34,7 +35,7 @@ _REMEDIES = {
 }
 
 
-_OF_TRAIN = ("accelerate", "datasets", "evaluate", "peft", "psutil")  # the packages of the extra
+_OF_TRAIN = ("accelerate", "datasets", "peft", "psutil", *PACKAGES)  # what the extra has
 
 
 def explain(error: BaseException) -> str | None:

@@ -247,10 +247,6 @@ class TaskOptions:
     ctc_beams: int = field(
         default=1, metadata={"help": "Speech recognition: beams of the search for a transcript (1: the best path)."}
     )
-    metric_backend: str = field(
-        default="auto",
-        metadata={"help": "evaluate, own (equal values, offline), or auto: evaluate where it can load its script."},
-    )
 
 
 @dataclass

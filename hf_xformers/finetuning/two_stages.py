@@ -195,7 +195,6 @@ class TwoStages:
             label_column=wanted.intermediate_label_column,
             max_length=self.task.max_length,
             objective=self.task.objective,
-            metric_backend=self.task.metric_backend,
         )
         run = RunOptions(overwrite_output_dir=self.run_options.overwrite_output_dir)
         given = {name: value for name, value in self.options.items() if name != "peft_fields"}

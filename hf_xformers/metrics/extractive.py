@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from .rouge import _f1, _words
-
 
 def greedy_oracle(sentences: Sequence[str], summary: str, most: int | None = None) -> list[int]:
     """Indices, in order, of the sentences that together have the best sum of ROUGE-1 and ROUGE-2 F1 with a summary,
@@ -14,8 +12,10 @@ def greedy_oracle(sentences: Sequence[str], summary: str, most: int | None = Non
 
     Bigrams are those within sentences. most: how many are chosen at most. Of equal sentences the first is chosen.
     """
-    gold = [_grams(_words(summary), n) for n in (1, 2)]
-    grams = [[_grams(_words(sentence), n) for n in (1, 2)] for sentence in sentences]
+    from rouge_score.tokenize import tokenize
+
+    gold = [_grams(tokenize(summary, None), n) for n in (1, 2)]
+    grams = [[_grams(tokenize(sentence, None), n) for n in (1, 2)] for sentence in sentences]
     chosen: list[int] = []
     so_far, best = [Counter[tuple[str, ...]](), Counter[tuple[str, ...]]()], 0.0
     while most is None or len(chosen) < most:
@@ -36,4 +36,4 @@ def _grams(words: Sequence[str], n: int) -> Counter[tuple[str, ...]]:
 
 
 def _score(ours: Counter, theirs: Counter) -> float:
-    return _f1(sum((ours & theirs).values()), ours.total(), theirs.total())
+    return 2.0 * (ours & theirs).total() / max(1, ours.total() + theirs.total())

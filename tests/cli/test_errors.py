@@ -1,12 +1,18 @@
 """Input that cannot work: one paragraph that names the value and the remedy, exit code 2, no traceback."""
 
 import json
+import re
+import tomllib
+from importlib.metadata import packages_distributions
+from pathlib import Path
 
 import pytest
 from transformers import BertConfig
 
-from hf_xformers.cli import main
+from hf_xformers.cli import file_errors, main
 from tests.training.runs import SHAPE, flags, pretrain
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def refused(capsys, *argv):
@@ -243,7 +249,14 @@ def test_convert(bert, tmp_path, capsys):
     assert "is not empty" in refused(capsys, "convert", "--from", bert, "--to", tmp_path / "used")
 
 
-@pytest.mark.parametrize("package", ["accelerate", "datasets", "peft"])
+def test_the_packages_of_the_extra_are_known():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extra = {re.match(r"[\w-]+", item)[0] for item in project["optional-dependencies"]["train"]}
+    distributions = packages_distributions()
+    assert {distributions[name][0].replace("_", "-") for name in file_errors._OF_TRAIN} == extra
+
+
+@pytest.mark.parametrize("package", ["accelerate", "datasets", "peft", "seqeval"])
 def test_a_missing_package_of_an_extra_is_named(package, monkeypatch, capsys):
     """Where the models alone are installed; transformers names accelerate in a text of its own."""
 

@@ -72,7 +72,6 @@ REQUESTS = {
         {"metric_for_best_model": "bleu"},
         ["'bleu' is not measured; choose one of loss, accuracy, f1"],
     ),
-    "metric backend": ({"metric_backend": "mine"}, ["--metric_backend 'mine' is unknown; take one of auto"]),
     "too long rows": (
         {"max_length": 600, "max_position_embeddings": 100},
         ["--max_length 600 is more than the 100 tokens", "take at most 100"],

@@ -1,4 +1,4 @@
-"""`datasets` streams into a Trainer, and `evaluate` scores with it, or its stand-in where it has no network."""
+"""`datasets` streams into a Trainer, and `evaluate` scores with it, beside our metrics."""
 
 import evaluate
 import numpy as np

@@ -133,7 +133,6 @@ def command(task: str, data: list[str], output: Path, /, **options) -> list[str]
         "max_target_length": 12 if task in ("translation", "summarization") else None,
         "validation_fraction": 0.25,
         "disable_tqdm": "true",
-        "metric_backend": "own",
         "use_cpu": True,
     }
     merged = {**defaults, **options}

@@ -12,15 +12,17 @@ from hf_xformers.cli import main
 from hf_xformers.data import train_tokenizer
 from hf_xformers.finetuning.options import TaskOptions
 from hf_xformers.finetuning.tasks import ExtractiveSummarization
-from hf_xformers.metrics.extractive import greedy_oracle
-from hf_xformers.metrics.rouge import rouge
+from hf_xformers.metrics import compute, greedy_oracle
 
 SENTENCES = ["A red cat sat.", "Dogs bark at night.", "The moon is high.", "A cat and dogs sleep."]
 
 
 def quality(chosen, summary):
     """ROUGE-1 and ROUGE-2 of sentences (their bigrams do not cross, as no bigram of the summary does here)."""
-    return sum(rouge([" ".join(SENTENCES[index] for index in chosen)], [summary])[key] for key in ("rouge1", "rouge2"))
+    return sum(
+        compute("rouge", [" ".join(SENTENCES[index] for index in chosen)], [summary])[key]
+        for key in ("rouge1", "rouge2")
+    )
 
 
 def test_oracle_is_the_best_pair():

@@ -46,7 +46,7 @@ def places(tmp_path_factory):
 def argv(places, output, tasks, *extra, **options):
     start = {"model": places["bert"]} if "variant" not in options else {**SHAPE, "vocab_size": 300}
     defaults = {**start, "output_dir": output, "per_device_train_batch_size": 8, "num_train_epochs": 1,
-                "disable_tqdm": "true", "metric_backend": "own", "use_cpu": True}  # fmt: skip
+                "disable_tqdm": "true", "use_cpu": True}  # fmt: skip
     tokens = flags(**{**defaults, **options})
     for name, kind in tasks.items():
         tokens += ["--task", f"{name}={kind}", "--data", *(f"{name}={file}" for file in places[name])]
@@ -368,7 +368,6 @@ def test_a_file_of_several_tasks(places, tmp_path, capsys):
                 "sampling": "sqrt",
                 "use_cpu": True,
                 "disable_tqdm": True,
-                "metric_backend": "own",
             }
         )
     )

@@ -24,7 +24,7 @@ from .tagging import TokenClassification
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-OF_EVERY_TASK = ("task", "max_length", "metric_backend", "class_balance")  # options; `Task` refuses what cannot be
+OF_EVERY_TASK = ("task", "max_length", "class_balance")  # options; `Task` refuses what cannot be
 TASKS: dict[str, type[Task]] = {
     task.id: task
     for task in (

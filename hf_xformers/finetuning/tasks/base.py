@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from ...metrics import BACKENDS, compute
+from ...metrics import compute, require_packages
 from ..origin import RowNames, columns_of
 
 if TYPE_CHECKING:
@@ -70,11 +70,8 @@ class Task:
     one_row: bool = False  # what is generated stands behind what is read, and both share the positions
 
     def __init__(self, options: TaskOptions) -> None:
+        require_packages()
         self.options = options
-        if options.metric_backend not in BACKENDS:
-            raise ValueError(
-                f"--metric_backend {options.metric_backend!r} is unknown; take one of {', '.join(BACKENDS)}"
-            )
         for name in ("max_length", "max_target_length", "max_answer_length", "n_best"):
             value = getattr(options, name)
             if value is not None and value < 1:
@@ -225,8 +222,10 @@ class Task:
 
     # ---------------------------------------------------------------------------------------------- for the subclasses
 
-    def metric_of(self, name: str, predictions: Sequence[Any], references: Sequence[Any], **extra: Any) -> dict:
-        return compute(name, predictions, references, backend=self.options.metric_backend, **extra)
+    @staticmethod
+    def metric_of(name: str, predictions: Sequence[Any], references: Sequence[Any], **extra: Any) -> dict[str, float]:
+        """The figures of a metric by its name, as `hf_xformers.metrics.compute` gives them."""
+        return compute(name, predictions, references, **extra)
 
     def column(
         self, rows: Dataset, wanted: str | None, usual: Sequence[str], what: str, option: str, required: bool = True

@@ -333,8 +333,6 @@ class SpeechRecognition(Task):
     def trivial(self, train: Encoded) -> Trivial | None:
         """One transcript for all sounds, the best that was found: of the most frequent ones, and of the most frequent
         word over and over."""
-        from ...metrics import word_error_rate
-
         texts = [row["text"] for row in train.rows if row.get("text")]
         if not texts:
             return None
@@ -343,7 +341,7 @@ class SpeechRecognition(Task):
         frequent = [text for text, _ in Counter(texts).most_common(_CANDIDATES)]
         repeated = [" ".join([word] * count) for count in range(min(longest, _CANDIDATES) + 1)]
         some = texts[:200]
-        best = min([*repeated, *frequent], key=lambda said: word_error_rate([said] * len(some), some)["wer"])
+        best = min([*repeated, *frequent], key=lambda said: self.metric_of("wer", [said] * len(some), some)["wer"])
         return Trivial(f"{best!r} of every sound", best)
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...metrics import is_entity_tag
 from ..names import TAGS, TAGS_OF_ALIAS, WORDS
 from ..origin import RowNames
 from .base import Encoded, Labels, Task, Trivial, check_columns, is_hidden, most_frequent
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 IGNORE_INDEX = -100
+_ENTITY_TAG = re.compile(r"[BIESLU]-.+")
 
 
 class TokenClassification(Task):
@@ -73,7 +74,7 @@ class TokenClassification(Task):
         self._read_labels()
 
     def _read_labels(self) -> None:
-        self.entities = all(is_entity_tag(name) for name in self.labels.names)
+        self.entities = all(name == "O" or _ENTITY_TAG.fullmatch(name) for name in self.labels.names)
         self.outside = "O" if "O" in self.labels.names else self.labels.names[0]
 
     @staticmethod
