@@ -173,6 +173,8 @@ from .variants.xformer import XFormerConfig as XFormerConfig
 from .variants.xlnet import XFXLNetConfig as XFXLNetConfig
 
 __version__: str
+_NAMES: dict[str, str]
+_PACKAGES: tuple[str, ...]
 
 class XFAdaNormForCausalLM(XFormerForCausalLM): ...
 class XFAdaNormForMaskedLM(XFormerForMaskedLM): ...

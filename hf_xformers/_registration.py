@@ -57,7 +57,7 @@ class LazyVariants(dict):
     def __len__(self) -> int:
         return len(list(iter(self)))
 
-    def keys(self):  # type: ignore[override]
+    def keys(self):
         return list(iter(self))
 
     def values(self) -> ValuesView:  # type: ignore[override]
@@ -147,7 +147,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
             execute(module)
             self.enter(module)
 
-        loader.exec_module = exec_module  # type: ignore[method-assign]
+        loader.exec_module = exec_module
         return spec
 
 

@@ -36,11 +36,11 @@ class XFormerPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
-    _no_split_modules = KeptWhole()  # type: ignore[assignment]
+    _no_split_modules = KeptWhole()
     _supports_sdpa = True
     _supports_flex_attn = True
     _supports_flash_attn = True
-    _supports_attention_backend = ServedByEngines()  # type: ignore[assignment]
+    _supports_attention_backend = ServedByEngines()
     _can_compile_fullgraph = True
     under_a_head = False
     reads_every_token: ClassVar[bool] = False  # whether a head predicts something for each token of its last tower
@@ -107,11 +107,12 @@ class XFormerPreTrainedModel(PreTrainedModel):
             )
         table = super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
         for module in self.modules():  # what else has an entry for each id
-            if hasattr(module, "resize_vocabulary"):
-                module.resize_vocabulary(self.config.vocab_size)
+            resize: Any = getattr(module, "resize_vocabulary", None)
+            if resize is not None:
+                resize(self.config.vocab_size)
         return table
 
-    def get_input_embeddings(self) -> nn.Module:
+    def get_input_embeddings(self) -> Any:
         return end_for(self, super().get_input_embeddings())
 
     def get_submodule(self, target: str) -> nn.Module:

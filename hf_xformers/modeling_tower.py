@@ -68,7 +68,7 @@ class XFormerTower(XFormerPreTrainedModel):
 
     def _read_capabilities(self) -> None:
         """What the components of this tower take, asked once."""
-        config, layers = self.config, self.config.layer_configs()
+        config, layers = cast(XFormerConfig, self.config), self.config.layer_configs()
         self.max_length = config.position.max_length(config)
         self.restarts_after = config.stack.restarts_after(config)
         self.extra_inputs = self.names_of_inputs(config)
@@ -256,7 +256,7 @@ class XFormerTower(XFormerPreTrainedModel):
             summaries = None if summaries is None else self.final_norm(summaries)
         return TowerOutput(
             last_hidden_state=hidden_states,
-            **{CACHE: past_key_values if use_cache else None},
+            **cast(Any, {CACHE: past_key_values if use_cache else None}),
             padding_mask=result.context.padding_mask,
             log_probs=result.aux_losses.pop(LOG_PROBS, None),
             aux_losses=result.aux_losses or None,
@@ -277,7 +277,9 @@ class XFormerTower(XFormerPreTrainedModel):
     def _embedded(self, inputs_embeds: Tensor, token_type_ids: Tensor | None, context: LayerContext) -> Tensor:
         """[B, T, D]: what the layers start from."""
         if token_type_ids is not None and not self.config.type_vocab_size:
-            token_type_ids = None if "token_type_ids" in self.extra_inputs else self.leave_out(token_type_ids)
+            if "token_type_ids" not in self.extra_inputs:
+                self.leave_out(token_type_ids)
+            token_type_ids = None
         given = {name: context.inputs[name] for name in self.embedding_inputs if name in context.inputs}
         embedding, position = self.embedding, PositionActs(self.position)
         hidden_states = embedding(inputs_embeds, token_type_ids, context.positions, position, **given)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +48,7 @@ class XFormerModel(XFormerPreTrainedModel):
         self.pooler = build_pooler(config) if pooled else None
         views = [view.layer(index) for view in config.tower_configs() for index in range(view.num_hidden_layers)]
         self.choice_loss = build_choice_loss(view.attention for view in views)
-        self._tied_weights_keys = self.shared_tables() or None
+        self._tied_weights_keys = self.shared_tables() or None  # type: ignore[assignment]
         self.post_init()
 
     @property
@@ -69,7 +69,7 @@ class XFormerModel(XFormerPreTrainedModel):
             return super().get_expanded_tied_weights_keys(all_submodels=True)
         return self.shared_tables()
 
-    def get_input_embeddings(self) -> nn.Module:
+    def get_input_embeddings(self) -> Any:
         return end_for(self, self.trunk.get_input_embeddings())
 
     def set_input_embeddings(self, value: nn.Module) -> None:
@@ -163,7 +163,7 @@ class XFormerModel(XFormerPreTrainedModel):
                 kwargs.pop(name, None)
         return self._decoded(encoded, attention_mask, written, **generation, **kwargs)
 
-    def _one_tower(self, text: dict[str, Tensor | None], **kwargs: Any) -> XFormerModelOutput:
+    def _one_tower(self, text: dict[str, Any], **kwargs: Any) -> XFormerModelOutput:
         """The output of an encoder or a decoder-only model. text: the inputs that describe its tokens."""
         if self.pooler is not None and kwargs.get("past_key_values") is None:
             text = {**text, "attention_mask": self.real_tokens(text["input_ids"], text["attention_mask"])}
@@ -240,14 +240,15 @@ class XFormerModel(XFormerPreTrainedModel):
     ) -> XFormerSeq2SeqModelOutput:
         """The output of both towers. attention_mask: of the encoder's text. text: the inputs that describe the
         decoder's tokens."""
+        decoder = cast(XFormerTower, self.decoder)
         memories, mask, encoder_losses, chosen = None, None, None, None
         if isinstance(encoded, TowerOutput):  # what only a tower of this package says
             memories, mask, encoder_losses = encoded.memories, encoded.padding_mask, encoded.aux_losses
             chosen = encoded.log_probs
         if past_key_values is None and (self.config.use_cache if use_cache is None else use_cache):
-            if not self.decoder.recomputes:
+            if not decoder.recomputes:
                 past_key_values = make_cache(self.config)
-        output = self.decoder(
+        output = decoder(
             **text,
             encoder_hidden_states=encoded.last_hidden_state if memories is None else memories,
             encoder_attention_mask=attention_mask if mask is None else mask,

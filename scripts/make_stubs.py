@@ -48,7 +48,8 @@ def top_stub() -> str:
             else:
                 lines.append(f"from .{_below(base.__module__)} import {base.__name__} as {base.__name__}")
                 classes.append(f"class {name}({base.__name__}): ...")
-    return f"{_HEADER}{_sorted(set(lines))}\n__version__: str\n\n" + "\n".join(sorted(classes)) + "\n"
+    private = "__version__: str\n_NAMES: dict[str, str]\n_PACKAGES: tuple[str, ...]\n"
+    return f"{_HEADER}{_sorted(set(lines))}\n{private}\n" + "\n".join(sorted(classes)) + "\n"
 
 
 def _below(module: str) -> str:

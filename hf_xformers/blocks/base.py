@@ -60,16 +60,16 @@ class BlockSpec(Spec):
     takes_spans: ClassVar[bool] = False
     why_not_unpad: ClassVar[str] = ""
 
-    def plan(self, config, layer_idx: int, cross: bool) -> list[SublayerPlan]:
+    def plan(self, config: Any, layer_idx: int, cross: bool) -> list[SublayerPlan]:
         """The sublayers of layer `layer_idx`, in order; `cross`: the tower reads a memory."""
         raise NotImplementedError
 
-    def cache_layer(self, config) -> CacheLayerMixin | None:
+    def cache_layer(self, config: Any) -> CacheLayerMixin | None:
         """A new layer of a generation cache that holds what the block keeps of one layer beside keys and values
         (`AttentionSpec.keeps_keys_alone`); None: nothing."""
         return None
 
-    def build(self, config, **where) -> XFormerLayer:
+    def build(self, config: Any, **where: Any) -> XFormerLayer:
         return XFormerLayer(config, self, **where)
 
 
@@ -81,7 +81,7 @@ class XFormerLayer(GradientCheckpointingLayer):
     run at many depths.
     """
 
-    def __init__(self, config, block: BlockSpec, *, layer_idx: int, cross: bool = False):
+    def __init__(self, config: Any, block: BlockSpec, *, layer_idx: int, cross: bool = False):
         super().__init__()
         self.plan = tuple(block.plan(config, layer_idx, cross))
         self.plan_alone = tuple(entry for entry in self.plan if entry.kind != "cross_attention")
@@ -107,7 +107,7 @@ class XFormerLayer(GradientCheckpointingLayer):
             self.add_module(f"{entry.name}_residual", frames[-1])
 
     @staticmethod
-    def _build(config, entry: SublayerPlan, layer_idx: int):
+    def _build(config: Any, entry: SublayerPlan, layer_idx: int):
         if entry.kind == "feedforward":
             if entry.inner_scale != 1.0:
                 config = copy.copy(config)

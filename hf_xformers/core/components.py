@@ -9,10 +9,10 @@ This file imports none of the rooms: a room is imported the first time one of it
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, dataclass_transform
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar, cast, dataclass_transform
 
 from .bounds import bounded
 from .hand_overs import HandOver, check_hand_overs
@@ -28,6 +28,8 @@ from .specs import (
     register_in,
     resolve_field_types,
 )
+
+AnySpec = TypeVar("AnySpec", bound="Spec")
 
 
 @dataclass(kw_only=True)
@@ -68,7 +70,7 @@ class Spec(TypedSpec):
     gives: ClassVar[frozenset[HandOver]] = frozenset()
     reads: ClassVar[frozenset[HandOver]] = frozenset()
 
-    def check(self, config) -> None:
+    def check(self, config: Any) -> None:
         """Checks of this spec against the config that holds it (one tower's view of it)."""
 
     def common_settings(self) -> dict[str, Any]:
@@ -76,7 +78,7 @@ class Spec(TypedSpec):
         one's place takes it over."""
         return {}
 
-    def build(self, config, **where):
+    def build(self, config: Any, **where: Any) -> Any:
         raise NotImplementedError(f"{type(self).__name__} does not say which module it builds.")
 
 
@@ -112,11 +114,11 @@ SLOTS["cross_attention"] = SLOTS["attention"]  # one registry: a mechanism says 
 
 
 @dataclass_transform(kw_only_default=True, field_specifiers=(field, aliased))
-def register(slot: str, name: str, *, aliases: tuple[str, ...] = ()):
+def register(slot: str, name: str, *, aliases: tuple[str, ...] = ()) -> Callable[[type[AnySpec]], type[AnySpec]]:
     """Class decorator: makes `cls` a strict dataclass and registers it as component `name` of `slot`."""
 
-    def wrap(cls: type[Spec]) -> type[Spec]:
-        cls = register_in(SLOTS[slot], cls, name, aliases)
+    def wrap(cls: type[AnySpec]) -> type[AnySpec]:
+        cls = register_in(cast("Registry[AnySpec]", SLOTS[slot]), cls, name, aliases)
         cls.slot = slot
         return cls
 
@@ -140,7 +142,7 @@ def names(slot: str) -> list[str]:
     return list(SLOTS[slot])
 
 
-def check_components(config) -> None:
+def check_components(config: Any) -> None:
     """Refuses combinations that cannot work, for one tower's view of a config.
 
     Specs declare capabilities as class variables; every rule that involves two components is here, so that each
@@ -207,7 +209,7 @@ def check_components(config) -> None:
         getattr(config, slot).check(config)
 
 
-def _check_heads(slot: str, spec: Any, config) -> None:
+def _check_heads(slot: str, spec: Any, config: Any) -> None:
     """Refuses what attention cannot do to its queries, keys and scores."""
     if spec.query_key_norm != "none":
         norm = config.normalization
@@ -325,7 +327,7 @@ def _check_chain(slot: str, layers: list) -> None:
                 )
 
 
-def refuse_unpadding(config) -> None:
+def refuse_unpadding(config: Any) -> None:
     """Refuses `unpad_inputs` for components that mix tokens outside attention.
 
     Raises:

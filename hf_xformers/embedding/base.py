@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
@@ -27,19 +27,19 @@ class EmbeddingSpec(Spec):
     reads_series: ClassVar[bool] = False
     splits_table: ClassVar[bool] = False
 
-    def table_width(self, config) -> int:
+    def table_width(self, config: Any) -> int:
         """Columns of the token table, which the towers of an encoder-decoder share."""
         return config.hidden_size
 
-    def position_width(self, config) -> int:
+    def position_width(self, config: Any) -> int:
         """Width of the states that positions are added to."""
         return config.hidden_size
 
-    def clusters(self, config) -> tuple[Cluster, ...] | None:
+    def clusters(self, config: Any) -> tuple[Cluster, ...] | None:
         """The clusters of a vocabulary whose words have vectors of several widths; None: there is one table."""
         return None
 
-    def tables(self, config) -> tuple[str, ...]:
+    def tables(self, config: Any) -> tuple[str, ...]:
         """Names of the tensors that make up the token table, which both towers of an encoder-decoder share."""
         return ("tokens.weight",)
 

@@ -11,9 +11,11 @@ from ..compat import grouped_mm_fallback
 
 def translations() -> dict[Any, Any]:
     """By operator, what makes its form."""
-    from onnxscript import opset18 as op
+    from onnxscript import opset18
 
     from .triangular import inverse_of_unit_lower
+
+    op: Any = opset18  # whose types know tensors alone, no numbers in their place
 
     def sort_stable(self: Any, stable: Any = None, dim: int = -1, descending: bool = False) -> Any:
         # ONNX says of TopK that equal values stand in the order of their places: it is stable.

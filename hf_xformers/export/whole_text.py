@@ -351,7 +351,8 @@ def silent(*names: str) -> Iterator[None]:
 
 def _longest(model: XFormerPreTrainedModel) -> int | None:
     """The most tokens that all towers take; None: any number."""
-    towers = [tower for tower in (model.base_model.trunk, model.base_model.decoder) if tower is not None]
+    inner: Any = model.base_model
+    towers = [tower for tower in (inner.trunk, inner.decoder) if tower is not None]
     limits = [tower.max_length for tower in towers if tower.max_length is not None]
     return min(limits) if limits else None
 

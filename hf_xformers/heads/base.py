@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ..core.components import Spec
 from ..core.vocabulary_clusters import Cluster
@@ -25,19 +25,19 @@ class HeadSpec(Spec):
     forecasts: ClassVar[bool] = False
     splits_vocabulary: ClassVar[bool] = False
 
-    def clusters(self, config) -> tuple[Cluster, ...] | None:
+    def clusters(self, config: Any) -> tuple[Cluster, ...] | None:
         """The clusters that the vocabulary is predicted in; None: it is predicted at once."""
         return None
 
-    def tied(self, config) -> dict[str, str]:
+    def tied(self, config: Any) -> dict[str, str]:
         """The head's tensors that are the embedding's unless the config unties them: name -> name there."""
         return {"decoder.weight": "tokens.weight"}
 
-    def num_outputs(self, config) -> int:
+    def num_outputs(self, config: Any) -> int:
         """How many entries of the vocabulary can be predicted, from id 0 on: the last axis of the logits."""
         return config.vocab_size
 
-    def logit_scale(self, config) -> float:
+    def logit_scale(self, config: Any) -> float:
         """What hidden states are multiplied by before the projection."""
         return 1.0
 

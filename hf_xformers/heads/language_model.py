@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
@@ -20,7 +22,7 @@ class LanguageModelHead(nn.Module):
 
     def __init__(
         self,
-        config,
+        config: Any,
         *,
         transform: str | None,
         bias: bool,
@@ -41,7 +43,7 @@ class LanguageModelHead(nn.Module):
         self.scale = config.hidden_size**-0.5 if scale else None
         self.cap, self.from_zero = cap, from_zero
 
-    def initialize(self, config, init) -> None:
+    def initialize(self, config: Any, init: Any) -> None:
         if self.from_zero and not config.tie_word_embeddings:
             init.zeros_(self.decoder.weight)
 
@@ -76,7 +78,7 @@ class LinearHeadSpec(HeadSpec):
     cap: float | int | None = bounded(None, above=0)
     from_zero: bool = False
 
-    def check(self, config) -> None:
+    def check(self, config: Any) -> None:
         if self.unpredicted and config.tie_word_embeddings:
             raise ValueError(
                 f"linear head with `unpredicted={self.unpredicted}` has fewer rows than the token table and cannot be"
@@ -88,10 +90,10 @@ class LinearHeadSpec(HeadSpec):
                 " predict; lower it."
             )
 
-    def num_outputs(self, config) -> int:
+    def num_outputs(self, config: Any) -> int:
         return config.vocab_size - self.unpredicted
 
-    def logit_scale(self, config) -> float:
+    def logit_scale(self, config: Any) -> float:
         return config.hidden_size**-0.5 if self.scale else 1.0
 
     def is_projection(self) -> bool:
@@ -100,7 +102,7 @@ class LinearHeadSpec(HeadSpec):
     def logit_cap(self) -> float | None:
         return self.cap
 
-    def build(self, config, **where) -> LanguageModelHead:
+    def build(self, config: Any, **where: Any) -> LanguageModelHead:
         return LanguageModelHead(
             config, transform=None, bias=self.bias, scale=self.scale, cap=self.cap, from_zero=self.from_zero
         )
@@ -126,7 +128,7 @@ class TransformHeadSpec(HeadSpec):
                 f"transform head: unknown activation {self.activation!r}; known: {', '.join(sorted(ACT2FN))}."
             )
 
-    def build(self, config, **where) -> LanguageModelHead:
+    def build(self, config: Any, **where: Any) -> LanguageModelHead:
         return LanguageModelHead(config, transform=self.activation, bias=self.bias, scale=False)
 
 
@@ -143,5 +145,5 @@ class FactorizedHeadSpec(HeadSpec):
 
     bias: bool = False
 
-    def build(self, config, **where) -> LanguageModelHead:
+    def build(self, config: Any, **where: Any) -> LanguageModelHead:
         return LanguageModelHead(config, transform=None, bias=self.bias, scale=False, projects=True)

@@ -52,7 +52,7 @@ def _accuracy(predictions: Sequence[Any], references: Sequence[Any]) -> Scores:
     return {"accuracy": accuracy_score(references, predictions)}
 
 
-def _f1(predictions: Sequence[int], references: Sequence[int], average: str = "binary") -> Scores:
+def _f1(predictions: Sequence[Any], references: Sequence[Any], average: str = "binary") -> Scores:
     """average: `binary`, of class 1; `macro`, the mean over classes that occur; `micro`, of the summed counts."""
     from sklearn.metrics import f1_score
 
@@ -61,7 +61,7 @@ def _f1(predictions: Sequence[int], references: Sequence[int], average: str = "b
 
 def _multilabel_f1(predictions: Sequence[Sequence[int]], references: Sequence[Sequence[int]], average: str) -> Scores:
     """Of 0/1 matrices [N, labels]; a column alone is for scikit-learn no matrix but two classes."""
-    return _f1(predictions, references, average=average if len(references[0]) > 1 else "binary")
+    return _f1(predictions, references, average if len(references[0]) > 1 else "binary")
 
 
 def _matthews_correlation(predictions: Sequence[int], references: Sequence[int]) -> Scores:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
 from transformers.utils import can_return_tuple
 
+from ..configuration_xformer import XFormerConfig
 from ..core import outputs
 from ..core.choices import joint, token_rows
 from ..core.inputs import check_axes
@@ -96,10 +97,10 @@ class XFormerForBidirectionalLM(LanguageModel):
 
     _of_one_embedding: dict[str, str] = {}  # the second model's tensors -> the first one's
 
-    def __init__(self, config):
+    def __init__(self, config: XFormerConfig):
         super().__init__(self.shaped(config, is_decoder=True, is_encoder_decoder=False))
         self._check_components()
-        config = self.config
+        config = cast(XFormerConfig, self.config)
         self.settings = settings = BidirectionalLMSpec.of(config)
         self.backward_model = XFormerModel(config, add_pooler=False)
         self.backward_model.under_a_head = True

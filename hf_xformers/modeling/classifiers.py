@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +12,7 @@ from transformers.utils import can_return_tuple
 
 from ..attention.shared.multihead_block import MultiheadPooling
 from ..compat import CACHE
+from ..configuration_xformer import XFormerConfig
 from ..core import outputs
 from ..core.choices import rows_of_mean, token_rows
 from ..core.inputs import check_token_labels
@@ -34,9 +35,9 @@ class Classifier(TellsAdapters, XFormerPreTrainedModel):
     # Losses that are means over rows, whatever else `forward` takes: Trainer has to divide them by accumulation steps.
     accepts_loss_kwargs = False
 
-    def __init__(self, config, num_outputs: int):
+    def __init__(self, config: XFormerConfig, num_outputs: int):
         super().__init__(config)
-        self.num_labels = config.num_labels
+        self.num_labels = cast(int, config.num_labels)
         if config.embedding.reads_series:
             raise ValueError(
                 f"{type(self).__name__} reads words, and embedding {config.embedding.type!r} numbers; use the class"
@@ -126,8 +127,8 @@ class Classifier(TellsAdapters, XFormerPreTrainedModel):
 class XFormerForSequenceClassification(Classifier):
     """Classification or regression of whole texts."""
 
-    def __init__(self, config):
-        super().__init__(config, config.num_labels)
+    def __init__(self, config: XFormerConfig):
+        super().__init__(config, cast(int, config.num_labels))
         self.exits = config.stack.build_exits(config)
         if self.exits is not None:
             self.post_init()
@@ -181,12 +182,12 @@ class XFormerForTokenClassification(Classifier):
     reads_every_token = True
     accepts_loss_kwargs = True  # `num_items_in_batch`
 
-    def __init__(self, config):
+    def __init__(self, config: XFormerConfig):
         self.refuse_two_towers(config)
-        super().__init__(config, config.num_labels)
+        super().__init__(config, cast(int, config.num_labels))
         self.crf: LinearChainCRF | None = None
         if config.tag_decoder == "crf":
-            names = [str(name) for _, name in sorted(config.id2label.items())]
+            names = [str(name) for _, name in sorted(cast(dict, config.id2label).items())]
             self.crf = LinearChainCRF(names)
         self.exits = config.stack.build_token_exits(config)
         self.model.trunk.reads_tokens_alone = self.crf is None
@@ -285,7 +286,7 @@ class XFormerForQuestionAnswering(Classifier):
     reads_pooler = False
     reads_every_token = True
 
-    def __init__(self, config):
+    def __init__(self, config: XFormerConfig):
         super().__init__(config, 2)
 
     @can_return_tuple
@@ -330,7 +331,7 @@ class XFormerForQuestionAnswering(Classifier):
 class XFormerForMultipleChoice(Classifier):
     """Choice among several continuations of one text."""
 
-    def __init__(self, config):
+    def __init__(self, config: XFormerConfig):
         self.refuse_two_towers(config)
         super().__init__(config, 1)
 

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.utils import can_return_tuple
 
+from ..configuration_xformer import XFormerConfig
 from ..core import outputs
 from ..core.inputs import check_token_labels
 from ..core.losses import step_share, token_binary_cross_entropy, token_cross_entropy
@@ -22,7 +23,7 @@ class XFormerForEntityReplacement(LanguageModel):
 
     accepts_loss_kwargs = True  # `num_items_in_batch`
 
-    def __init__(self, config):
+    def __init__(self, config: XFormerConfig):
         super().__init__(self.shaped(config, is_decoder=False, is_encoder_decoder=False))
         self.entity_classifier = nn.Linear(2 * self.config.stack.output_width(self.config), 1)
         self.post_init()

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.utils import can_return_tuple
 
+from ..configuration_xformer import XFormerConfig
 from ..core import outputs
 from ..modeling_base import XFormerPreTrainedModel
 from ..modeling_xformer import XFormerModel
@@ -45,7 +46,7 @@ class XFormerForTimeSeriesPrediction(XFormerPreTrainedModel):
     main_input_name = "past_values"
     input_modalities = ["time"]
 
-    def __init__(self, config):
+    def __init__(self, config: XFormerConfig):
         config = forecasting_config(config)
         super().__init__(config)
         self.model = XFormerModel(config, add_pooler=False)

@@ -13,6 +13,7 @@ from transformers.generation import ContinuousBatchingConfig, GenerationMixin, G
 from transformers.utils import can_return_tuple, logging
 
 from ..compat import CACHE, one_cache, slice_logits_to_keep
+from ..configuration_xformer import XFormerConfig
 from ..core import outputs
 from ..core.cache import RecurrentStateLayer, cache_layers, make_cache, stateful_part
 from ..core.choices import token_rows
@@ -35,14 +36,14 @@ class LanguageModel(XFormerPreTrainedModel):
     reads_pooler = False
     reads_every_token = True
 
-    def __init__(self, config):
+    def __init__(self, config: XFormerConfig):
         super().__init__(config)
         self.model = XFormerModel(config, add_pooler=self.reads_pooler)
         self.model.under_a_head = True
         view = config.layer(max(config.num_hidden_layers - 1, 0))
         if not config.shares_token_table:  # what is predicted are ids of the decoder
             view = copy.copy(view)
-            view.vocab_size = config.decoder_vocab_size
+            view.vocab_size = config.decoder_vocab_size  # type: ignore[assignment]
         self.lm_head = config.head.build(view)
         table = "model.trunk.embedding" if config.shares_token_table else "model.decoder.embedding"
         self._tied_weights_keys = {
@@ -102,7 +103,7 @@ class LanguageModel(XFormerPreTrainedModel):
 class _Generative(LanguageModel, GenerationMixin):
     """Generation with the cache that the config's mechanisms declare."""
 
-    def __init__(self, config):
+    def __init__(self, config: XFormerConfig):
         super().__init__(config)
         # A state that cannot forget its last tokens: transformers then refuses to decode with an assistant.
         self._is_stateful = not make_cache(config).is_croppable
@@ -261,7 +262,7 @@ class _Generative(LanguageModel, GenerationMixin):
 class XFormerForMaskedLM(LanguageModel):
     """An encoder that predicts masked tokens."""
 
-    def __init__(self, config):
+    def __init__(self, config: XFormerConfig):
         super().__init__(self.shaped(config, is_decoder=False, is_encoder_decoder=False))
         self.model.trunk.reads_tokens_alone = True
 
@@ -304,7 +305,7 @@ class XFormerForMaskedLM(LanguageModel):
 class XFormerForCausalLM(_Generative):
     """A decoder that predicts the next token."""
 
-    def __init__(self, config):
+    def __init__(self, config: XFormerConfig):
         super().__init__(self.shaped(config, is_decoder=True, is_encoder_decoder=False))
         self.model.trunk.reads_tokens_alone = True
 
@@ -379,7 +380,7 @@ class XFormerForCausalLM(_Generative):
 class XFormerForSeq2SeqLM(_Generative):
     """An encoder-decoder that predicts a target text."""
 
-    def __init__(self, config):
+    def __init__(self, config: XFormerConfig):
         super().__init__(self.shaped(config, is_decoder=False, is_encoder_decoder=True))
 
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:

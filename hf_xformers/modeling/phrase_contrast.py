@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers.utils import can_return_tuple
 
+from ..configuration_xformer import XFormerConfig
 from ..core import outputs
 from ..core.choices import token_rows
 from ..core.components import bounded
@@ -46,7 +47,7 @@ class XFormerForPhraseContrast(LanguageModel):
 
     accepts_loss_kwargs = True  # `num_items_in_batch`
 
-    def __init__(self, config):
+    def __init__(self, config: XFormerConfig):
         super().__init__(self.shaped(config, is_decoder=False, is_encoder_decoder=False))
         self.settings = PhraseContrastSpec.of(self.config)
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers.utils import can_return_tuple
 
 from ..auto_classes import registered
+from ..configuration_xformer import XFormerConfig
 from ..core import outputs
 from ..core.inputs import check_token_labels
 from ..core.losses import step_share, token_cross_entropy, with_aux_losses
@@ -120,7 +121,7 @@ class XFormerForReplacedTokenPreTraining(XFormerForReplacedTokenDetection):
 
     made_of: ClassVar[tuple[str, ...]] = ("ForMaskedLM", "ForReplacedTokenDetection")
 
-    def __init__(self, config):
+    def __init__(self, config: XFormerConfig):
         super().__init__(config)
         config = self.config
         if config.embedding.clusters(config) is not None and self.settings.generator_sharing != "untied":

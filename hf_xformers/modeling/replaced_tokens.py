@@ -9,6 +9,7 @@ from transformers.activations import ACT2FN
 from transformers.utils import can_return_tuple
 
 from ..compat import shared_setting
+from ..configuration_xformer import XFormerConfig
 from ..core import outputs
 from ..core.components import bounded
 from ..core.inputs import check_token_labels
@@ -42,7 +43,7 @@ class TextContext(nn.Module):
     """f(W LN(h_t + h_1) + b), h_1 the state of the first token (He et al. 2021, DeBERTaV3, arXiv 2111.09543, released
     code)."""
 
-    def __init__(self, config):
+    def __init__(self, config: XFormerConfig):
         super().__init__()
         width = config.stack.output_width(config)
         self.norm = nn.LayerNorm(width, eps=shared_setting(config, "layer_norm_eps"))
@@ -68,7 +69,7 @@ class XFormerForReplacedTokenDetection(Classifier):
     accepts_loss_kwargs = True  # `num_items_in_batch`
     loss_weight: float | None = None
 
-    def __init__(self, config):
+    def __init__(self, config: XFormerConfig):
         super().__init__(self.shaped(config, is_decoder=False, is_encoder_decoder=False), 1)
         self.settings = ReplacedTokensSpec.of(self.config)
         self.context = TextContext(self.config) if self.settings.detection_context else None

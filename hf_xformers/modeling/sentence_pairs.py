@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 from transformers.utils import can_return_tuple
 
+from ..configuration_xformer import XFormerConfig
 from ..core import outputs
 from ..core.components import bounded
 from ..core.losses import step_share, token_cross_entropy
@@ -29,7 +30,7 @@ class XFormerForNextSentencePrediction(Classifier):
     """Two-way classification of a pair of texts: next sentence (BERT) or sentence order (ALBERT). Class 0: B follows
     A."""
 
-    def __init__(self, config):
+    def __init__(self, config: XFormerConfig):
         refuse_transform(config, type(self).__name__)
         super().__init__(self.shaped(config, is_decoder=False, is_encoder_decoder=False), 2)
 

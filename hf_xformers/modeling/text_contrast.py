@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.utils import can_return_tuple
 
+from ..configuration_xformer import XFormerConfig
 from ..core import outputs
 from ..core.components import bounded
 from ..core.contrastive import (
@@ -55,7 +56,7 @@ class XFormerForTextContrast(XFormerPreTrainedModel):
     reads_pooler = False
     accepts_loss_kwargs = True  # `num_items_in_batch`
 
-    def __init__(self, config):
+    def __init__(self, config: XFormerConfig):
         config = self.shaped(config, is_decoder=False, is_encoder_decoder=False)
         super().__init__(config)
         self.settings = TextContrastSpec.of(config)

@@ -173,7 +173,7 @@ class PositionSpec(Spec):
     any_width: ClassVar[bool] = False
     bias_of_distance: ClassVar[bool] = False
 
-    def max_length(self, config) -> int | None:
+    def max_length(self, config: Any) -> int | None:
         """Longest sequence (tokens) that positions exist for; None without a limit."""
         return None
 
@@ -187,12 +187,12 @@ class PositionSpec(Spec):
         ([`Rotation.by_length`])."""
         return False
 
-    def shared_sizes(self, config) -> tuple:
+    def shared_sizes(self, config: Any) -> tuple:
         """What has to be alike in all layers of a tower, because they read the same tables."""
         rotation = (config.head_width,) if "rotation" in self.acts else ()
         return rotation + ((config.num_attention_heads,) if "score_bias" in self.acts else ())
 
-    def build_terms(self, config, layer_idx: int) -> PositionTerms:
+    def build_terms(self, config: Any, layer_idx: int) -> PositionTerms:
         """What stands on the attention of layer `layer_idx` (acts `score_terms` and `head_terms`)."""
         raise NotImplementedError(f"position {self.type!r} adds nothing inside attention.")
 

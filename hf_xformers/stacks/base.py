@@ -116,43 +116,43 @@ class StackSpec(Spec):
     replays_memory: ClassVar[bool] = False
     why_not_unpad: ClassVar[str] = "it reads states by row between its layers"
 
-    def num_layers(self, config) -> int:
+    def num_layers(self, config: Any) -> int:
         """Modules to build (fewer than steps when weights are shared over depth)."""
         return config.num_hidden_layers
 
-    def num_steps(self, config) -> int:
+    def num_steps(self, config: Any) -> int:
         """Executions of a layer, which is the number of cache slots."""
         return config.num_hidden_layers
 
-    def cache_layer(self, config) -> CacheLayerMixin | None:
+    def cache_layer(self, config: Any) -> CacheLayerMixin | None:
         """A new layer of a generation cache that holds the state of one execution step, whatever the attention; None:
         the attention says which."""
         return None
 
-    def cache_layer_at(self, config, step: int) -> CacheLayerMixin | None:
+    def cache_layer_at(self, config: Any, step: int) -> CacheLayerMixin | None:
         """The same for one execution step, where they differ."""
         return self.cache_layer(config)
 
-    def outer_layers(self, config) -> int:
+    def outer_layers(self, config: Any) -> int:
         """How many of a decoder's first layers read the whole rows and the columns of a grid of tokens by turns, for
         later rows alone; 0: none do."""
         return 0
 
-    def memory_slots(self, config) -> int | None:
+    def memory_slots(self, config: Any) -> int | None:
         """States beside the segment that a layer reads of a segment memory, and a generation cache has room for; None:
         there is no such memory, and a cache grows with the text."""
         return None
 
-    def remembers_parts(self, config) -> bool:
+    def remembers_parts(self, config: Any) -> bool:
         """Whether the parts of a text that processes hold can be the segments of its memory: each layer remembers its
         own input in earlier ones, which all processes have at the same time."""
         return False
 
-    def cache_slots(self, config) -> int | None:
+    def cache_slots(self, config: Any) -> int | None:
         """Keys and values that a generation cache has room for; None: it grows with the text."""
         return self.memory_slots(config)
 
-    def restarts_after(self, config) -> int | None:
+    def restarts_after(self, config: Any) -> int | None:
         """Tokens after which positions begin anew, and nothing sees further back; None: they go on with the text."""
         return None
 
@@ -160,7 +160,7 @@ class StackSpec(Spec):
         """How many sentences before the text's own it reads, as inputs of their own."""
         return 0
 
-    def context_texts(self, config) -> tuple[str, str] | None:
+    def context_texts(self, config: Any) -> tuple[str, str] | None:
         """Names of the inputs that hold ids and mask [B, K, S] of further texts, which the tower embeds for it."""
         return None
 
@@ -168,27 +168,27 @@ class StackSpec(Spec):
         """Whether `XFormerTrainer` replays memories, where they can be (`replays_memory`)."""
         return False
 
-    def output_width(self, config) -> int:
+    def output_width(self, config: Any) -> int:
         """Width of the last states, which the final norm, the pooler and the heads read."""
         return config.hidden_size
 
-    def gives_every_token(self, config) -> bool:
+    def gives_every_token(self, config: Any) -> bool:
         """Whether the last states are one for each token of the text."""
         return True
 
-    def build_pooler(self, config) -> TextPooler | None:
+    def build_pooler(self, config: Any) -> TextPooler | None:
         """What makes a text's vector of the last states in place of the usual pooler, called with `(hidden_states [B,
         T, D], padding_mask)` and the model inputs that its class names in `inputs`; None: the usual one."""
         return None
 
-    def build_token_exits(self, config) -> nn.Module | None:
+    def build_token_exits(self, config: Any) -> nn.Module | None:
         """Classifiers of tokens inside the stack, for the token classification head, or None."""
         return None
 
-    def build_language_exits(self, config) -> nn.Module | None:
+    def build_language_exits(self, config: Any) -> nn.Module | None:
         """What lets tokens of a decoder leave early, for the heads that predict tokens, or None."""
         return None
 
-    def build_exits(self, config) -> nn.Module | None:
+    def build_exits(self, config: Any) -> nn.Module | None:
         """Classifiers inside the stack, for the sequence classification head (see heads/early_exit.py), or None."""
         return None

@@ -6,7 +6,7 @@ import functools
 from dataclasses import field
 from typing import Any, ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..auto_classes import register_model
 from ..configuration_xformer import XFormerConfig
@@ -103,7 +103,7 @@ class XFDebertaForMaskedLM(_MaskedLM):
     layers below do not know, enter in the last one (He et al. 2021, section 3.2). Other heads are trained without
     it."""
 
-    def __init__(self, config):
+    def __init__(self, config: XFDebertaConfig):
         super().__init__(config)
         self.absolute_positions = None
         if ABSOLUTE_POSITIONS in self.config.stack.inputs:
@@ -114,7 +114,7 @@ class XFDebertaForMaskedLM(_MaskedLM):
     def forward(self, *args, **kwargs):
         return super().forward(*args, **kwargs, **self.own_inputs())
 
-    def own_inputs(self):
+    def own_inputs(self) -> dict[str, Tensor]:
         return {} if self.absolute_positions is None else {ABSOLUTE_POSITIONS: weight_of(self.absolute_positions)}
 
 

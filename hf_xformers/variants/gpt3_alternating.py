@@ -73,7 +73,8 @@ class XFGPT3AlternatingConfig(XFormerConfig):
         own = self.to_dict().get("per_layer_config", {}) if follows else None
         super().__setattr__(key, value)
         if own is not None:
-            self.per_layer_config = self._with_bands(own) or None
+            layers: Any = self._with_bands(own)
+            self.per_layer_config = layers or None
 
     def __post_init__(self, **kwargs):
         if self.window_size < 1:

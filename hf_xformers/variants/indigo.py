@@ -105,7 +105,7 @@ class XFIndigoForCausalLM(_CausalLM):
             "use_cache": use_cache,
             "insertion_positions": insertion_positions,
         }
-        targets = kwargs.get("shift_labels")
+        targets: Any = kwargs.get("shift_labels")
         if (targets is None and labels is None) or not isinstance(self.lm_head, InsertionHead):
             return super().forward(**given, labels=labels, logits_to_keep=logits_to_keep, **kwargs)
         count, _ = kwargs.pop("num_items_in_batch", None), kwargs.pop("shift_labels", None)

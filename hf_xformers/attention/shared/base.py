@@ -65,7 +65,7 @@ class Attention(Undecayed, Sublayer):
             cls.unpads = vars(cls).get("unpads", False)
             cls.joins_projections = vars(cls).get("joins_projections", False)
 
-    def __init__(self, config, spec: AttentionSpec, *, layer_idx: int, cross: bool = False):
+    def __init__(self, config: Any, spec: AttentionSpec, *, layer_idx: int, cross: bool = False):
         super().__init__()
         self.config, self.spec, self.layer_idx, self.cross = config, spec, layer_idx, cross
         width, self.head_dim = config.hidden_size, config.head_width
@@ -134,7 +134,7 @@ class Attention(Undecayed, Sublayer):
         first s keys, which hold all that the queries see."""
         raise NotImplementedError(f"{type(self).__name__} does not give weights of blocks.")
 
-    def initialize(self, config, init) -> None:
+    def initialize(self, config: Any, init: Any) -> None:
         """Projections as the config's initializer says (the generic rule has run before)."""
         gates = () if self.gate_proj is None else (self.gate_proj,)
         start_projections(config, init, inputs=(self.k_proj, self.v_proj, *gates), output=self.o_proj)
@@ -456,7 +456,7 @@ class AttentionSpec(Spec):
         self.aggregation = build_aggregation(self.aggregation)
         self.losses = build_losses(self.losses)
 
-    def check_heads(self, slot: str, config) -> None:
+    def check_heads(self, slot: str, config: Any) -> None:
         """Refuses an aggregation of heads and losses on them that this mechanism has no place for, or that do not fit
         `config`."""
         parts: list[HeadAggregation | HeadLoss] = list(self.losses)
@@ -469,29 +469,29 @@ class AttentionSpec(Spec):
     def has_output_bias(self) -> bool:
         return self.bias if self.output_bias is None else self.output_bias
 
-    def shared_sizes(self, config) -> tuple | None:
+    def shared_sizes(self, config: Any) -> tuple | None:
         """What has to be alike in all layers of a tower with this mechanism, because they share tensors; None: they
         share none."""
         return None
 
-    def places(self, config) -> int | None:
+    def places(self, config: Any) -> int | None:
         """Longest sequence (tokens) that its parameters have places for; None without a limit."""
         return None
 
-    def sequence_form(self, config) -> SequenceForm | Unserved:
+    def sequence_form(self, config: Any) -> SequenceForm | Unserved:
         """How it is computed where every process holds a part of each text (`context.parts`), or why it is not;
         config: of a layer."""
         return Unserved("reads more of a text than the part that a process holds")
 
-    def hands_on(self, config) -> bool:
+    def hands_on(self, config: Any) -> bool:
         """Whether each layer hands tensors to the next one."""
         return False
 
-    def projects_keys(self, config) -> bool:
+    def projects_keys(self, config: Any) -> bool:
         """Whether all heads have keys of their own, which `k_proj` makes."""
         return True
 
-    def weighs(self, config) -> bool:
+    def weighs(self, config: Any) -> bool:
         """Whether the weights given out are not negative and sum to one over the tokens that a query sees."""
         return not self.learned_sinks
 
@@ -499,20 +499,20 @@ class AttentionSpec(Spec):
         """Why a decoder with this attention cannot generate text, in a sentence; empty if it can."""
         return ""
 
-    def cache_layer(self, config) -> CacheLayerMixin:
+    def cache_layer(self, config: Any) -> CacheLayerMixin:
         """A new layer of a generation cache, for the state of one execution step."""
         return DynamicLayer()
 
-    def cache_layer_at(self, config, layer_idx: int) -> CacheLayerMixin:
+    def cache_layer_at(self, config: Any, layer_idx: int) -> CacheLayerMixin:
         """[`AttentionSpec.cache_layer`] of one layer, where layers keep different states."""
         return self.cache_layer(config)
 
-    def traced_length(self, config) -> int:
+    def traced_length(self, config: Any) -> int:
         """How many tokens a text needs to have, as far as `config` allows, for the graph that is traced of it to be
         that of every text: a graph of a text that is one block alone knows no others."""
         return 2
 
-    def token_grid(self, config) -> TokenGrid | None:
+    def token_grid(self, config: Any) -> TokenGrid | None:
         """The grid that it reads a sequence as; None: it knows none."""
         return None
 
@@ -524,11 +524,11 @@ class AttentionSpec(Spec):
         """Whether tokens chosen by the input `global_attention_mask` see all others and are seen by them."""
         return "global_attention_mask" in self.inputs
 
-    def task_inputs(self, task: str, config, input_ids: Tensor | None, mask: Tensor) -> dict[str, Any]:
+    def task_inputs(self, task: str, config: Any, input_ids: Tensor | None, mask: Tensor) -> dict[str, Any]:
         """Model inputs that a head chooses for `task` where the caller does not; mask [B, T], True = real."""
         return {}
 
-    def build_pooler(self, config) -> TextPooler | None:
+    def build_pooler(self, config: Any) -> TextPooler | None:
         """What makes a text's vector where the stack says nothing; None: the usual pooler."""
         return None
 
