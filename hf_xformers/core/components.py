@@ -29,7 +29,7 @@ from .specs import (
     resolve_field_types,
 )
 
-AnySpec = TypeVar("AnySpec", bound="Spec")
+AnyComponent = TypeVar("AnyComponent", bound="Spec")
 
 
 @dataclass(kw_only=True)
@@ -114,11 +114,13 @@ SLOTS["cross_attention"] = SLOTS["attention"]  # one registry: a mechanism says 
 
 
 @dataclass_transform(kw_only_default=True, field_specifiers=(field, aliased))
-def register(slot: str, name: str, *, aliases: tuple[str, ...] = ()) -> Callable[[type[AnySpec]], type[AnySpec]]:
+def register(
+    slot: str, name: str, *, aliases: tuple[str, ...] = ()
+) -> Callable[[type[AnyComponent]], type[AnyComponent]]:
     """Class decorator: makes `cls` a strict dataclass and registers it as component `name` of `slot`."""
 
-    def wrap(cls: type[AnySpec]) -> type[AnySpec]:
-        cls = register_in(cast("Registry[AnySpec]", SLOTS[slot]), cls, name, aliases)
+    def wrap(cls: type[AnyComponent]) -> type[AnyComponent]:
+        cls = register_in(cast("Registry[AnyComponent]", SLOTS[slot]), cls, name, aliases)
         cls.slot = slot
         return cls
 
