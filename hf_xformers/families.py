@@ -97,7 +97,7 @@ class Section:
 
 # What a system can change, as lists group it.
 CHANGES = ("attention", "position", "normalization", "feedforward", "architecture", "training")
-# The survey's sections, in the order of lists; "" is for what the survey does not know.
+# The survey's sections, in the order of lists; further keys are for what the survey does not know.
 SURVEY = {
     "2": Section("The vanilla Transformer", "architecture"),
     "4.1": Section("Sparse attention", "attention"),
@@ -116,8 +116,14 @@ SURVEY = {
     "6.5": Section("Other arrangements of a layer", "architecture"),
     "7": Section("Pretrained families", "training"),
     "8": Section("Applications: images and sound", "training"),
+    "successors": Section("After the survey", "attention"),
     "": Section("Beyond the survey", "architecture"),
 }
+
+
+def survey_number(section: str) -> str:
+    """The survey's own number of a section; empty for what the survey does not know."""
+    return section if section[:1].isdigit() else ""
 
 
 @dataclass(frozen=True)

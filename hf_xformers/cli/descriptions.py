@@ -10,7 +10,7 @@ from typing import Any
 
 from ..core.components import SLOTS, Spec, field_aliases
 from ..core.specs import default_of
-from ..families import CHANGES, SURVEY
+from ..families import CHANGES, SURVEY, survey_number
 from ..objectives import Objective
 
 # Shape -> the head whose class a family has for it.
@@ -76,7 +76,7 @@ def kinds(config_class: Any) -> list[str]:
     """What a variant changes, of `CHANGES`: what its section of the survey is about, and the kinds of its
     components."""
     section = config_class.info.section
-    found = {SURVEY[section].changes} if section else set()
+    found = {SURVEY[section].changes} if survey_number(section) else set()
     found |= {_KIND[slot] for slot, _ in replaced(config_class()) if slot in _KIND}
     return [kind for kind in CHANGES if kind in found]
 

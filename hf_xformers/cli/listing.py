@@ -10,7 +10,7 @@ from typing import Any
 
 from ..core.components import SLOTS, did_you_mean
 from ..core.specs import TypedSpec
-from ..families import CHANGES, SURVEY
+from ..families import CHANGES, SURVEY, survey_number
 from .console import print_facts, show
 from .descriptions import SHAPES, component, components, own_components, own_defaults, replaced, variants
 from .parser import CommandParser
@@ -121,11 +121,12 @@ def _fits(entry: dict[str, Any], arguments: argparse.Namespace) -> bool:
 def _show_groups(entries: Sequence[dict[str, Any]]) -> None:
     """A line or two for each variant, under the survey's sections."""
     show(f"{len(entries)} variant{'s' if len(entries) != 1 else ''}. {_LEGEND}")
-    for number, section in SURVEY.items():
-        group = [entry for entry in entries if entry["section"] == number]
+    for key, section in SURVEY.items():
+        group = [entry for entry in entries if entry["section"] == key]
         if not group:
             continue
         show()
+        number = survey_number(key)
         show(section.title + (f" (survey {number})" if number else ""))
         for entry in group:
             shapes = "".join(shape[0].upper() for shape in entry["shapes"])
@@ -148,7 +149,7 @@ def _show_variant(entry: dict[str, Any]) -> None:
         entry["id"],
         {
             "what it changes": entry["changes"],
-            "survey": f"{entry['section']} {section.title}".strip(),
+            "survey": f"{survey_number(entry['section'])} {section.title}".strip(),
             "paper": f"{entry['paper']}, {entry['url']}",
             "cost": f"{entry['cost']} (T tokens, width D)",
             "shapes": ", ".join(heads) or None,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_xformers.core.components import SLOTS
-from hf_xformers.families import SURVEY
+from hf_xformers.families import SURVEY, survey_number
 from hf_xformers.objectives import OBJECTIVES
 from hf_xformers.variants import config_class, model_types
 
@@ -97,7 +97,8 @@ def by_section() -> dict[str, list[str]]:
 
 def section_title(section: str) -> str:
     title = SURVEY[section].title
-    return f"{section} {title}" if section else title
+    number = survey_number(section)
+    return f"{number} {title}" if number else title
 
 
 @functools.cache

@@ -7,7 +7,7 @@ from typing import Any
 
 from hf_xformers.cli.descriptions import own_components, own_defaults, replaced
 from hf_xformers.core.components import SLOTS
-from hf_xformers.families import SURVEY
+from hf_xformers.families import SURVEY, survey_number
 from hf_xformers.hub.model_card import PIPELINES, caption, example, shapes
 
 from . import catalog, pictures, results
@@ -59,7 +59,9 @@ def variant(name: str) -> str:
     main = next((head for head in PIPELINES if head in cls.heads), "Model")
     prefix = cls.__name__.removesuffix("Config")
     section = SURVEY[info.section]
-    where = f"section {info.section} of the survey, {section.title.lower()}" if info.section else section.title.lower()
+    where = section.title.lower()
+    if number := survey_number(info.section):
+        where = f"section {number} of the survey, {where}"
     facts = [
         ("Changes", info.summary),
         ("Kind", link(where, here, "zoo/index.md")),

@@ -1,6 +1,6 @@
 """The literal equation of every attention: `REFERENCES`, by name of the mechanism and what is particular about it."""
 
-from tests.attention.references import compressed, content, linear, patterns, softmax
+from tests.attention.references import compressed, content, linear, patterns, recent, softmax
 from tests.attention.references.table import Reference
 
 REFERENCES: dict[str, Reference] = {
@@ -9,6 +9,7 @@ REFERENCES: dict[str, Reference] = {
     **linear.REFERENCES,
     **compressed.REFERENCES,
     **content.REFERENCES,
+    **recent.REFERENCES,
 }
 
 # One of each mechanism that has much of its own to trace, as a decoder or not. tests/common traces what is not here.

@@ -1,0 +1,48 @@
+"""Softmax mechanisms of 2024 and later."""
+
+import math
+
+import torch
+
+from tests.attention.references.table import GROUPED, rows
+from tests.attention.score_helpers import HEADS, softmax_by_rows, split_heads
+
+
+def differential(layer, x, memory=None, causal=False, bias=None, turn=lambda x: x):
+    """Eq. 1 pair by pair, with values of double width, and the norm of each pair written out."""
+    read, spec, d = x if memory is None else memory, layer.spec, layer.head_dim
+    q, k = turn(split_heads(layer.q_proj(x), d))[0], turn(split_heads(layer.k_proj(read), d))[0]
+    v, groups = split_heads(layer.v_proj(read), d)[0], layer.num_key_value_groups
+    start = 0.8 - 0.6 * math.exp(-0.3 * layer.layer_idx)
+    a, b = (float(p @ s) for p, s in ((layer.lambda_q1, layer.lambda_k1), (layer.lambda_q2, layer.lambda_k2)))
+    factor = math.exp(a) - math.exp(b) + start
+    allowed = torch.ones(q.shape[1], k.shape[1]).bool()
+    allowed = allowed.tril() if causal else allowed
+    weights = torch.zeros(1, HEADS, q.shape[1], k.shape[1], dtype=torch.float64)
+    for h in range(HEADS):
+        scores = q[h] @ k[h // groups].T / math.sqrt(d) + (0.0 if bias is None else bias[h])
+        weights[0, h] = softmax_by_rows(scores, allowed)
+    parts, half = [], len(v) // 2
+    for p in range(HEADS // 2):
+        first, second = (2 * p, 2 * p + 1) if spec.pairing == "neighbors" else (p, p + HEADS // 2)
+        pairs = []
+        for h in (first, second):  # grouped queries read the values of the pair that their key head belongs to
+            g = h // groups
+            own = (g // 2 * 2, g // 2 * 2 + 1) if spec.pairing == "neighbors" else (g % half, g % half + half)
+            pairs.append(weights[0, h] @ torch.cat([v[i] for i in own], -1))
+        row = pairs[0] - factor * pairs[1]
+        row = row / (row.square().mean(-1, keepdim=True) + layer.config.layer_norm_eps).sqrt()
+        parts.append((1 - start) * row * (layer.pair_norm.weight if spec.norm_weight else 1.0))
+    return layer.o_proj(torch.cat(parts, -1))[None], weights
+
+
+# fmt: off
+REFERENCES = {
+    **rows("differential", differential, "differential_attention", {
+        "": ({}, {"cross": True, "bias": True, "turns": True, "layer_idx": 1}),
+        "grouped": ({"bias": True}, {"cross": True, "fields": GROUPED}),
+        "halves": ({"pairing": "halves", "norm_weight": False}, {"bias": True, "turns": True}),
+        "halves grouped": ({"pairing": "halves"}, {"fields": GROUPED, "layer_idx": 2}),
+    }),
+}
+# fmt: on
