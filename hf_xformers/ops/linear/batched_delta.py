@@ -127,17 +127,18 @@ def _prepare(q, k, v, beta, mask, start, stop, chunk, dtypes) -> _Part:
     k = masked(k, keep)
     beta = masked(to_chunks(beta[..., None], start, stop, chunk, dtypes[0]), keep)
     gram = product(k, k.mT).tril_(-1)
-    return _Part(q, k, beta, keep, gram, _unit_lower_inverse(beta * gram), torch.bmm(q, k.mT).tril_())
+    return _Part(q, k, beta, keep, gram, unit_lower_inverse(beta * gram), torch.bmm(q, k.mT).tril_())
 
 
-def _unit_lower_inverse(system: Tensor) -> Tensor:
+def unit_lower_inverse(system: Tensor) -> Tensor:
     """Of `I + system`, strictly lower [n, C, C]: blocks on the diagonal, then two by two those beside them."""
     size = system.shape[-1]
+    if size <= _BLOCK:
+        unit = torch.eye(size, dtype=system.dtype, device=system.device).expand_as(system)
+        return torch.linalg.solve_triangular(system, unit, upper=False, unitriangular=True)
     blocks = system.unflatten(2, (-1, _BLOCK)).unflatten(1, (-1, _BLOCK)).diagonal(dim1=1, dim2=3).movedim(-1, 1)
     unit = torch.eye(_BLOCK, dtype=system.dtype, device=system.device).expand_as(blocks)
     inverses = torch.linalg.solve_triangular(blocks, unit, upper=False, unitriangular=True)
-    if size == _BLOCK:
-        return inverses[:, 0]
     inverse = torch.zeros_like(system)
     diagonal = inverse.unflatten(2, (-1, _BLOCK)).unflatten(1, (-1, _BLOCK)).diagonal(dim1=1, dim2=3).movedim(-1, 1)
     diagonal.copy_(inverses)

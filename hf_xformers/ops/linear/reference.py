@@ -81,4 +81,42 @@ def delta_rule_reference(
     return torch.stack(outputs, dim=2), state
 
 
-__all__ = ["delta_rule_reference", "folded_attention_reference", "linear_attention_reference"]
+def gated_recurrence_reference(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_decay: Tensor,
+    *,
+    beta: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    segment_ids: Tensor | None = None,
+    state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """[`decayed_scan`] or, with `beta`, [`gated_delta_rule`], token by token; the outputs and the last state."""
+    shared = value.shape[1] // key.shape[1]
+    query, key = query.repeat_interleave(shared, dim=1), key.repeat_interleave(shared, dim=1)
+    log_decay = log_decay[..., None] if log_decay.dim() == 3 else log_decay
+    state = value.new_zeros(*value.shape[:2], key.shape[3], value.shape[3]) if state is None else state
+    outputs = []
+    for t in range(key.shape[2]):
+        if segment_ids is not None and t > 0:
+            goes_on = segment_ids[:, t] == segment_ids[:, t - 1]
+            state = torch.where(goes_on[:, None, None, None], state, 0.0)
+        after = log_decay[:, :, t, :, None].exp() * state
+        new = value[:, :, t]
+        if beta is not None:
+            new = beta[:, :, t, None] * (new - torch.einsum("bhf,bhfv->bhv", key[:, :, t], after))
+        after = after + torch.einsum("bhf,bhv->bhfv", key[:, :, t], new)
+        state = (
+            after if key_padding_mask is None else torch.where(key_padding_mask[:, None, t, None, None], after, state)
+        )
+        outputs.append(torch.einsum("bhf,bhfv->bhv", query[:, :, t], state))
+    return torch.stack(outputs, dim=2), state
+
+
+__all__ = [
+    "delta_rule_reference",
+    "folded_attention_reference",
+    "gated_recurrence_reference",
+    "linear_attention_reference",
+]

@@ -1,0 +1,137 @@
+"""Decays between the tokens of a chunk, as factors that are never above 1.
+
+A state that decays by e^{l_t} at token t brings what token j has written to token i > j times e^{l_{j+1} + ... + l_i}.
+Neither e^{b_i} e^{-b_j} nor e^{b_i - b_j}, with b the running sums of l, will do: the first overflows float32 after a
+few strong decays, the second loses the digits of all that follows one. Here sums run over the tokens between j and i
+alone, and a chunk is halved again and again for them. Where i is in the second half of a block and j in the first, the
+factor is
+
+    e^{sum from j + 1 to the end of the first half} e^{sum from the start of the second half to i},
+
+so that the decayed products of two halves are one matrix product, whether the decay is one number of a token or one of
+each channel. l = -inf, which forgets everything, is as good as any other number.
+
+Names: `n` chunks of `C` tokens (a power of two), keys of width `K`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..common.exponential import exp_
+from ..common.products import product
+
+
+class _Level(NamedTuple):
+    """Blocks of two halves of `half` tokens, `m` of them in a chunk."""
+
+    half: int
+    late: Tensor  # [n, m, half, 1 or K], of tokens of the second half: from its start on, their own decay included
+    early: Tensor  # [n, m, half, 1 or K], of tokens of the first half: from behind them to its end
+
+
+class ChunkDecay:
+    """log_decay `[n, C]`, one number of each token, or `[n, C, K]`, one of each channel; not above 0.
+
+    from_start `[n, C, 1 or K]`: what is left, at each token, of the state before the chunk. to_end: what is left,
+    after the chunk, of what each token writes. whole `[n, 1 or K, 1]`: what is left of the state before after the
+    chunk.
+
+    low: type of the operands of products. Where decays are of tokens, `shared` rows of `count` chunks of them, one row
+    after the other, may have the same queries and keys, of which there are then only `n / shared` chunks.
+    """
+
+    def __init__(self, log_decay: Tensor, low: torch.dtype, count: int = 1, shared: int = 1):
+        self.per_channel, self.low, self.count, self.shared = log_decay.dim() == 3, low, count, shared
+        prefix = log_decay if self.per_channel else log_decay[..., None]
+        suffix, total = torch.zeros_like(prefix), prefix
+        chunks, size, width = prefix.shape
+        self.levels: list[_Level] = []
+        half = 1
+        while half < size:
+            # prefix: sums from the start of a half to each token; suffix: from behind it to the end of the half.
+            pre, suf = (x.reshape(chunks, -1, 2, half, width) for x in (prefix, suffix))
+            sums = total.reshape(chunks, -1, 2, width)
+            self.levels.append(_Level(half, exp_(pre[:, :, 1].clone()), exp_(suf[:, :, 0].clone())))
+            prefix = torch.stack([pre[:, :, 0], pre[:, :, 1] + sums[:, :, 0, None]], dim=2)
+            suffix = torch.stack([suf[:, :, 0] + sums[:, :, 1, None], suf[:, :, 1]], dim=2)
+            total, half = sums.sum(2), 2 * half
+        self.from_start = exp_(prefix.reshape(chunks, size, width).clone())
+        self.to_end = exp_(suffix.reshape(chunks, size, width).clone())
+        self.whole = exp_(total.reshape(chunks, width, 1).clone())
+        self.pairs = None if self.per_channel else self._pairs()
+
+    def _pairs(self) -> Tensor:
+        """[n, C, C]: the factor between tokens i >= j, zeros where j > i."""
+        pairs = torch.diag_embed(torch.ones_like(self.from_start[..., 0]))
+        for half, late, early in self.levels:
+            _off_diagonal(pairs, half).copy_(late * early.mT)
+        return pairs
+
+    def weighed(self, x: Tensor, by: Tensor) -> Tensor:
+        """x times `from_start` or `to_end`: [n, C, K]."""
+        if self.shared == 1:
+            return (x * by).to(self.low)
+        by = by.unflatten(0, (-1, self.shared, self.count))
+        return (x.unflatten(0, (-1, 1, self.count)) * by).flatten(0, 2).to(self.low)
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """[n, ...] -> the sum over what shares queries and keys."""
+        return x if self.shared == 1 else x.unflatten(0, (-1, self.shared, self.count)).sum(1).flatten(0, 1)
+
+    def products(self, x: Tensor, y: Tensor) -> Tensor:
+        """sum_c x_ic y_jc e^{sum of l_c over j < t <= i} for j <= i, zeros elsewhere: [n, C, C]."""
+        if self.pairs is not None:
+            found = product(x, y.mT)
+            if self.shared == 1:
+                return found.mul_(self.pairs)
+            pairs = self.pairs.unflatten(0, (-1, self.shared, self.count))
+            return (pairs * found.unflatten(0, (-1, 1, self.count))).flatten(0, 2)
+        found = torch.diag_embed((x.to(self.from_start.dtype) * y).sum(-1))
+        for half, late, early in self.levels:
+            queries, keys = self._halves(x, y, half, late, early)
+            _off_diagonal(found, half).copy_(_small_product(queries, keys.mT).view(*late.shape[:3], half))
+        return found
+
+    def pull(self, grad: Tensor, found: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of x, of y, and of the logarithms, from that of `found = products(x, y)`, which is zero above the
+        diagonal. That of the logarithms [n, C, 1 or K] holds numbers of tokens that count for every l up to theirs."""
+        if self.pairs is not None:
+            both, decayed = grad * found, self.gathered(grad * self.pairs).to(self.low)
+            return product(decayed, y), product(decayed.mT, x), (both.sum(2) - both.sum(1))[..., None]
+        own = grad.diagonal(dim1=1, dim2=2)[..., None]
+        to_x, to_y = own * y, own * x
+        for half, late, early in self.levels:
+            queries, keys = self._halves(x, y, half, late, early)
+            block, shape = _off_diagonal(grad, half).flatten(0, 1).to(self.low), (*late.shape[:3], x.shape[-1])
+            halves = len(x), -1, 2, half, x.shape[-1]
+            to_x.view(halves)[:, :, 1].addcmul_(late, _small_product(block, keys).view(shape))
+            to_y.view(halves)[:, :, 0].addcmul_(early, _small_product(block.mT, queries).view(shape))
+        return to_x, to_y, x * to_x - y * to_y
+
+    def _halves(self, x: Tensor, y: Tensor, half: int, late: Tensor, early: Tensor) -> tuple[Tensor, Tensor]:
+        """x of the second halves and y of the first ones, each with its part of the decay, [n m, half, K]."""
+        shape = x.shape[0], -1, 2, half, x.shape[-1]
+        queries, keys = x.reshape(shape)[:, :, 1] * late, y.reshape(shape)[:, :, 0] * early
+        return queries.to(self.low).flatten(0, 1), keys.to(self.low).flatten(0, 1)
+
+
+def _small_product(left: Tensor, right: Tensor) -> Tensor:
+    """left [n, t, d] right [n, d, s]; without a product for every pair of tokens."""
+    wide = torch.promote_types(left.dtype, torch.float32)
+    if left.shape[1] == 1 and right.shape[2] == 1:
+        return (left * right.mT).sum(-1, keepdim=True, dtype=wide)
+    return left.to(wide) * right if left.shape[2] == 1 else product(left, right)
+
+
+def _off_diagonal(matrix: Tensor, half: int) -> Tensor:
+    """[n, C, C] -> [n, m, half, half]: in each block of two halves on the diagonal, the second half's rows and the
+    first half's columns; a view."""
+    blocks = matrix.unflatten(2, (-1, 2, half)).unflatten(1, (-1, 2, half))
+    return blocks[:, :, 1, :, :, 0].diagonal(dim1=1, dim2=3).movedim(-1, 1)
+
+
+__all__ = ["ChunkDecay"]
