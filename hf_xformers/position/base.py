@@ -189,7 +189,7 @@ class PositionSpec(Spec):
 
     def shared_sizes(self, config: Any) -> tuple:
         """What has to be alike in all layers of a tower, because they read the same tables."""
-        rotation = (config.head_width,) if "rotation" in self.acts else ()
+        rotation = (config.attention.rotated_width(config),) if "rotation" in self.acts else ()
         return rotation + ((config.num_attention_heads,) if "score_bias" in self.acts else ())
 
     def build_terms(self, config: Any, layer_idx: int) -> PositionTerms:

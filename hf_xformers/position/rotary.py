@@ -110,14 +110,14 @@ class RotarySpec(PositionSpec):
         return scaling is not None and scaling.by_length
 
     def _width(self, config) -> int:
-        return int(config.head_width * self.fraction)
+        return int(config.attention.rotated_width(config) * self.fraction)
 
     def check(self, config) -> None:
         width = self._width(config)
         if width % 2 or width == 0:
             raise ValueError(
-                f"rotary turns pairs of channels, but {self.fraction} of head width {config.head_width} is "
-                f"{width}; choose an even rotated width."
+                f"rotary turns pairs of channels, but {self.fraction} of head width"
+                f" {config.attention.rotated_width(config)} is {width}; choose an even rotated width."
             )
         for scaling in (build_scaling(self.scaling), build_scaling(self.local_scaling)):
             if scaling is not None:

@@ -474,6 +474,10 @@ class AttentionSpec(Spec):
         share none."""
         return None
 
+    def rotated_width(self, config: Any) -> int:
+        """The width of that part of a head's queries and keys which a rotation is made for."""
+        return config.head_width
+
     def places(self, config: Any) -> int | None:
         """Longest sequence (tokens) that its parameters have places for; None without a limit."""
         return None

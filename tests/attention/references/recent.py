@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from tests.attention.references.table import GROUPED, rows
+from tests.attention.references.table import GROUPED, rows, visible, written
 from tests.attention.score_helpers import HEADS, softmax_by_rows, split_heads
 
 
@@ -36,6 +36,27 @@ def differential(layer, x, memory=None, causal=False, bias=None, turn=lambda x: 
     return layer.o_proj(torch.cat(parts, -1))[None], weights
 
 
+def latent(layer, x, memory=None, causal=False, bias=0.0, turn=lambda x: x):
+    """Section 2.1 head by head, with keys and values of every head written out."""
+    spec, n = layer.spec, layer.spec.qk_nope_head_dim
+
+    def normed(rows, norm):
+        return rows / (rows.square().mean(-1, keepdim=True) + spec.norm_eps).sqrt() * norm.weight
+
+    states = x if layer.q_down_proj is None else normed(layer.q_down_proj(x), layer.q_down_norm)
+    down = layer.kv_down_proj(x)
+    c, shared = normed(down[..., : spec.kv_lora_rank], layer.kv_down_norm), turn(down[:, None, :, spec.kv_lora_rank :])
+    q = split_heads(layer.q_proj(states), n + spec.qk_rope_head_dim)
+    k, v = split_heads(layer.k_proj(c), n), split_heads(layer.v_proj(c), spec.v_head_dim)
+    scores = q[..., :n] @ k.mT + turn(q[..., n:]) @ shared.mT
+    scores = scores / math.sqrt(n + spec.qk_rope_head_dim) + bias
+    weights = softmax_by_rows(scores, visible(x.shape[1], x.shape[1], causal))
+    return written(layer, weights @ v), weights
+
+
+LATENT = {"kv_lora_rank": 7, "qk_nope_head_dim": 3, "qk_rope_head_dim": 4, "v_head_dim": 5}
+
+
 # fmt: off
 REFERENCES = {
     **rows("differential", differential, "differential_attention", {
@@ -43,6 +64,11 @@ REFERENCES = {
         "grouped": ({"bias": True}, {"cross": True, "fields": GROUPED}),
         "halves": ({"pairing": "halves", "norm_weight": False}, {"bias": True, "turns": True}),
         "halves grouped": ({"pairing": "halves"}, {"fields": GROUPED, "layer_idx": 2}),
+    }),
+    **rows("latent", latent, "multi_head_latent_attention", {
+        "": (LATENT, {"bias": True, "turns": True}),
+        "rank": ({**LATENT, "q_lora_rank": 6, "bias": True, "norm_eps": 0.1}, {"turns": True}),
+        "wide values": ({**LATENT, "v_head_dim": 9, "output_bias": True},),
     }),
 }
 # fmt: on
