@@ -116,7 +116,7 @@ def test_page(page, workspace, page_module, monkeypatch, capsys):
                 make_what_is_read(line, capsys)
                 read(line)
         else:
-            assert kind in ("yaml", "toml", "text", "json"), f"{page}: what is a block of {kind}?"
+            assert kind in ("yaml", "toml", "text", "json", "bibtex"), f"{page}: what is a block of {kind}?"
 
 
 def run(line: str, capsys) -> None:
