@@ -108,23 +108,25 @@ class Head:
 
 
 def decoder_heads(
-    name: str, prefix: str = "model.", *, token: bool = True, spans: str | None = "", stem: str | None = None
+    name: str,
+    prefix: str = "model.",
+    *,
+    sequence: bool = True,
+    token: bool = True,
+    spans: str | None = "",
+    stem: str | None = None,
 ) -> tuple[Head, ...]:
-    """The usual classes of a decoder family called `name`. prefix: of the model inside them; token: it classifies
-    tokens; spans: the prefix inside its class for questions, "" for the usual one, None where there is none; stem: the
-    name of its classes without language model."""
+    """The usual classes of a decoder family called `name`. prefix: of the model inside them; sequence: it classifies
+    texts; token: it classifies tokens; spans: the prefix inside its class for questions, "" for the usual one, None
+    where there is none; stem: the name of its classes without language model."""
     stem = name if stem is None else stem
     found = [
         Head(f"{stem}Model", "Model", "", ("backbone",)),
         Head(f"{name}ForCausalLM", "ForCausalLM", prefix, ("backbone", "lm")),
-        Head(
-            f"{stem}ForSequenceClassification",
-            "ForSequenceClassification",
-            prefix,
-            ("backbone", "sequence"),
-            pooling="last",
-        ),
     ]
+    if sequence:
+        theirs = f"{stem}ForSequenceClassification"
+        found.append(Head(theirs, "ForSequenceClassification", prefix, ("backbone", "sequence"), pooling="last"))
     if token:
         found.append(Head(f"{name}ForTokenClassification", "ForTokenClassification", prefix, ("backbone", "token")))
     if spans is not None:

@@ -69,17 +69,17 @@ def _said(scaling: RotaryScaling) -> dict[str, Any]:
     return found
 
 
-def rotary_of(config: XFormerConfig) -> RotarySpec:
-    """The rotary position of a config.
+def rotary_of(config: XFormerConfig, layout: str = "half") -> RotarySpec:
+    """The rotary position of a config. layout: which channels their model pairs.
 
     Raises:
         ValueError: it has another position, or one that turns other channels.
     """
     spec = config.position
-    if not isinstance(spec, RotarySpec) or spec.layout != "half" or spec.values:
+    if not isinstance(spec, RotarySpec) or spec.layout != layout or spec.values:
         raise ValueError(
-            f"position {spec.to_dict()!r} has no counterpart in transformers: its model turns the two halves of each"
-            " head by a rotary position of layout 'half'."
+            f"position {spec.to_dict()!r} has no counterpart in transformers: its model turns queries and keys by a"
+            f" rotary position of layout {layout!r}."
         )
     return spec
 

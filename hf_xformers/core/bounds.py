@@ -54,6 +54,20 @@ def bounded(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def factor_or_flag(spec: Any, field: str) -> bool | float:
+    """A field that is a flag or, in its place, a factor; the factor 1 is no factor, and equals True in Python.
+
+    Raises:
+        ValueError: the factor is not positive.
+    """
+    value = getattr(spec, field)
+    if isinstance(value, bool):
+        return value
+    if not value > 0:
+        raise ValueError(f"{spec.type} needs `{field}` > 0, or True or False, got {value}.")
+    return False if value == 1 else value
+
+
 @functools.cache
 def field_bounds(spec_class: type) -> dict[str, Bounds]:
     """Field -> its bounds. They hold for a class that declares the field anew, with another default, as well; the base

@@ -225,6 +225,11 @@ def _check_heads(slot: str, spec: Any, config: Any) -> None:
                 f"`query_key_norm` of {slot} {spec.type!r} normalises single heads, which normalization {norm.type!r}"
                 " cannot; use 'rms_norm' or 'layer_norm', or leave `query_key_norm` at 'none'."
             )
+        if spec.query_key_norm == "each_head" and not norm.knows_heads:
+            raise ValueError(
+                f"`query_key_norm` 'each_head' of {slot} {spec.type!r} asks for a gain for every head, which"
+                f" normalization {norm.type!r} has not; use 'rms_norm' or 'layer_norm', or `query_key_norm` 'head'."
+            )
     if spec.score_cap is not None:
         if spec.score_cap <= 0:
             raise ValueError(f"{slot} {spec.type!r} needs a positive `score_cap`, or None, got {spec.score_cap}.")

@@ -7,6 +7,7 @@ from typing import Literal, cast
 
 from torch import Tensor, nn
 
+from ..core.bounds import factor_or_flag
 from ..core.components import register
 from ..core.dropout import dropped
 from ..core.reading_weights import weight_of
@@ -44,7 +45,8 @@ class TokenEmbedding(nn.Module):
     def __init__(self, config, spec: TokenEmbeddingSpec):
         super().__init__()
         self.spec = spec
-        self.scale = math.sqrt(config.hidden_size) if spec.scale else 1.0
+        self.scale = math.sqrt(config.hidden_size) if spec.scale is True else 1.0
+        self.factor = None if isinstance(spec.scale, bool) else float(spec.scale)
         self.max_types = config.type_vocab_size
         # No padding index: a seq2seq decoder may start with the padding token, whose vector must learn.
         self.tokens = self.word_vectors(config)
@@ -58,7 +60,7 @@ class TokenEmbedding(nn.Module):
     def word_vectors(self, config) -> nn.Module:
         """The module from ids [B, T] to vectors [B, T, D]."""
         size = config.vocab_size, config.hidden_size
-        return ScaledTable(*size, self.scale) if self.spec.scale else nn.Embedding(*size)
+        return ScaledTable(*size, self.scale) if self.spec.scale is True else nn.Embedding(*size)
 
     def initialize(self, config, init) -> None:
         if config.initializer in ("xavier", "fan_in"):  # with the sqrt(D) scale, inputs then have unit variance
@@ -84,7 +86,7 @@ class TokenEmbedding(nn.Module):
         Raises:
             ValueError: ids of another length.
         """
-        hidden_states = inputs_embeds
+        hidden_states = inputs_embeds if self.factor is None else inputs_embeds * self.factor
         if self.types is not None:
             if token_type_ids is None:  # type 0 throughout; a row of the table, not a lookup of T equal ids
                 hidden_states = hidden_states + weight_of(self.types)[0]
@@ -113,17 +115,17 @@ class TokenEmbedding(nn.Module):
 
 @register("embedding", "token")
 class TokenEmbeddingSpec(EmbeddingSpec):
-    """scale: multiply token vectors by sqrt(hidden_size); `inputs_embeds` are taken as they are. normalize: normalise
-    the sum before dropout (BERT, BART). id_tables: further tables, each with the name of the model input [B, T] that
-    holds ids for it, and its rows, e.g. `(("langs", 15),)`. languages: names of languages, with a table and the input
-    `langs` [B, T] of their numbers in this order. absent_ids: where such an input is not given, the `first` row
-    counts, as for token types, or `none`."""
+    """scale: multiply token vectors by sqrt(hidden_size); `inputs_embeds` are taken as they are. A number in its place
+    is a factor on both (Granite). normalize: normalise the sum before dropout (BERT, BART). id_tables: further tables,
+    each with the name of the model input [B, T] that holds ids for it, and its rows, e.g. `(("langs", 15),)`.
+    languages: names of languages, with a table and the input `langs` [B, T] of their numbers in this order.
+    absent_ids: where such an input is not given, the `first` row counts, as for token types, or `none`."""
 
     splits_table = True
     context_parallel = True
     summary = "token (+ type) vectors plus an input position"
 
-    scale: bool = False
+    scale: bool | float | int = False
     normalize: bool = False
     id_tables: tuple[tuple[str, int], ...] = ()
     languages: tuple[str, ...] = ()
@@ -139,6 +141,7 @@ class TokenEmbeddingSpec(EmbeddingSpec):
         return (*self.id_tables, (LANGUAGES, len(self.languages))) if self.languages else self.id_tables
 
     def check_fields(self) -> None:
+        self.scale = factor_or_flag(self, "scale")
         twice = [name for name in self.languages if self.languages.count(name) > 1 or not name]
         if twice:
             raise ValueError(

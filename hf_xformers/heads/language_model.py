@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
+from ..core.bounds import factor_or_flag
 from ..core.components import bounded, register
 from .base import HeadSpec
 
@@ -26,7 +27,7 @@ class LanguageModelHead(nn.Module):
         *,
         transform: str | None,
         bias: bool,
-        scale: bool,
+        scale: float | None,
         projects: bool = False,
         cap: float | None = None,
         from_zero: bool = False,
@@ -40,7 +41,7 @@ class LanguageModelHead(nn.Module):
         self.decoder = nn.Linear(
             table if self.dense is not None else width, config.head.num_outputs(config), bias=bias
         )
-        self.scale = config.hidden_size**-0.5 if scale else None
+        self.scale = scale
         self.cap, self.from_zero = cap, from_zero
 
     def initialize(self, config: Any, init: Any) -> None:
@@ -62,10 +63,10 @@ class LanguageModelHead(nn.Module):
 @register("head", "linear")
 class LinearHeadSpec(HeadSpec):
     """bias: one per vocabulary entry (BART). scale: multiply hidden states by hidden_size^-0.5 first (T5 with tied
-    tables). unpredicted: how many ids at the end of the vocabulary are read but never predicted, so that they have no
-    logits (Image GPT's token of the start). cap: c, where logits become c tanh(logits / c), so that they stay within c
-    (Gemma 2). from_zero: a projection that is not tied starts at zero (Child et al. 2019, arXiv 1904.10509, section
-    6)."""
+    tables), or by a number (Cohere, Granite). unpredicted: how many ids at the end of the vocabulary are read but
+    never predicted, so that they have no logits (Image GPT's token of the start). cap: c, where logits become c
+    tanh(logits / c), so that they stay within c (Gemma 2). from_zero: a projection that is not tied starts at zero
+    (Child et al. 2019, arXiv 1904.10509, section 6)."""
 
     splits_vocabulary = True
     context_parallel = True
@@ -73,10 +74,13 @@ class LinearHeadSpec(HeadSpec):
     any_width = True
 
     bias: bool = False
-    scale: bool = False
+    scale: bool | float | int = False
     unpredicted: int = bounded(0, least=0)
     cap: float | int | None = bounded(None, above=0)
     from_zero: bool = False
+
+    def check_fields(self) -> None:
+        self.scale = factor_or_flag(self, "scale")
 
     def check(self, config: Any) -> None:
         if self.unpredicted and config.tie_word_embeddings:
@@ -94,7 +98,9 @@ class LinearHeadSpec(HeadSpec):
         return config.vocab_size - self.unpredicted
 
     def logit_scale(self, config: Any) -> float:
-        return config.hidden_size**-0.5 if self.scale else 1.0
+        if isinstance(self.scale, bool):
+            return config.hidden_size**-0.5 if self.scale else 1.0
+        return float(self.scale)
 
     def is_projection(self) -> bool:
         return not self.bias and not self.unpredicted and self.cap is None
@@ -103,8 +109,9 @@ class LinearHeadSpec(HeadSpec):
         return self.cap
 
     def build(self, config: Any, **where: Any) -> LanguageModelHead:
+        scale = None if self.scale is False else self.logit_scale(config)
         return LanguageModelHead(
-            config, transform=None, bias=self.bias, scale=self.scale, cap=self.cap, from_zero=self.from_zero
+            config, transform=None, bias=self.bias, scale=scale, cap=self.cap, from_zero=self.from_zero
         )
 
 
@@ -129,7 +136,7 @@ class TransformHeadSpec(HeadSpec):
             )
 
     def build(self, config: Any, **where: Any) -> LanguageModelHead:
-        return LanguageModelHead(config, transform=self.activation, bias=self.bias, scale=False)
+        return LanguageModelHead(config, transform=self.activation, bias=self.bias, scale=None)
 
 
 @register("head", "factorized")
@@ -146,4 +153,4 @@ class FactorizedHeadSpec(HeadSpec):
     bias: bool = False
 
     def build(self, config: Any, **where: Any) -> LanguageModelHead:
-        return LanguageModelHead(config, transform=None, bias=self.bias, scale=False, projects=True)
+        return LanguageModelHead(config, transform=None, bias=self.bias, scale=None, projects=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from torch import nn
+
 from ..core.components import Spec
 from ..core.context import LayerContext
 
@@ -14,11 +16,17 @@ class NormSpec(Spec):
 
     over_tokens: its statistics are over the tokens of a batch, so that its module takes `mask` [...] beside the
     vectors, True = real. any_width: a norm of any width does the same as one of `hidden_size`; one that knows what the
-    channels of a state stand for does not.
+    channels of a state stand for does not. knows_heads: it has a form with a gain for every head
+    ([`NormSpec.build_for_heads`]).
     """
 
     over_tokens: ClassVar[bool] = False
     any_width: ClassVar[bool] = True
+    knows_heads: ClassVar[bool] = False
+
+    def build_for_heads(self, config, heads: int) -> nn.Module:
+        """The norm of single heads [..., heads, d], each with a gain of its own."""
+        raise NotImplementedError
 
 
 def norm_inputs(norm: NormSpec, context: LayerContext | None) -> dict[str, Any]:

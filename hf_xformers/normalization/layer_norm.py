@@ -19,6 +19,7 @@ class LayerNormSpec(NormSpec):
 
     context_parallel = True
     summary = "mean and variance over the width"
+    knows_heads = True
 
     bias: bool = True
     gain: bool = True
@@ -32,6 +33,9 @@ class LayerNormSpec(NormSpec):
     def build(self, config, **where) -> nn.LayerNorm:
         width = where.get("width", config.hidden_size)
         return nn.LayerNorm(width, eps=config.layer_norm_eps, elementwise_affine=self.gain, bias=self.bias)
+
+    def build_for_heads(self, config, heads: int) -> HeadNorm:
+        return HeadNorm(heads, config.head_width, config.layer_norm_eps, center=True)
 
 
 class RMSNorm(Undecayed, nn.Module):
@@ -61,6 +65,28 @@ class RMSNorm(Undecayed, nn.Module):
         init.constant_(self.weight, 0.0 if self.from_zero else 1.0)
 
 
+class HeadNorm(Undecayed, nn.Module):
+    """y_h = g_h * n(x_h) for the heads h of queries or keys, n the norm without gain and bias: as RMSNorm, or with
+    `center` as layer normalisation (StableLM 2, Command R+). In float32 at least."""
+
+    undecayed = ("weight",)
+
+    def __init__(self, heads: int, width: int, eps: float, center: bool):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(heads, width))
+        self.eps, self.center = eps, center
+
+    def forward(self, heads: Tensor) -> Tensor:
+        """[..., heads, width] -> the same."""
+        dtype = torch.promote_types(heads.dtype, torch.float32)
+        norm = nn.functional.layer_norm if self.center else nn.functional.rms_norm
+        normed = norm(heads.to(dtype), heads.shape[-1:], eps=self.eps)
+        return (normed * self.weight.to(dtype)).to(heads.dtype)
+
+    def initialize(self, config, init) -> None:
+        init.ones_(self.weight)
+
+
 @register("normalization", "rms_norm")
 class RMSNormSpec(NormSpec):
     """from_zero: the weights are what is added to 1 (Gemma), so that weight decay leads to no weighting. eps: the
@@ -68,8 +94,12 @@ class RMSNormSpec(NormSpec):
 
     context_parallel = True
     summary = "root mean square over the width, no mean, no bias"
+    knows_heads = True
 
     from_zero: bool = False
 
     def build(self, config, **where) -> RMSNorm:
         return RMSNorm(where.get("width", config.hidden_size), config.layer_norm_eps, self.from_zero)
+
+    def build_for_heads(self, config, heads: int) -> HeadNorm:
+        return HeadNorm(heads, config.head_width, config.layer_norm_eps, center=False)

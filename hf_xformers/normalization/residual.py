@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from ..core.components import Spec, register
+from ..core.components import Spec, bounded, register
 from ..core.context import LayerContext
 from ..core.dropout import dropped
 from ..core.weight_decay import Undecayed
@@ -135,8 +135,8 @@ class PostLNSpec(ResidualSpec):
 @register("residual", "pre_ln", aliases=("pre",))
 class PreLNSpec(ResidualSpec):
     """final_norm: normalise the residual stream after the last layer. final_dropout: dropout after that norm (T5).
-    first_norm: whether the first sublayer has a norm, which an embedding that ends in one makes needless
-    (ModernBERT)."""
+    first_norm: whether the first sublayer has a norm, which an embedding that ends in one makes needless (ModernBERT).
+    branch_scale: factor on what every sublayer adds (Granite)."""
 
     context_parallel = True
     summary = "normalise a sublayer's input, plus a final norm"
@@ -147,11 +147,13 @@ class PreLNSpec(ResidualSpec):
     final_norm: bool = True
     final_dropout: bool = False
     first_norm: bool = True
+    branch_scale: float | int = bounded(1.0, above=0)
 
     def build(self, config, **where) -> Residual:
+        where["scale"] = where.get("scale", 1.0) * self.branch_scale
         first = where.get("layer_idx") == 0 and not where.get("siblings")
         if where.get("entered") or (first and not self.first_norm):
-            return PlainSum(config, scale=where.get("scale", 1.0))
+            return PlainSum(config, scale=where["scale"])
         return super().build(config, **where)
 
     def build_final(self, config) -> nn.Module | None:

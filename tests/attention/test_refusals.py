@@ -276,6 +276,8 @@ COMPANY = [
       "next": 1, "previous": 1,
      "first": 1},)}},
      "a decoder does not see"),
+    ({"attention": {"type": "dense", "query_key_norm": "each_head"}, "normalization": "scale_norm"},
+     "'each_head' of attention 'dense' asks for a gain for every head, which normalization 'scale_norm' has not"),
     ({"attention": {"type": "dense", "query_key_norm": "head"}, "normalization": "power_norm"},
      "normalization 'power_norm' cannot"),
     ({"position": "t5_relative_bias", "attention": {"type": "dense", "score_cap": 3.0}},

@@ -238,6 +238,22 @@ def test_embedding():
     close(states, expected)
 
 
+def test_a_factor_in_place_of_the_scale():
+    """On vectors that are given, too; the factor 1, which Python takes for True, is none."""
+    fields = {"embedding": {"type": "token", "scale": 3}, "head": {"type": "linear", "scale": 0.5}, "position": "none"}
+    model = build(XFormerForMaskedLM, **fields)
+    ids, table = tokens(2, 4, high=40), model.get_input_embeddings().weight
+    for given in ({"input_ids": ids}, {"inputs_embeds": table[ids]}):
+        found = model(**given, output_hidden_states=True)
+        close(found.hidden_states[0], 3 * table[ids])
+        close(found.logits, 0.5 * model.model(**given).last_hidden_state @ table.T)
+    for slot, name in (("embedding", "token"), ("head", "linear")):
+        made = XFormerConfig(**SMALL, **{slot: {"type": name, "scale": 1}})
+        assert getattr(made, slot).scale is False
+        with pytest.raises(ValueError, match=f"{name} needs `scale` > 0, or True or False, got 0"):
+            XFormerConfig(**SMALL, **{slot: {"type": name, "scale": 0}})
+
+
 @pytest.mark.parametrize(
     ("problem", "labels"),
     [

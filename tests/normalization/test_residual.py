@@ -45,6 +45,14 @@ def test_order(scale):
         close(pre.leave(states, function(pre.enter(states)), given), states + factor * function(pre.norm(states)))
 
 
+def test_a_factor_on_every_branch():
+    """Beside the block's own, and where a sublayer has no norm."""
+    states = vectors(2, 3)
+    for fields in ({}, {"first_norm": False}):
+        made = frame("pre_ln", 0.5, branch_scale=0.3, **fields)
+        close(made.leave(states, 2 * states), states + 0.15 * 2 * states)
+
+
 def test_dropout_acts_before_the_sum():
     """The branch is dropped, the residual stream is not."""
     config = XFormerConfig(**GEOMETRY, hidden_dropout_prob=0.5, residual="pre_ln")

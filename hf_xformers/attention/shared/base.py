@@ -94,7 +94,10 @@ class Attention(Undecayed, Sublayer):
         self.sinks = nn.Parameter(torch.empty(self.num_heads)) if spec.learned_sinks else None
         self.q_norm: nn.Module | None = None
         self.k_norm: nn.Module | None = None
-        if spec.query_key_norm != "none":
+        if spec.query_key_norm == "each_head":
+            counts = (self.num_heads, self.num_key_value_heads)
+            self.q_norm, self.k_norm = (config.normalization.build_for_heads(config, count) for count in counts)
+        elif spec.query_key_norm != "none":
             whole = spec.query_key_norm == "projection"
             widths = [self.head_dim * (heads if whole else 1) for heads in (self.num_heads, self.num_key_value_heads)]
             self.q_norm, self.k_norm = (config.normalization.build(config, width=width) for width in widths)
@@ -392,16 +395,17 @@ class AttentionSpec(Spec):
 
     bias: biases on the projections. output_bias: the same for the output projection (`None`: as the others). scale:
     factor on scores (`None`: 1 / sqrt(head width); T5: 1.0). query_key_norm: the config's normalization on queries and
-    keys, before rotation: of each `head` (Qwen 3; Dehghani et al. 2023, arXiv 2302.05442, section 2), or of the whole
-    `projection` (OLMo 2). score_cap: scaled scores s become c tanh(s / c), so that they stay within c (Gemma 2; Bello
-    et al. 2016, arXiv 1611.09940, section 5.1). angles: which rotation of a rotary position the layer has, that of all
-    layers (`global`), the `local` one, or `none`. aggregation: how heads are joined in place of standing side by side
-    (`routing_aggregation`, `capsule_heads`; `None`: side by side). losses: auxiliary losses of training on what heads
-    do (`disagreement_regularization`, `attention_guidance`). learned_sinks: a learned score s of each head in the
+    keys, before rotation: of each `head` (Qwen 3; Dehghani et al. 2023, arXiv 2302.05442, section 2), the same with a
+    gain of its own for `each_head` (StableLM 2), or of the whole `projection` (OLMo 2). score_cap: scaled scores s
+    become c tanh(s / c), so that they stay within c (Gemma 2; Bello et al. 2016, arXiv 1611.09940, section 5.1).
+    angles: which rotation of a rotary position the layer has, that of all layers (`global`), the `local` one, or
+    `none`. aggregation: how heads are joined in place of standing side by side (`routing_aggregation`,
+    `capsule_heads`; `None`: side by side). losses: auxiliary losses of training on what heads do
+    (`disagreement_regularization`, `attention_guidance`). learned_sinks: a learned score s of each head in the
     denominator of its softmax, exp(q k_j) / (exp(s) + sum_j exp(q k_j)), so that a head can read nothing (GPT-OSS,
-    OpenAI 2025, arXiv 2508.10925, section 2.1; s = 0 is Miller 2023's softmax with one added). output_gate: what
-    heads have read times sigmoid(W x), x the layer's input, with one number for each `head` or for each `element`
-    (Qiu et al. 2025, arXiv 2505.06708, section 2.2; Qwen3-Next).
+    OpenAI 2025, arXiv 2508.10925, section 2.1; s = 0 is Miller 2023's softmax with one added). output_gate: what heads
+    have read times sigmoid(W x), x the layer's input, with one number for each `head` or for each `element` (Qiu et
+    al. 2025, arXiv 2505.06708, section 2.2; Qwen3-Next).
     """
 
     causal: ClassVar[bool] = True
@@ -444,7 +448,7 @@ class AttentionSpec(Spec):
     bias: bool = True
     output_bias: bool | None = None
     scale: float | int | None = None
-    query_key_norm: Literal["none", "head", "projection"] = "none"
+    query_key_norm: Literal["none", "head", "each_head", "projection"] = "none"
     score_cap: float | int | None = None
     angles: Literal["global", "local", "none"] = "global"
     aggregation: dict | str | HeadAggregation | None = None

@@ -61,7 +61,12 @@ def fields_of_attention(config: XFormerConfig) -> dict[str, Any]:
 
 def activation_fields(config: XFormerConfig) -> dict[str, str]:
     found = llama.gated_activation(config, "hidden_activation")["hidden_activation"]
-    return {"hidden_activation": {"gelu_new": "gelu_pytorch_tanh"}.get(found, found)}
+    return {"hidden_activation": published_name(found)}
+
+
+def published_name(activation: str) -> str:
+    """The name that published configs of these families have for the same function."""
+    return "gelu_pytorch_tanh" if activation == "gelu_new" else activation
 
 
 def to_ours(config: PreTrainedConfig) -> dict[str, Any]:

@@ -55,25 +55,44 @@ def linear(theirs: str, ours: str, bias: bool) -> Rule:
     return copied(f"{theirs}.*", f"{ours}.*") if bias else copied(f"{theirs}.weight", f"{ours}.weight")
 
 
+def attention_rules(config: XFormerConfig, output: str = "o_proj") -> tuple[Rule, ...]:
+    """Projections of attention, in all layers. output: their name of the last one."""
+    attention, own, ours = config.layer(0).attention, "@layers.{i}.self_attn", "@trunk.layers.{i}.attention"
+    return (
+        *(linear(f"{own}.{x}_proj", f"{ours}.{x}_proj", attention.bias) for x in "qkv"),
+        linear(f"{own}.{output}", f"{ours}.o_proj", attention.has_output_bias),
+    )
+
+
+def network_rules(config: XFormerConfig, **names: str) -> tuple[Rule, ...]:
+    """Projections of the feed-forward network, in all layers. names: theirs by ours, where they are not Llama's."""
+    names = names or {x: f"{x}_proj" for x in ("gate", "up", "down")}
+    own, ours, bias = "@layers.{i}.mlp", "@trunk.layers.{i}.feedforward", config.feedforward.bias
+    return tuple(linear(f"{own}.{theirs}", f"{ours}.{x}_proj", bias) for x, theirs in names.items())
+
+
 def projections(config: XFormerConfig) -> tuple[Rule, ...]:
     """Of attention and of the gated feed-forward network, in all layers."""
-    attention, bias = config.layer(0).attention, config.feedforward.bias
+    return (*attention_rules(config), *network_rules(config))
+
+
+def frame(config: XFormerConfig, last: str = "norm") -> tuple[Rule, ...]:
+    """The token table and norms, with biases where they have them; one of a layer where its sublayers share it. last:
+    their name of the final one."""
     own, ours = "@layers.{i}", "@trunk.layers.{i}"
+    bias = getattr(config.normalization, "bias", False)
+    norms = {"input_layernorm": "attention_residual", "post_attention_layernorm": "feedforward_residual"}
+    if getattr(config.block, "shared_norm", False):
+        del norms["post_attention_layernorm"]
     return (
-        *(linear(f"{own}.self_attn.{x}_proj", f"{ours}.attention.{x}_proj", attention.bias) for x in "qkv"),
-        linear(f"{own}.self_attn.o_proj", f"{ours}.attention.o_proj", attention.has_output_bias),
-        *(linear(f"{own}.mlp.{x}_proj", f"{ours}.feedforward.{x}_proj", bias) for x in ("gate", "up", "down")),
+        copied("@embed_tokens.weight", "@trunk.embedding.tokens.weight"),
+        *(linear(f"{own}.{theirs}", f"{ours}.{residual}.norm", bias) for theirs, residual in norms.items()),
+        linear(f"@{last}", "@trunk.final_norm", bias),
     )
 
 
 def backbone(config: XFormerConfig) -> tuple[Rule, ...]:
-    return (
-        copied("@embed_tokens.weight", "@trunk.embedding.tokens.weight"),
-        *projections(config),
-        copied("@layers.{i}.input_layernorm.weight", "@trunk.layers.{i}.attention_residual.norm.weight"),
-        copied("@layers.{i}.post_attention_layernorm.weight", "@trunk.layers.{i}.feedforward_residual.norm.weight"),
-        copied("@norm.weight", "@trunk.final_norm.weight"),
-    )
+    return (*projections(config), *frame(config))
 
 
 GROUPS: dict[str, Groups] = {
@@ -112,6 +131,18 @@ def width_beside(config: XFormerConfig) -> dict[str, int]:
     """The counterpart of [`own_width`]."""
     usual = config.hidden_size == config.head_width * config.num_attention_heads
     return {} if usual else {"head_dim": config.head_width}
+
+
+def factor_of(config: PreTrainedConfig, name: str) -> float:
+    """A factor of their config.
+
+    Raises:
+        ValueError: it is not positive.
+    """
+    value = getattr(config, name)
+    if value is None or not value > 0:
+        raise ValueError(f"{name}={value!r} does not convert: factors here are positive.")
+    return float(value)
 
 
 def to_ours(config: PreTrainedConfig) -> dict[str, Any]:

@@ -17,27 +17,32 @@ FIELDS = {mine: theirs for mine, theirs in llama.FIELDS.items() if mine != "num_
 KINDS = ("full_attention", "sliding_attention")
 
 
+def windows(config: PreTrainedConfig) -> list[int | None]:
+    """The window of every layer, None where it reads all, as `layer_types` says.
+
+    Raises:
+        ValueError: a kind that does not convert, or windows without a size.
+    """
+    for kind in config.layer_types:
+        if kind not in KINDS:
+            raise ValueError(f"layer_types has {kind!r}, which does not convert; these do: {', '.join(KINDS)}.")
+        if kind != "full_attention" and config.sliding_window is None:
+            raise ValueError(
+                "layer_types has 'sliding_attention', but `sliding_window` is None; give it a size, and"
+                " `use_sliding_window=True` where the config has that."
+            )
+    return [None if kind == "full_attention" else config.sliding_window for kind in config.layer_types]
+
+
 def layers(config: PreTrainedConfig, full: dict[str, Any], sliding: dict[str, Any] | None = None) -> dict[str, Any]:
     """Our fields for layers of the kinds that `layer_types` lists. full: fields of the attention of all layers;
     sliding: further ones of those with a window.
 
     Raises:
-        ValueError: a kind that does not convert, or windows without a size.
+        ValueError: as [`windows`].
     """
-    made = []
-    for kind in config.layer_types:
-        if kind not in KINDS:
-            raise ValueError(f"layer_types has {kind!r}, which does not convert; these do: {', '.join(KINDS)}.")
-        if kind == "full_attention":
-            made.append(attention(None, **full))
-            continue
-        if config.sliding_window is None:
-            raise ValueError(
-                "layer_types has 'sliding_attention', but `sliding_window` is None; give it a size, and"
-                " `use_sliding_window=True` where the config has that."
-            )
-        made.append(attention(config.sliding_window, **full, **(sliding or {})))
-    return llama.by_layer(made)
+    found = windows(config)
+    return llama.by_layer([attention(window, **full, **({} if window is None else sliding or {})) for window in found])
 
 
 def layer_types(config: XFormerConfig) -> tuple[list[str], int | None]:

@@ -28,11 +28,12 @@ def dense(layer, x, memory=None, causal=False, bias=None, turn=None, near=lambda
     def normed(rows, name):
         if spec.query_key_norm == "none":
             return rows
-        if spec.query_key_norm == "head":
+        single = spec.query_key_norm != "projection"
+        if single:
             rows = rows.unflatten(-1, (-1, width))
         rows = rows / (rows.square().mean(-1, keepdim=True) + layer.config.layer_norm_eps).sqrt()
         rows = rows * getattr(layer, name).weight
-        return rows.flatten(-2) if spec.query_key_norm == "head" else rows
+        return rows.flatten(-2) if single else rows
 
     q, k = normed(q, "q_norm"), normed(k, "k_norm")
     if turn is not None:
@@ -426,6 +427,7 @@ REFERENCES = {
         "scaled": ({"scale": 0.7, "bias": False},),
         "normed": ({"query_key_norm": "head", "score_cap": 2.0}, {"fields": RMS}),
         "normed whole": ({"query_key_norm": "projection", "output_bias": False}, {"fields": {**RMS, **GROUPED}}),
+        "normed apart": ({"query_key_norm": "each_head"}, {"fields": {**RMS, **GROUPED}}),
         "capped": ({"score_cap": 0.5, "bias": False, "output_bias": True},),
         "sinks": ({"learned_sinks": True, "output_gate": "head"}, {"cross": True}),
         "gated": ({"output_gate": "element"}, {"fields": GROUPED}),
