@@ -180,6 +180,14 @@ def experts(old: Part, new: Part) -> dict[str, Derived]:
     """Every expert starts as the dense network (Komatsuzaki et al. 2023, arXiv 2212.05055, section 2.1)."""
     made = {}
     up = "gate_proj" if "gate_proj.weight" in old.tensors else "up_proj"  # what is activated
+    for part, target in (("weight", "experts.gate_up_proj"), ("bias", "experts.gate_up_bias")):
+        sources = (f"gate_proj.{part}", f"up_proj.{part}")
+        if _lacks(old, new, target) and all(source in old.tensors for source in sources):
+            both = torch.cat([old.tensors[source] for source in sources])
+            count, *shape = new.tensors[target].shape
+            if tuple(shape) == tuple(both.shape):
+                copies = both.unsqueeze(0).repeat(count, *[1] * len(shape))
+                made[target] = Derived(copies, sources, "copied to every expert")
     for target, source in (
         ("experts.up_proj", f"{up}.weight"),
         ("experts.up_bias", f"{up}.bias"),

@@ -44,7 +44,7 @@ def grouped_matmul(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 class SlicedExperts(torch.autograd.Function):
     """W_down[e] act(W_up[e] x + b_up[e]) + b_down[e] for rows [n, D] sorted by expert; ends: where each expert's rows
-    end.
+    end. act may make one number of several.
 
     One expert after the other, so that what is as wide as the inner width stays small beside its first half, which is
     kept. Every product is written where it belongs, gradients of weights too: nothing is stacked or masked afterwards.
@@ -139,7 +139,8 @@ def own_draws(device: torch.device) -> AbstractContextManager[None]:
 class Experts(nn.Module):
     """E feed-forward networks of one shape: FFN_e(x) = W_down[e] act(W_up[e] x + b_up[e]) + b_down[e].
 
-    up_proj [E, F, D], down_proj [E, D, F]. Tokens are sorted by expert and each projection is a product per slice of
+    up_proj [E, F, D], down_proj [E, D, F]; gated experts have gate_up_proj [E, 2 F, D], the rows of the gate and those
+    of what it gates, in place of the first. Tokens are sorted by expert and each projection is a product per slice of
     rows (one grouped product on accelerators), so time is that of the assignments made. Every parameter takes part in
     every backward pass, chosen or not.
 
@@ -148,6 +149,11 @@ class Experts(nn.Module):
     """
 
     _is_expert_parallel = False  # transformers sets it where it splits the experts
+
+    up_proj: nn.Parameter
+    up_bias: nn.Parameter | None
+    gate_up_proj: nn.Parameter
+    gate_up_bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -159,23 +165,33 @@ class Experts(nn.Module):
         bias: bool,
         dropout: float,
         slices: int = 1,
+        gate: nn.Module | None = None,
     ):
-        """slices: how many parts both projections are cut into by their outputs; each part has its experts."""
+        """slices: how many parts both projections are cut into by their outputs; each part has its experts. gate: of
+        gated experts, [..., 2 F] -> [..., F], in place of the activation."""
         super().__init__()
         self.num_experts, self.slices, self.dropout = num_experts, slices, dropout
         self.all_experts = num_experts  # of all processes; `num_experts` are those of this one
-        self.activation = ACT2FN[activation]
-        up, down = (slices * num_experts, inner // slices), (slices * num_experts, width // slices)
-        self.up_proj = nn.Parameter(torch.empty(*up, width))
+        self.gated = gate is not None
+        self.activation = ACT2FN[activation] if gate is None else gate
+        rows, name = (2 * inner, "gate_up") if self.gated else (inner, "up")
+        up, down = (slices * num_experts, rows // slices), (slices * num_experts, width // slices)
+        self.register_parameter(f"{name}_proj", nn.Parameter(torch.empty(*up, width)))
         self.down_proj = nn.Parameter(torch.empty(*down, inner))
-        self.up_bias = nn.Parameter(torch.zeros(up)) if bias else None
+        self.register_parameter(f"{name}_bias", nn.Parameter(torch.zeros(up)) if bias else None)
         self.down_bias = nn.Parameter(torch.zeros(down)) if bias else None
+
+    def inward(self) -> tuple[nn.Parameter, nn.Parameter | None]:
+        """Weights and biases of the projection to the inner width."""
+        return (self.gate_up_proj, self.gate_up_bias) if self.gated else (self.up_proj, self.up_bias)
 
     def start(self, config, init, scale: float | None = None) -> None:
         """As the config's initializer starts dense projections; with `scale` s: truncated normal of variance s / fan
         in."""
-        for weight, writes in ((self.up_proj, False), (self.down_proj, True)):
+        up, up_bias = self.inward()
+        for weight, writes in ((up, False), (self.down_proj, True)):
             fan_out, fan_in = weight.shape[1] * self.slices, weight.shape[2]
+            fan_out = fan_out // 2 if self.gated and not writes else fan_out
             if scale is not None:
                 std = (scale / fan_in) ** 0.5
                 init.trunc_normal_(weight, mean=0.0, std=std, a=-2 * std, b=2 * std)
@@ -190,7 +206,7 @@ class Experts(nn.Module):
                 shrink = writes and config.initializer == "scaled_residual"
                 depth = max(2 * config.num_hidden_layers, 1) ** -0.5 if shrink else 1.0
                 init.normal_(weight, mean=0.0, std=config.initializer_range * depth)
-        for bias in (self.up_bias, self.down_bias):
+        for bias in (up_bias, self.down_bias):
             if bias is not None:
                 init.zeros_(bias)
 
@@ -220,7 +236,7 @@ class Experts(nn.Module):
         return self._run(tokens, chosen, gates)
 
     def _run(self, tokens: Tensor, chosen: Tensor, gates: Tensor | None) -> Tensor:
-        if counts_are_at_hand(tokens, self.up_proj) and not any(True for _ in self.activation.parameters()):
+        if counts_are_at_hand(tokens, self.down_proj) and not any(True for _ in self.activation.parameters()):
             return self._by_slices(tokens, chosen, gates)
         return self._by_groups(tokens, chosen, gates)
 
@@ -228,8 +244,8 @@ class Experts(nn.Module):
         """Both projections; in autocast's precision, which does not reach grouped products by itself."""
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
-            return self.up_proj.to(dtype), self.down_proj.to(dtype)
-        return self.up_proj, self.down_proj
+            return self.inward()[0].to(dtype), self.down_proj.to(dtype)
+        return self.inward()[0], self.down_proj
 
     def _by_slices(self, tokens: Tensor, chosen: Tensor, gates: Tensor | None) -> Tensor:
         """The assignments made and no others, one slice of rows after the other: the fastest where reading how many
@@ -242,9 +258,9 @@ class Experts(nn.Module):
         rows = order if chosen.shape[1] == 1 else order // chosen.shape[1]
         inputs, kept, rate = tokens.to(up.dtype).index_select(0, rows), None, self.dropout if self.training else 0.0
         if rate:
-            kept = torch.empty(len(rows), up.shape[1], dtype=torch.bool).bernoulli_(1 - rate)
+            kept = torch.empty(len(rows), down.shape[2], dtype=torch.bool).bernoulli_(1 - rate)
         output = SlicedExperts.apply(
-            inputs, up, self.up_bias, down, self.down_bias, self.activation, ends, kept, 1 / (1 - rate)
+            inputs, up, self.inward()[1], down, self.down_bias, self.activation, ends, kept, 1 / (1 - rate)
         )
         if gates is not None:
             output = output * gates.to(output.dtype).reshape(-1, 1).index_select(0, order)
@@ -264,8 +280,9 @@ class Experts(nn.Module):
         # Rows of nobody are masked at every step: forward and backward leave arbitrary numbers in them.
         inner = tokens.to(up.dtype)[order // choices].masked_fill(nowhere, 0.0)
         inner = grouped_matmul(inner, up.transpose(1, 2), ends).masked_fill(nowhere, 0.0)
-        if self.up_bias is not None:
-            inner = inner + self.up_bias.to(inner.dtype)[sorted_experts]
+        up_bias = self.inward()[1]
+        if up_bias is not None:
+            inner = inner + up_bias.to(inner.dtype)[sorted_experts]
         inner = self.activation(inner)
         if self.dropout and self.training:
             inner = F.dropout(inner, self.dropout)
@@ -295,12 +312,13 @@ class Router(nn.Module):
     """logits = W x in float32 at least, whatever the model's precision and autocast say.
 
     Fedus et al. 2022 (arXiv 2101.03961), section 2.4. jitter: in training x is multiplied by U(1 - jitter, 1 +
-    jitter), elementwise; the experts read x itself.
+    jitter), elementwise; the experts read x itself. bias: logits have one.
     """
 
-    def __init__(self, width: int, num_outputs: int, jitter: float = 0.0):
+    def __init__(self, width: int, num_outputs: int, jitter: float = 0.0, bias: bool = False):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_outputs, width))
+        self.bias = nn.Parameter(torch.zeros(num_outputs)) if bias else None
         self.jitter = jitter
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -309,7 +327,7 @@ class Router(nn.Module):
         if self.training and self.jitter:
             tokens = tokens * torch.empty_like(tokens).uniform_(1.0 - self.jitter, 1.0 + self.jitter)
         with torch.autocast(device_type=tokens.device.type, enabled=False):
-            return F.linear(tokens, self.weight.to(tokens.dtype))
+            return F.linear(tokens, self.weight.to(tokens.dtype), None if self.bias is None else self.bias.to(tokens))
 
 
 # ------------------------------------------------------------------------------------------------------- queues
@@ -447,8 +465,9 @@ class ExpertsSpec(DenseForm):
         return {}
 
     def expert_parameters(self) -> tuple[str, ...]:
-        biases = ("up_bias", "down_bias") if self.bias else ()
-        return "up_proj", "down_proj", *biases
+        up = "gate_up" if self.gated else "up"
+        biases = (f"{up}_bias", "down_bias") if self.bias else ()
+        return f"{up}_proj", "down_proj", *biases
 
     def expert_count(self) -> int:
         return self.num_experts

@@ -77,7 +77,7 @@ MIXES: dict[str, Mix] = {
             "position": "alibi",
             "block": {"type": "parallel", "shared_norm": True},
             "residual": "pre_ln",
-            "attention": {"type": "dense", "bias": False, "output_bias": True},
+            "attention": {"type": "dense", "bias": False, "output_bias": True, "query_key_norm": "each_head"},
             "feedforward": "squared_relu",
         }
     ),
@@ -96,6 +96,20 @@ MIXES: dict[str, Mix] = {
             "num_key_value_heads": 2,
         },
         ("decoder",),
+    ),
+    "shared_experts": Mix(  # as in DeepSeek-V3, with Granite's factors
+        {
+            "feedforward": {
+                **{"type": "deepseek_moe", "num_experts": 4, "expert_size": 12, "shared_size": 8, "groups": 2},
+                **{"group_score": "best", "scale": 2.5},
+            },
+            "position": "rotary",
+            "embedding": {"type": "token", "scale": 3.0},
+            "normalization": "rms_norm",
+            "residual": {"type": "pre_ln", "branch_scale": 0.5},
+            "head": {"type": "linear", "scale": 0.5},
+        },
+        BOTH,
     ),
     "differing_layers": Mix(
         {

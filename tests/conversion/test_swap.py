@@ -192,6 +192,22 @@ def test_experts_are_copies(cases):
     assert all("router" in name for name in report.new) and len(report.new) == 2
 
 
+def test_gated_experts_are_copies_whose_sum_is_the_network():
+    torch.manual_seed(0)
+    config = hf_xformers.XFormerConfig(
+        vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24,
+        feedforward="swiglu",
+    )  # fmt: skip
+    source, ids = hf_xformers.XFormerForCausalLM(config).eval(), torch.arange(9)[None]
+    with torch.no_grad():
+        for parameter in source.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    changes = {"type": "deepseek_moe", "num_experts": 4, "bias": True}
+    model, report = swapped(source, feedforward=changes, measure=False)
+    torch.testing.assert_close(model(ids).logits, source(ids).logits, atol=1e-5, rtol=0)
+    assert all("router" in name or "balance" in name for name in report.new)
+
+
 def test_sinusoids_become_a_table(cases):
     torch.manual_seed(0)
     config = hf_xformers.XFormerConfig(
