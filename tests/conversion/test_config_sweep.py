@@ -13,7 +13,10 @@ from tests.conversion.architectures import LENGTH, architectures
 from tests.conversion.test_architectures import assert_same
 from tests.conversion.test_configs import another
 
-FAMILIES = ("gemma", "granite", "cohere", "smollm3", "stablelm", "phi", "starcoder2")
+FAMILIES = (
+    *("gemma", "granite", "cohere", "smollm3", "stablelm", "phi", "starcoder2"),
+    *("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"),
+)
 # Further fields that their models read, or that older files have.
 KEYS = {
     "head_dim": 12,

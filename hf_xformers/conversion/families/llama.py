@@ -64,10 +64,11 @@ def attention_rules(config: XFormerConfig, output: str = "o_proj") -> tuple[Rule
     )
 
 
-def network_rules(config: XFormerConfig, **names: str) -> tuple[Rule, ...]:
-    """Projections of the feed-forward network, in all layers. names: theirs by ours, where they are not Llama's."""
+def network_rules(config: XFormerConfig, layer: str = "{i}", **names: str) -> tuple[Rule, ...]:
+    """Projections of the feed-forward network, in all layers or in one. names: theirs by ours, where they are not
+    Llama's."""
     names = names or {x: f"{x}_proj" for x in ("gate", "up", "down")}
-    own, ours, bias = "@layers.{i}.mlp", "@trunk.layers.{i}.feedforward", config.feedforward.bias
+    own, ours, bias = f"@layers.{layer}.mlp", f"@trunk.layers.{layer}.feedforward", config.feedforward.bias
     return tuple(linear(f"{own}.{theirs}", f"{ours}.{x}_proj", bias) for x, theirs in names.items())
 
 
@@ -104,10 +105,16 @@ GROUPS: dict[str, Groups] = {
 }
 
 
-def by_layer(attentions: list[dict[str, Any]]) -> dict[str, Any]:
-    """Our fields for layers with these attentions: the first layer's for all, and those that differ."""
-    others = {index: {"attention": entry} for index, entry in enumerate(attentions) if entry != attentions[0]}
-    return {"attention": attentions[0], **({"per_layer_config": others} if others else {})}
+def by_layer(attentions: list[dict[str, Any]], feedforwards: list[dict[str, Any]] | None = None) -> dict[str, Any]:
+    """Our fields for layers with these attentions, and these feed-forward components: the first layer's for all, and
+    those that differ."""
+    slots = {"attention": attentions, **({} if feedforwards is None else {"feedforward": feedforwards})}
+    others: dict[int, dict[str, Any]] = {}
+    for slot, entries in slots.items():
+        for index, entry in enumerate(entries):
+            if entry != entries[0]:
+                others.setdefault(index, {})[slot] = entry
+    return {slot: entries[0] for slot, entries in slots.items()} | ({"per_layer_config": others} if others else {})
 
 
 def refuse_other(config: PreTrainedConfig, **plain: Any) -> None:

@@ -26,10 +26,10 @@ def windows(config: PreTrainedConfig) -> list[int | None]:
     for kind in config.layer_types:
         if kind not in KINDS:
             raise ValueError(f"layer_types has {kind!r}, which does not convert; these do: {', '.join(KINDS)}.")
-        if kind != "full_attention" and config.sliding_window is None:
+        if kind != "full_attention" and not config.sliding_window:
             raise ValueError(
-                "layer_types has 'sliding_attention', but `sliding_window` is None; give it a size, and"
-                " `use_sliding_window=True` where the config has that."
+                f"layer_types has 'sliding_attention', but `sliding_window` is {config.sliding_window}; give it a"
+                " size, and `use_sliding_window=True` where the config has that."
             )
     return [None if kind == "full_attention" else config.sliding_window for kind in config.layer_types]
 
