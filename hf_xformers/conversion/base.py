@@ -19,6 +19,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from ..configuration_xformer import XFormerConfig
 from ..core.components import SLOTS, Spec, build_spec
 from ..variants import config_class
+from .near import nearest
 from .rules import Entry, Rule, expand
 
 # Fields with the same name and meaning everywhere.
@@ -425,6 +426,13 @@ def converter_for(model_type: str | None) -> Converter:
         raise ValueError(
             "the config.json of the model names no model_type, as transformers does; give the folder of a model that"
             " `save_pretrained` wrote"
+        )
+    if found is None and model_type in CONFIG_MAPPING and not issubclass(CONFIG_MAPPING[model_type], XFormerConfig):
+        near = nearest(str(model_type), [name for name, entry in known.items() if not entry.layouts])
+        hint = f"these are nearest to it by their configs: {', '.join(near)}" if near else "none is near to it"
+        raise ValueError(
+            f"No conversion for model type {model_type!r}; of the families that convert, {hint}. `hf-xformers list"
+            " --families` shows all of them, and `hf-xformers list --components` what a model can be made of."
         )
     if found is None:
         names = sorted({name for entry in known.values() for name in (entry.model_type, entry.variant)})

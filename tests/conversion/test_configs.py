@@ -287,6 +287,25 @@ def test_sources_that_do_not_convert():
     refuse(transformers.T5Config(feed_forward_proj="gated-mish"), "gated .*'mish'")
 
 
+NEAR = {
+    **{"olmo": "olmo2", "olmo3": "olmo2", "cohere2": "cohere", "glm4": "llama", "nemotron": "llama"},
+    **{"persimmon": "stablelm", "codegen": "gptj", "gpt_neox_japanese": "gpt_neox", "gemma3n_text": "gemma3_text"},
+    **{"helium": "llama", "exaone4": "qwen2", "granitemoe": "granite", "plbart": "bart", "pegasus_x": "pegasus"},
+    **{"blenderbot": "bart", "bert-generation": "bert", "xlm-roberta-xl": "xlm-roberta", "rembert": "bert"},
+    **dict.fromkeys(("mpt", "falcon_mamba", "jamba", "clip", "whisper", "rwkv"), None),
+}
+
+
+@pytest.mark.parametrize("model_type", NEAR)
+def test_other_model_types_of_transformers(model_type):
+    """Refused, with the families that have nearly their configs, where there are any."""
+    near = NEAR[model_type]
+    with pytest.raises(ValueError, match=f"No conversion for model type '{model_type}'; of the families") as caught:
+        base.converter_for(model_type)
+    said = str(caught.value).split(". `hf-xformers")[0]
+    assert said.endswith("none is near to it") if near is None else near in said.split(": ")[1].split(", ")
+
+
 def test_unknown_model_types_are_listed():
     with pytest.raises(
         ValueError, match="No conversion for model type 'bret'; did you mean 'bert'[?] These convert: "
