@@ -13,10 +13,11 @@ makes. `docs/guides/extend.md` goes through one; objectives have their own base 
 """
 
 from .attention.shared.base import Attention, AttentionSpec, literal_softmax_attention
+from .attention.shared.linear import state_layer
 from .blocks.base import BlockSpec, SublayerPlan, XFormerLayer, unpack_layer
 from .configuration_xformer import XFormerConfig
 from .core.cache import RecurrentStateLayer, SlotStateLayer, appended
-from .core.components import SLOTS, Spec, SpecLike, aliased, build_spec, register
+from .core.components import SLOTS, Spec, SpecLike, aliased, bounded, build_spec, register
 from .core.context import LayerContext, SublayerOutput, add_losses
 from .core.reading_weights import weight_of
 from .core.visibility import boolean_mask, visible_pairs
@@ -61,11 +62,13 @@ __all__ = [
     "aliased",
     "appended",
     "boolean_mask",
+    "bounded",
     "build_spec",
     "literal_softmax_attention",
     "make_family",
     "memory_by_step",
     "register",
+    "state_layer",
     "unpack_layer",
     "visible_pairs",
     "weight_of",

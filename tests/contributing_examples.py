@@ -7,8 +7,11 @@ prints `NAME works` for each example that does, and writes to stderr what is wro
 from __future__ import annotations
 
 import importlib
+import json
+import math
 import sys
 import traceback
+import types
 from pathlib import Path
 
 import torch
@@ -202,11 +205,95 @@ def objective(folder: Path) -> None:
     assert (folder / "run" / "config.json").is_file()
 
 
+def stateful_attention(folder: Path) -> None:
+    model = made(XFormerForCausalLM, attention="gated_mean", num_key_value_heads=1, is_decoder=True)
+    generates_as_it_reads(model)
+    ids = tokens(2, 9)
+    close(saved_and_loaded(model, folder / "saved_state")(ids).logits, model(ids).logits)
+    changed = ids.clone()
+    changed[:, 6:] = tokens(2, 3, seed=7)
+    close(model(changed).logits[:, :6], model(ids).logits[:, :6])
+    for side in ("left", "right"):
+        padded, mask = pad(list(ids), 12, side, seed=4)
+        close(model(padded, attention_mask=mask).logits[mask.bool()].view(2, 9, -1), model(ids).logits)
+    layer, states = model.model.trunk.layers[0].attention, torch.randn(1, 7, 16, dtype=torch.float64)
+    query, key, value = layer.projected_heads(states)
+    weight, expected = torch.log1p(key.exp()), torch.zeros_like(query)
+    for place in range(7):  # the equation; both heads read the one of keys and values
+        seen = weight[:, :, : place + 1]
+        mean = (seen * value[:, :, : place + 1]).sum(2) / seen.sum(2)
+        expected[:, :, place] = mean / (1 + (-query[:, :, place]).exp())
+    call = types.SimpleNamespace(query_padding_mask=None, unpadding=None)
+    close(layer(states, call).output, layer.o_proj(expected.transpose(1, 2).flatten(2)))
+    searched = {"num_beams": 3, "max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
+    assert torch.equal(model.generate(ids, **searched), model.generate(ids, **searched, use_cache=False))
+    refused("gated_mean", lambda: XFormerConfig(**SIZES, attention="gated_mean", position="rotary", is_decoder=True))
+
+
+def head(folder: Path) -> None:
+    model = made(XFormerForMaskedLM, head={"type": "learned_scale", "start": 3.0})
+    plain, ids = made(XFormerForMaskedLM, head="linear"), tokens(2, 9)
+    weights = model.state_dict()
+    scale = weights.pop("lm_head.log_scale")
+    assert abs(scale.item() - math.log(3)) < 1  # as it starts, and the noise that all parameters have here
+    plain.load_state_dict(weights)
+    close(model(ids).logits, plain(ids).logits * scale.exp())
+    assert model.lm_head.decoder.weight is model.get_input_embeddings().weight
+    assert gradients(model, model(ids).logits)["lm_head.log_scale"].any()
+    close(saved_and_loaded(model, folder / "saved_head")(ids).logits, model(ids).logits)
+    refused("start", lambda: XFormerConfig(**SIZES, head={"type": "learned_scale", "start": 0}))
+
+
+def task(folder: Path) -> None:
+    from hf_xformers.cli import main
+
+    rows = folder / "grades.jsonl"
+    grades = ["1 poor", "2 fair", "3 good", "4 best"]
+    entries = [{"text": f"film {number} is {grade}", "label": grade} for number in range(12) for grade in grades]
+    rows.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    options = "finetune --task grading --variant bert --size tiny --max_steps 2 --use_cpu true"
+    out = folder / "graded"
+    assert main([*options.split(), "--data", str(rows), "--output_dir", str(out)]) in (None, 0)
+    predictions = folder / "said.jsonl"
+    said = ["predict", "--model", str(out), "--data", str(rows), "--output", str(predictions)]
+    assert main(said) in (None, 0)
+    found = [json.loads(line) for line in predictions.read_text().splitlines()]
+    distances = [abs(int(row["prediction"][0]) - int(row["reference"][0])) for row in found]
+    from hf_xformers.finetuning import TaskOptions, build_task
+
+    made_task = build_task(TaskOptions(task="grading"))
+    made_task.labels = types.SimpleNamespace(names=grades)
+    close(torch.tensor(made_task.score(found)["distance"]), torch.tensor(sum(distances) / len(distances)))
+
+
+def family(folder: Path) -> None:
+    from transformers import SeedOssConfig, SeedOssForCausalLM
+
+    from hf_xformers.conversion import convert_checkpoint, from_transformers, to_transformers
+
+    sizes = {name: SIZES[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "pad_token_id")}
+    more = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    ids = tokens(2, 9)
+    for biases in ({}, {"attention_out_bias": True, "mlp_bias": True, "attention_bias": False}):
+        torch.manual_seed(0)
+        theirs = make_strong(SeedOssForCausalLM(SeedOssConfig(**sizes, **more, **biases)).double().eval())
+        ours = from_transformers(theirs)
+        close(ours(input_ids=ids).logits, theirs(input_ids=ids).logits, 1e-5)  # their norms and angles are float32
+        back = to_transformers(ours)
+        assert type(back) is SeedOssForCausalLM and back.config.rope_parameters == theirs.config.rope_parameters
+        for name, tensor in theirs.state_dict().items():
+            assert torch.equal(back.state_dict()[name], tensor), name
+    theirs.save_pretrained(folder / "seed")
+    assert convert_checkpoint(folder / "seed", folder / "ours").complete
+    refused("mish", lambda: from_transformers(SeedOssForCausalLM(SeedOssConfig(**sizes, **more, hidden_act="mish"))))
+
+
 def main_of_examples(folder: Path) -> int:
-    for room in folder.iterdir():
-        importlib.import_module(f"hf_xformers.{room.name}").__path__.append(str(room))
+    for room in {path.parent for path in folder.rglob("*.py")}:
+        name = ".".join(room.relative_to(folder).parts)
+        importlib.import_module(f"hf_xformers.{name}").__path__.append(str(room))
     failed = 0
-    for example in (attention, position, stack, objective):
+    for example in (attention, stateful_attention, position, stack, objective, head, task, family):
         try:
             example(folder)
             print(f"{example.__name__} works", flush=True)

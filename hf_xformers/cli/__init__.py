@@ -32,6 +32,7 @@ COMMANDS = {
     "card": ("card", "the model card of a variant or of a checkpoint, with measured figures"),
     "export": ("export", "a model as an ONNX graph, compared with it under onnxruntime"),
     "bundle": ("bundle", "a checkpoint with the code that it needs, for users without this package"),
+    "new": ("new", "a file for a component, objective or task of yours, with its test and a stub of its card"),
     "push": ("push", "upload a checkpoint or an adapter to the Hub, with a card"),
 }
 DEBUG_VARIABLE = "HF_XFORMERS_DEBUG"

@@ -25,10 +25,21 @@ from transformers.utils import logging
 
 from ..configuration_xformer import XFormerConfig
 from ..modeling_base import XFormerPreTrainedModel
-from .base import converter_back, converter_for, converters
+from .base import (
+    Converter,
+    activation,
+    converter_back,
+    converter_for,
+    converters,
+    decoder_heads,
+    feedforward,
+    register,
+)
 from .checkpoint import convert_checkpoint, load, read_model_type
 from .free_mix import model_as_variant
 from .report import Report
+from .rotary import rope_parameters, rotary_of, rotation_fields
+from .rules import copied
 from .swap import swap_checkpoint, swap_components
 from .swap_report import SwapReport
 from .transfer import MADE_OF, Source, to_ours, to_theirs
@@ -100,12 +111,21 @@ def _read(path: object, model_type: str | None = None):
 
 
 __all__ = [
+    "Converter",
     "Report",
     "SwapReport",
+    "activation",
     "convert_checkpoint",
     "converter_for",
     "converters",
+    "copied",
+    "decoder_heads",
+    "feedforward",
     "from_transformers",
+    "register",
+    "rope_parameters",
+    "rotary_of",
+    "rotation_fields",
     "swap_checkpoint",
     "swap_components",
     "to_transformers",

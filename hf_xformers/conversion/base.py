@@ -18,6 +18,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ..configuration_xformer import XFormerConfig
 from ..core.components import SLOTS, Spec, build_spec
+from ..core.rooms import import_plugins
 from ..variants import config_class
 from .near import nearest
 from .rules import Entry, Rule, expand
@@ -393,7 +394,8 @@ def register(converter: Converter) -> Converter:
 
 
 def converters() -> dict[str, Converter]:
-    """All converters by transformers' model type; every file of `families/` is read."""
+    """All converters by transformers' model type; every file of `families/` is read, and modules of other packages."""
+    import_plugins()
     package = importlib.import_module(f"{__package__}.families")
     for info in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"{package.__name__}.{info.name}")

@@ -10,7 +10,11 @@ from ..core.lazy import lazily
 _NAMES = {
     "TASKS": "tasks",
     "Task": "tasks",
+    "Encoded": "tasks",
+    "TextClassification": "tasks",
+    "Trivial": "tasks",
     "build_task": "tasks",
+    "register_task": "tasks",
     "ModelOptions": "options",
     "RunOptions": "options",
     "TaskData": "options",

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from ..core.components import did_you_mean
+from ..core.rooms import import_plugins, import_room
 
-TASK_NAMES = (
+TASK_NAMES = [
     "text-classification",
     "multi-label-classification",
     "regression",
@@ -18,7 +19,7 @@ TASK_NAMES = (
     "forecasting",
     "image-classification",
     "speech-recognition",
-)
+]  # and those that `register_task` adds
 TASK_ALIASES = {
     "classification": "text-classification",
     "sequence-classification": "text-classification",
@@ -119,8 +120,11 @@ SUMMARIES = ("highlights", "summary", "abstract", "target", "title", "headline")
 def known_task(name: str) -> str | None:
     """The task of a name or alias, in any spelling of case, `_` and `-`; None for an unknown one."""
     plain = name.strip().lower().replace("_", "-").replace(" ", "-")
-    found = TASK_ALIASES.get(plain, plain)
-    return found if found in TASK_NAMES else None
+    wanted = TASK_ALIASES.get(plain, plain)
+    if wanted not in TASK_NAMES:  # then it is of a file dropped into the folder, or of another package
+        import_room("finetuning.tasks", wanted.replace("-", "_"))
+        import_plugins()
+    return next((task for task in TASK_NAMES if task.replace("_", "-") == wanted), None)
 
 
 def resolve_task(name: str) -> str:

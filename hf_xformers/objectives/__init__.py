@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .bart_denoising import BartDenoisingCollator, BartDenoisingObjective
-from .base import OBJECTIVES, Collator, Objective, build_objective, register
+from .base import IGNORE_INDEX, OBJECTIVES, Collator, Objective, build_objective, pad_rows, register
 from .bidirectional_lm import BidirectionalLMCollator, BidirectionalLMObjective
 from .causal_lm import CausalLMCollator, CausalLMObjective
 from .contrastive import ContrastiveCollator, ContrastiveObjective
@@ -23,6 +23,7 @@ from .t5_corruption import T5CorruptionCollator, T5CorruptionObjective
 from .unilm import UniLMCollator, UniLMObjective
 
 __all__ = [
+    "IGNORE_INDEX",
     "OBJECTIVES",
     "BartDenoisingCollator",
     "BartDenoisingObjective",
@@ -64,6 +65,7 @@ __all__ = [
     "UniLMCollator",
     "UniLMObjective",
     "build_objective",
+    "pad_rows",
     "register",
     "sentence_pairs",
     "word_unit_ids",

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from ...core.given_options import changed
-from ..names import resolve_task
+from ..names import TASK_NAMES, resolve_task
 from ..options import TaskOptions
 from .answering import QuestionAnswering
 from .base import Encoded, Task, Trivial
@@ -24,6 +24,7 @@ from .tagging import TokenClassification
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+AnyTask = TypeVar("AnyTask", bound=Task)
 OF_EVERY_TASK = ("task", "max_length", "class_balance")  # options; `Task` refuses what cannot be
 TASKS: dict[str, type[Task]] = {
     task.id: task
@@ -72,6 +73,20 @@ def refuse_unread(options: TaskOptions, *others: str) -> None:
             )
 
 
+def register_task(task: type[AnyTask]) -> type[AnyTask]:
+    """Class decorator: enters a task under its `id`, which `--task` then takes.
+
+    Raises:
+        ValueError: there is a task of that id.
+    """
+    if TASKS.get(task.id, task).__qualname__ != task.__qualname__:
+        raise ValueError(f"There is a task {task.id!r}, {TASKS[task.id].__name__}; choose another `id`.")
+    if task.id not in TASKS:
+        TASK_NAMES.append(task.id)
+    TASKS[task.id] = task
+    return task
+
+
 def task_class(name: str) -> type[Task]:
     """The class of a task's name or alias. Raises ValueError for an unknown one."""
     return TASKS[resolve_task(name)]
@@ -97,5 +112,6 @@ __all__ = [
     "Trivial",
     "build_task",
     "refuse_unread",
+    "register_task",
     "task_class",
 ]
