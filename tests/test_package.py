@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -30,7 +35,7 @@ def test_wheel_works_outside_the_checkout(tmp_path):
     (wheel,) = tmp_path.glob("hf_xformers-*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
     sources = {str(path.relative_to(ROOT)) for path in (ROOT / "hf_xformers").rglob("*.py")}
-    assert sources <= names and "hf_xformers/py.typed" in names
+    assert sources <= names and {"hf_xformers/py.typed", "hf_xformers/cli/templates/card.md"} <= names
     assert not [name for name in names if name.startswith(("tests", "benchmarks"))]
     site = tmp_path / "site"
     subprocess.run(
@@ -41,6 +46,35 @@ def test_wheel_works_outside_the_checkout(tmp_path):
         [sys.executable, "-c", USE, str(site)], capture_output=True, text=True, cwd=tmp_path, env=environment
     )
     assert done.returncode == 0 and "works" in done.stdout, done.stderr[-3000:]
+
+
+def test_it_brings_what_transformers_brings():
+    """`pip install hf_xformers`, beside torch; scripts/wheel.py tries it with pip."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    own = [Requirement(item) for item in project["dependencies"]]
+    assert len(needed(own) - needed([Requirement("transformers"), Requirement("torch")])) <= 3
+
+
+def needed(requirements):
+    """Names of distributions, of what these need as well."""
+    found, waiting = set(), list(requirements)
+    while waiting:
+        one = waiting.pop()
+        name = canonicalize_name(one.name)
+        if name not in found and (one.marker is None or one.marker.evaluate({"extra": ""})):
+            found.add(name)
+            waiting += [Requirement(item) for item in importlib.metadata.requires(name) or []]
+    return found
+
+
+def test_import_is_quick_and_loads_no_torch():
+    code = (
+        "import sys, time; start = time.perf_counter(); import hf_xformers; seconds = time.perf_counter() - start;"
+        " print(seconds, sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
+    )
+    found = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout for _ in range(5)]
+    seconds, loaded = zip(*(text.split(maxsplit=1) for text in found))
+    assert set(loaded) == {"[]\n"} and min(map(float, seconds)) < 0.15
 
 
 def _copy(target: Path) -> Path:
