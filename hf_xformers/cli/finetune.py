@@ -34,7 +34,6 @@ def run(argv: Sequence[str], callbacks: Sequence[Any] = ()) -> int:
     """callbacks: further Trainer callbacks, for programs that call this."""
     from ..finetuning import FineTuning
     from ..finetuning.tasks import refuse_unread
-    from ..training.folder_lock import folder_lock
 
     by_file = split_file(take_file(argv)[0])
     commands = split_tasks(argv) if by_file is None else split_tasks(argv[1:], known=by_file)
@@ -59,12 +58,12 @@ def run(argv: Sequence[str], callbacks: Sequence[Any] = ()) -> int:
         from ..finetuning.two_stages import TwoStages
 
         stages = TwoStages(model, source, task, options, args, intermediate, **given)
-        with folder_lock(stages.folder, writes=args.should_save):
+        with stages.this_run.lock():
             report(stages.train(say, callbacks), str(args.output_dir))
         return 0
     intermediate.check()
     made = FineTuning(model, source, task, options, args, **given)
-    with folder_lock(made.folder, writes=args.should_save):
+    with made.this_run.lock():
         prepared = made.prepare()
         sizes = ", ".join(f"{len(split.rows):,} {name}" for name, split in prepared.splits.items())
         say(f"{prepared.config.model_type}, {prepared.task.id}: {sizes} rows {prepared.task.extent()}")

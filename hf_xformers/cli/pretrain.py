@@ -32,7 +32,6 @@ GROUPS = (*SLOTS, "objective", "decoder")
 
 def run(argv: Sequence[str], callbacks: Sequence[Any] = ()) -> int:
     """callbacks: further Trainer callbacks, for programs that call this."""
-    from ..training.folder_lock import folder_lock
     from ..training.image_pretraining import reads_images, refuse_image_options
     from ..training.pretraining import Preparation, train
 
@@ -47,7 +46,7 @@ def run(argv: Sequence[str], callbacks: Sequence[Any] = ()) -> int:
     devices.check_devices(preparation.config, args.world_size)
     quiet_libraries(args)
     tell_new_head(choice.init_from, preparation)
-    with folder_lock(preparation.folder, writes=args.should_save):
+    with preparation.this_run.lock():
         prepared = preparation.run()
         _tell(prepared)
         summary = train(prepared, args, callbacks, recipe=recipe, devices=devices.devices())
@@ -58,7 +57,6 @@ def run(argv: Sequence[str], callbacks: Sequence[Any] = ()) -> int:
 def _run_on_images(parsed: Any, config_class: type[XFormerConfig], callbacks: Sequence[Any]) -> int:
     from pathlib import Path
 
-    from ..training.folder_lock import folder_lock
     from ..training.image_pretraining import ImagePreparation, usual_objective
     from ..training.pretraining import train
 
@@ -70,7 +68,7 @@ def _run_on_images(parsed: Any, config_class: type[XFormerConfig], callbacks: Se
     options = model_options(config_class, parsed, choice, objective=usual)
     preparation = ImagePreparation(choice, source, images, args, **options)
     quiet_libraries(args)
-    with folder_lock(preparation.folder, writes=args.should_save):
+    with preparation.this_run.lock():
         prepared = preparation.run()
         plan = prepared.plan
         height, width = prepared.size

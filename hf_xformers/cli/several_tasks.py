@@ -114,7 +114,6 @@ def run_several(parsed: Mapping[str, Parsed], given: Mapping[str, Any], callback
     """parsed: by task its command line. given: what belongs to the model, as [`FineTuning`] takes it."""
     from ..finetuning.multi_run import MultiTaskTuning, run_tasks
     from ..finetuning.tasks import refuse_unread
-    from ..training.folder_lock import folder_lock
     from .pretrain import quiet_libraries
 
     model, _, _, options, intermediate, several, args = next(iter(parsed.values())).dataclasses
@@ -128,7 +127,7 @@ def run_several(parsed: Mapping[str, Parsed], given: Mapping[str, Any], callback
     for _, task in requests.values():
         refuse_unread(task, *(other.task for _, other in requests.values() if other is not task))
     made = MultiTaskTuning(model, requests, options, args, several, **given)
-    with folder_lock(made.folder, writes=args.should_save):
+    with made.this_run.lock():
         summary = run_tasks(made, say, callbacks)
     report(summary, str(args.output_dir))
     return 0

@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,11 +27,11 @@ from ..core.saved_files import SUMMARY_FILE, read_object, replacing, write_json
 from ..modeling_base import XFormerPreTrainedModel
 from ..training.building import longest_input
 from ..training.checkpoints import newest_complete
-from ..training.folder_lock import folder_lock
+from ..training.earlier_stages import put_aside, put_back
 from ..training.pretraining import ModelChoice, Preparation, Prepared, train
+from ..training.run import Run
 from ..training.run_folder import read_summary
 from ..training.scoring import choose_objective, load_config, training_of
-from .hooked import HookedFineTuning
 from .methods import DistillationMethod, build_method
 from .report import Measuring, Row, compare, measure, write_table
 from .students import Student, StudentChoice, build_student, refuse_other_vocabulary
@@ -51,7 +50,7 @@ if TYPE_CHECKING:
     from ..training.text import TextData
 
 FILE, STUDENT = "distillation.json", "student"
-_ASIDE = ".student.before"
+_MADE = (STUDENT, OUTPUTS, TEXTS)  # of one teacher, and of its rows
 Told = Callable[[str], None]
 
 
@@ -137,8 +136,8 @@ class Distiller:
         self.measuring.check()
         made = student or StudentChoice()
         self.student = dataclasses.replace(made, copy_layers=choice.copy_layers, size=choice.size)
-        self.folder = Path(str(args.output_dir))
-        self.resumes = args.resume_from_checkpoint not in (None, False, "False", "false")
+        self.this_run = Run(args, overwrite=choice.overwrite_output_dir)
+        self.folder, self.resumes = self.this_run.folder, self.this_run.resumes
         self._check()
 
     def _check(self) -> None:
@@ -167,7 +166,7 @@ class Distiller:
 
     def run(self) -> tuple[dict[str, Any], tuple[Row, Row] | None]:
         """(summary of the run, the rows of teacher and student; None in a process that writes nothing)."""
-        with folder_lock(self.folder, writes=self.args.should_save):
+        with self.this_run.lock():
             self._open()
             teacher = self._teacher()
             with self._student(teacher) as made:
@@ -179,6 +178,8 @@ class Distiller:
 
     def _open(self) -> None:
         """Takes up the run that is in the folder, or refuses to lose it."""
+        if self.args.should_save:
+            put_back(self.folder, FILE, _MADE)  # of a run that was stopped before it had begun
         there = self.folder / FILE
         if not there.is_file():
             if (self.folder / STUDENT).exists():
@@ -187,20 +188,9 @@ class Distiller:
                     " --output_dir"
                 )
             return
-        if not self.resumes:
-            if not self.choice.overwrite_output_dir:
-                raise ValueError(
-                    f"{str(self.folder)!r} holds a distillation already; continue it with --resume_from_checkpoint,"
-                    " remove it with --overwrite_output_dir, or take another --output_dir"
-                )
-            return
-        before, mine = read_object(there), self._settings()
-        for name, value in mine.items():
-            if before.get(name) != value:
-                raise ValueError(
-                    f"the run in {str(self.folder)!r} had {name} {before.get(name)!r}, and this command gives"
-                    f" {value!r}; resume with the options of the first start, or take another --output_dir"
-                )
+        self.this_run.refuse_loss("a distillation")
+        if self.resumes:
+            self.this_run.check_settings(read_object(there), self._settings())
 
     def _settings(self) -> dict[str, Any]:
         """What makes another run of it."""
@@ -264,33 +254,18 @@ class Distiller:
     @contextmanager
     def _student(self, teacher: Teacher) -> Iterator[str]:
         """Writes the student that is not there yet; what is refused in the block takes it away again."""
-        place, aside = self.folder / STUDENT, self.folder / _ASIDE
+        place = self.folder / STUDENT
         if self.resumes and (self.folder / FILE).is_file() and place.is_dir():
             yield str(read_object(self.folder / FILE).get("made", "as it was"))
             return
-        before = (self.folder / FILE).read_text() if (self.folder / FILE).is_file() else None
-        with self.args.main_process_first(local=self.args.save_on_each_node, desc="making the student"):
+        with self.this_run.turns("making the student"):
             student = self._built(teacher)
             if self.args.should_save:
-                shutil.rmtree(aside, ignore_errors=True)
-                if place.exists():
-                    place.rename(aside)
+                put_aside(self.folder, FILE, _MADE)
                 self._save_student(student, teacher, place)
-        try:
+        with self.this_run.in_place_of(FILE, _MADE):
             yield student.made
-        except (ValueError, TypeError):
-            if self.args.should_save:
-                shutil.rmtree(place, ignore_errors=True)
-                if aside.exists():
-                    aside.rename(place)
-                if before is None:
-                    (self.folder / FILE).unlink(missing_ok=True)
-            raise
         if self.args.should_save:
-            shutil.rmtree(aside, ignore_errors=True)
-            for name in (OUTPUTS, TEXTS):  # of another teacher, or of other rows
-                path = self.folder / name
-                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
             write_json(self.folder / FILE, {"status": "running", **self._settings(), "made": student.made})
 
     def _built(self, teacher: Teacher) -> Student:
@@ -396,10 +371,11 @@ class Distiller:
 
     def _prepared_task(self, teacher: Teacher) -> Callable[[], dict[str, Any]]:
         from ..finetuning.options import ModelOptions, RunOptions
+        from ..finetuning.run import FineTuning
 
         model = ModelOptions(model=str(self.folder / STUDENT))
         run_options = RunOptions(overwrite_output_dir=self.choice.overwrite_output_dir)
-        made = HookedFineTuning(model, self.source, self.task, run_options, self.args)  # type: ignore[arg-type]
+        made = FineTuning(model, self.source, self.task, run_options, self.args)  # type: ignore[arg-type]
         if self.method.generates and not made.task.generates:
             raise ValueError(
                 f"method {self.method.type!r} trains on texts that the teacher writes, and {made.task.id} has none;"

@@ -6,7 +6,6 @@ leaves there is the model without gates and masks: closed ones are zeros.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -119,15 +118,12 @@ def _train(
 ) -> None:
     """A run on the model's own task or objective that starts from its weights."""
     from ..finetuning.trained import does_a_task
-    from ..training.checkpoints import newest_complete
+    from ..training.run import Run
 
-    own = copy.copy(args)
-    own.output_dir = str(folder)
-    own.load_best_model_at_end = False  # the best one is an early one, with all its parts
+    own = Run(args).stage(folder.name, load_best_model_at_end=False)  # it is an early one, with all its parts
     if own.save_strategy == SaveStrategy.BEST:
         own.save_strategy = SaveStrategy.EPOCH
-    found = newest_complete(folder, own.world_size) if folder.is_dir() and args.resume_from_checkpoint else None
-    own.resume_from_checkpoint = None if found is None else str(found)
+    found = own.resume_from_checkpoint
     say(f"training in {folder}" + ("" if found is None else f", resuming from {found}"))
     if does_a_task(choice.model):
         _train_task(choice, own, insertion, callbacks)
@@ -147,23 +143,14 @@ def _train_task(
     known = {entry.name for entry in dataclasses.fields(TaskOptions)}
     options = {name: value for name, value in record.get("task_options", {}).items() if name in known}
 
-    class WithInsertion(FineTuning):
-        def _model(self, prepared: Any) -> Any:
-            model = super()._model(prepared)
-            insertion.put(model)
-            return model
-
-        def _save(self, trainer: Any, model: Any) -> None:
-            insertion.merge(model)
-            super()._save(trainer, model)
-
-    made = WithInsertion(
+    made = FineTuning(
         ModelOptions(model=choice.model),
         task_data(choice.model, choice.data, record),
         TaskOptions(**{**options, "task": record.get("task") or options.get("task")}),
         RunOptions(overwrite_output_dir=True),
         args,
     )
+    made.guest = insertion
     made.train(made.prepare(), callbacks)
 
 

@@ -17,7 +17,7 @@ import torch
 
 from ..conversion.swap_config import layer_numbers
 from ..core.saved_files import SUMMARY_FILE, read_object, saving_into, write_json
-from ..training.folder_lock import folder_lock
+from ..training.run import Run
 from .choice import Pruning
 from .geometry import towers_of
 from .head_pruning import HeadLayer, Kept, alike_by_tower, head_layers, prune_heads, whole
@@ -55,14 +55,15 @@ class Pruner:
         self.choice, self.measuring, self.args, self.say = choice, measuring, args, say
         measuring.use_cpu = args.use_cpu
         self.callbacks = callbacks
-        self.folder = Path(str(args.output_dir)).expanduser()
+        self.this_run = Run(args, overwrite=choice.overwrite_output_dir)
+        self.folder = self.this_run.folder
         self.details: dict[str, Any] = {}
         if self.folder.resolve() == Path(choice.model).expanduser().resolve():
             raise ValueError("--output_dir is the folder of --model, which stays as it is; take another")
 
     def run(self) -> tuple[Row, Row] | None:
         """Prunes, saves and measures: the rows before and after, None without measuring."""
-        with folder_lock(self.folder, writes=self.args.should_save):
+        with self.this_run.lock():
             self._make_room()
             model = open_model(self.choice.model)
             self._look(model)
@@ -71,14 +72,10 @@ class Pruner:
             return self._save(pruned, before)
 
     def _make_room(self) -> None:
-        resumes = self.args.resume_from_checkpoint not in (None, False, "False", "false")
-        there = [path for path in (self.folder / "config.json", self.folder / TRAINING) if path.exists()]
-        if there and not resumes and not self.choice.overwrite_output_dir:
-            raise ValueError(
-                f"{str(self.folder)!r} holds {there[0].name!r} already; replace it with --overwrite_output_dir,"
-                " continue a training with --resume_from_checkpoint, or take another --output_dir"
-            )
-        if there and not resumes:
+        there = [name for name in ("config.json", TRAINING) if (self.folder / name).exists()]
+        if there:
+            self.this_run.refuse_loss(repr(there[0]))
+        if not self.this_run.resumes:
             shutil.rmtree(self.folder / TRAINING, ignore_errors=True)
 
     def _look(self, model: PreTrainedModel) -> None:

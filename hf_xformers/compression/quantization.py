@@ -243,13 +243,13 @@ class Quantizer:
     def _train(self, model: PreTrainedModel) -> str:
         """Trains with rounding; the folder of the result."""
         from ..finetuning.options import ModelOptions, RunOptions
-        from .hooked import HookedFineTuning
+        from ..finetuning.run import FineTuning
 
         assert self.args is not None
         place = self.folder / TRAINED
         self.args.output_dir = str(place)
         run_options = RunOptions(overwrite_output_dir=self.choice.overwrite_output_dir)
-        made = HookedFineTuning(ModelOptions(model=self.source), self.data, self.task, run_options, self.args)  # type: ignore[arg-type]
+        made = FineTuning(ModelOptions(model=self.source), self.data, self.task, run_options, self.args)  # type: ignore[arg-type]
         made.guest = FakeQuantized(self.choice)
         summary = read_summary(place) if place.is_dir() else {}
         if summary.get("status") == "finished" and self.args.resume_from_checkpoint:

@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
-from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from ..conversion.provenance import carry_provenance
 from ..core.saved_files import SUMMARY_FILE, saving_into, write_json
 from ..training.randomness import data_seed, preserved_randomness
-from ..training.recipe import average_last_checkpoints
-from ..training.run_folder import read_summary, start_anew
+from ..training.run import Run
+from ..training.run_folder import read_summary
 from . import loading
 from .class_balance import BalancedLoss
 from .layerwise import LayerGroups
@@ -41,7 +40,7 @@ from .multi_task import (
 )
 from .options import ModelOptions, RunOptions, TaskData, TaskOptions
 from .peft_methods import BOTTLENECKS
-from .run import METHODS, PREDICTIONS, FineTuning, Prepared, write_lines
+from .run import METHODS, FineTuning, Prepared, fit, measured
 from .self_ensemble import SelfEnsemble
 from .tasks import Encoded, Task
 from .tasks.classification import Regression
@@ -198,7 +197,8 @@ class MultiTaskTuning:
     ) -> None:
         several.check()
         self.model, self.run_options, self.args, self.several = model, run, args, several
-        self.folder = Path(str(args.output_dir))
+        self.this_run = Run(args, overwrite=run.overwrite_output_dir)
+        self.folder = self.this_run.folder
         self._check(requests)
         self.parts: dict[str, FineTuning] = {}
         for name, (source, task) in requests.items():
@@ -215,7 +215,7 @@ class MultiTaskTuning:
         self._share_positions()
         self._check_task_numbers()
         self._choose_metric()
-        self.checkpoint = next(iter(self.parts.values())).checkpoint
+        self.checkpoint = self.this_run.checkpoint = next(iter(self.parts.values())).checkpoint
 
     def _check(self, requests: Mapping[str, tuple[TaskData, TaskOptions]]) -> None:
         run, args = self.run_options, self.args
@@ -303,8 +303,7 @@ class MultiTaskTuning:
     def prepare(self) -> dict[str, Prepared]:
         """Reads all data; one tokenizer serves all tasks."""
         first = next(iter(self.parts.values()))
-        if self.checkpoint is None and not self.run_options.overwrite_output_dir:
-            start_anew(self.folder, overwrite=False)
+        self.this_run.make_room(removes=False)
         tokenizer = self._tokenizer(first)
         prepared = {}
         for name, part in self.parts.items():
@@ -349,9 +348,7 @@ class MultiTaskTuning:
     def train(self, prepared: Mapping[str, Prepared], callbacks: Sequence[TrainerCallback] = ()) -> dict[str, Any]:
         """Trains, takes the best checkpoint, evaluates and predicts every task, saves every task's model; the content
         of `training_summary.json`."""
-        from ..training.callbacks import TrainedSeconds, speak_plainly
-
-        args, run = self.args, self.run_options
+        args, options, run = self.args, self.run_options, self.this_run
         first = next(iter(self.parts))
         validations = {
             name: one.splits["validation"]
@@ -359,13 +356,12 @@ class MultiTaskTuning:
             if "validation" in one.splits and one.splits["validation"].labelled
         }
         if not validations:
-            args.eval_strategy, args.load_best_model_at_end = IntervalStrategy.NO, False
-            args.save_strategy = SaveStrategy.EPOCH if args.save_strategy == SaveStrategy.BEST else args.save_strategy
+            run.go_without_evaluation()
         models = {name: part._model(prepared[name]) for name, part in self.parts.items()}
         losses = {name: part._loss(prepared[name], models[name]) for name, part in self.parts.items()}
-        model = MultiTaskModel(models, bottleneck=run.peft in BOTTLENECKS)
-        groups = LayerGroups(model) if run.goes_by_layers else None
-        ensemble: Any = SelfEnsemble(model, run) if run.self_ensemble is not None else None  # type: ignore[arg-type]
+        model = MultiTaskModel(models, bottleneck=options.peft in BOTTLENECKS)
+        groups = LayerGroups(model) if options.goes_by_layers else None
+        ensemble: Any = SelfEnsemble(model, options) if options.self_ensemble else None  # type: ignore[arg-type]
         self.parts[first]._begin(prepared[first])
         collators = {}
         for number, (name, one) in enumerate(prepared.items()):
@@ -374,7 +370,6 @@ class MultiTaskTuning:
                 one.plan["task_number"] = number
                 collators[name] = WithTaskNumber(collators[name], number)
         rows = JoinedRows([NamedRows(one.splits["train"].features, name) for name, one in prepared.items()])
-        timer = TrainedSeconds()
         trainer = MultiTaskTrainer(
             model=model,
             args=args,
@@ -386,41 +381,25 @@ class MultiTaskTuning:
             train_dataset=rows,
             eval_dataset=rows if validations else None,  # there has to be one; `evaluate` has its own
             processing_class=prepared[first].tokenizer,
-            callbacks=[*self.parts[first]._callbacks(None), timer, *callbacks],
-            recipe=run,
-            layerwise=run,
+            callbacks=[*self.parts[first]._callbacks(None), run.timer, *callbacks],
+            recipe=options,
+            layerwise=options,
             groups=groups,
             ensemble=ensemble,
         )
-        speak_plainly(trainer, {f"{name}_f1": f"{name} {part.task.f1_name()}" for name, part in self.parts.items()})
-        summary = self._plan(prepared, model)
-        if args.should_save:
-            write_json(self.folder / SUMMARY_FILE, summary)
-        trainer.train(resume_from_checkpoint=None if self.checkpoint is None else str(self.checkpoint))
-        summary |= {"status": "finished", "steps": trainer.state.global_step, "epochs": trainer.state.epoch}
-        summary["seconds"] = round(timer.seconds, 2)
-        if trainer.unfreezing is not None:
-            summary["trained_parameters"] = trainer.unfreezing.trained()
-        if ensemble is not None:
-            ensemble.settle(trainer.state.best_model_checkpoint if args.load_best_model_at_end else None)
-        if run.average_checkpoints:
-            summary["averaged"] = average_last_checkpoints(
-                model,  # type: ignore[arg-type]
-                self.folder,
-                run.average_checkpoints,
-                self.args.world_size,
-            )
-        summary["best_checkpoint"] = trainer.state.best_model_checkpoint
+        called = {f"{name}_f1": f"{name} {part.task.f1_name()}" for name, part in self.parts.items()}
+        run.begin(trainer, self._plan(prepared, model), called)
+        fit(run, trainer, options)
         for name, one in prepared.items():
-            summary["tasks"][name] |= self._measure(trainer, name, one)
-        if args.should_save:
-            for name, one in prepared.items():
-                self._save(model, name, one, summary)
+            predict = functools.partial(trainer.predict_task, name)
+            run.summary["tasks"][name] |= measured(trainer, one, self.folder / name, predict)
+
+        def save(trainer: Any) -> None:
+            for name, one in prepared.items() if args.should_save else ():
+                self._save(model, name, one, run.summary)
             trainer.save_state()
-            write_json(self.folder / SUMMARY_FILE, summary)
-        if args.world_size > 1:
-            trainer.accelerator.end_training()
-        return summary
+
+        return run.finish(trainer, None, save)
 
     def _plan(self, prepared: Mapping[str, Prepared], model: MultiTaskModel) -> dict[str, Any]:
         sampling: dict[str, Any] = {"sampling": self.several.sampling}
@@ -442,25 +421,6 @@ class MultiTaskTuning:
             "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
             "tasks": tasks,
         }
-
-    def _measure(self, trainer: MultiTaskTrainer, name: str, one: Prepared) -> dict[str, Any]:
-        """Metrics and floors of every split of a task but the training rows; predictions are written."""
-        found: dict[str, Any] = {}
-        trivial = one.task.trivial(one.splits["train"])
-        for split in ("validation", "test"):
-            if split not in one.splits:
-                continue
-            prefix = "eval" if split == "validation" else split
-            encoded = one.splits[split]
-            rows, metrics = trainer.predict_task(name, encoded, prefix)
-            if self.args.should_save and rows:
-                (self.folder / name).mkdir(exist_ok=True)
-                write_lines(self.folder / name / PREDICTIONS.format(split=split), rows)
-            known = ("loss", "tokens", *one.task.metric_names)
-            found |= {key: value for key, value in metrics.items() if key.removeprefix(f"{prefix}_") in known}
-            if rows and encoded.labelled and trivial is not None:
-                found[f"floor_{split}"] = one.task.floor(trivial, rows, encoded)
-        return found
 
     def _save(self, model: MultiTaskModel, name: str, one: Prepared, summary: Mapping[str, Any]) -> None:
         """A task's model, with all that `predict`, `evaluate` and `push` look for."""

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ..compat import class_for
 from ..configuration_xformer import XFormerConfig
-from ..conversion.provenance import carry_provenance
 from ..core.given_options import refuse_alone
-from ..core.saved_files import SUMMARY_FILE, saving_into, write_json, write_text
+from ..core.saved_files import write_text
 from ..objectives.base import SeededCollator
 from ..training.building import choose_block_size, grown_positions, longest_sequence
-from ..training.checkpoints import checkpoint_to_resume
-from ..training.folder_lock import folder_lock
 from ..training.pretraining import check_arguments
-from ..training.recipe import average_last_checkpoints
-from ..training.run_folder import check_same_run, read_summary, save_final, start_anew
+from ..training.run import Run
+from ..training.run_folder import read_summary, save_final
 from . import loading
 from .class_balance import BalancedLoss, class_weights, weigh_sequences
 from .exit_curve import exit_curve, has_exit_curve
@@ -33,6 +30,9 @@ from .tasks import Encoded, LanguageModeling, MultiLabelClassification, Regressi
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase, Seq2SeqTrainingArguments, TrainerCallback
+
+    from ..training.merged_adapters import PutIn
+    from .trainer import TaskTrainer
 
 PREDICTIONS = "predictions_{split}.jsonl"
 METHODS = ("layer_decay", "unfreeze_every", "slanted_triangular", "self_ensemble")  # of training, as recorded
@@ -56,8 +56,15 @@ class FineTuning:
 
     components, fields: of the configuration; peft_fields: of the PEFT method.
 
+    What compression sets: `guest` is put into the model and taken out before it is saved, `trainer` makes the trainer,
+    `rows` gives other features of the training rows, with the collator of the run.
+
     Raises ValueError and TypeError that name the value and the remedy.
     """
+
+    guest: PutIn | None = None
+    trainer: Callable[..., Any] | None = None
+    rows: Callable[[Prepared], Any] | None = None
 
     def __init__(
         self,
@@ -78,7 +85,8 @@ class FineTuning:
         self.model, self.source, self.options, self.run_options, self.args = model, source, task, run, args
         self.components, self.fields = dict(components or {}), dict(fields or {})
         self.peft_fields = dict(peft_fields or {})
-        self.folder = Path(str(args.output_dir))
+        self.this_run = Run(args, overwrite=run.overwrite_output_dir)
+        self.folder = self.this_run.folder
         self.tokenizer: Any = None  # one that several tasks share
         self.start = self._open_start()
         self.task = build_task(task, self._config_class())
@@ -89,7 +97,7 @@ class FineTuning:
         )
         self.size = model.size or "tiny"
         self._check_run()
-        self.checkpoint = checkpoint_to_resume(args.resume_from_checkpoint, self.folder, args.world_size)
+        self.checkpoint = self.this_run.checkpoint
         first = self._config({})  # refuses parts that do not fit together
         if self.start is None and "max_position_embeddings" not in self.fields:
             self.fields |= grown_positions(cast(XFormerConfig, first), self._longest_wanted())
@@ -248,7 +256,7 @@ class FineTuning:
         """Reads the data, settles labels and tokenizer, encodes. Processes take turns, the main one first."""
         from ..data import check_tokenizer
 
-        with self.args.main_process_first(local=self.args.save_on_each_node, desc="preparing the data"):
+        with self.this_run.turns("preparing the data"):
             splits = self.task.load(self.source)
             self.task.settle(splits, self.start if self.keeps_head else None)
             self.task.open_processor(splits, self.model.model, self.args.seed)
@@ -269,12 +277,11 @@ class FineTuning:
                 tokenizer = self.task.processor(config, self.model.model)
             self.task.read_config(config)
             encoded = {name: self.task.encode(rows, tokenizer, name) for name, rows in splits.items()}
-        if self.checkpoint is None and not self.run_options.overwrite_output_dir:
-            start_anew(self.folder, overwrite=False)  # refuses to lose what is there
+        self.this_run.make_room(removes=False)
         self._check_splits(encoded)
         plan = self._plan(config, tokenizer, encoded)
         if self.checkpoint is not None:
-            check_same_run(plan, self.checkpoint)
+            self.this_run.check_same(plan)
             check_same_methods(plan, self.checkpoint)
         return Prepared(self.task, config, tokenizer, encoded, plan, self.checkpoint)
 
@@ -362,23 +369,22 @@ class FineTuning:
 
         Returns the content of `training_summary.json`.
         """
-        from transformers.trainer_utils import IntervalStrategy, SaveStrategy
+        from .trainer import TaskTrainer
 
-        from ..training.callbacks import TrainedSeconds, speak_plainly
-
-        args, task, folder = self.args, prepared.task, self.folder
+        args, task, run = self.args, prepared.task, self.this_run
         validation = prepared.splits.get("validation")
         if validation is None or not validation.labelled:
-            args.eval_strategy, args.load_best_model_at_end = IntervalStrategy.NO, False
-            args.save_strategy = SaveStrategy.EPOCH if args.save_strategy == SaveStrategy.BEST else args.save_strategy
-        self._train = prepared.splits["train"]
+            run.go_without_evaluation()
         model = self._model(prepared)
+        if self.rows is not None:
+            prepared.splits["train"].features = self.rows(prepared)
+        run.put(self.guest, model)
         groups = LayerGroups(model) if self.run_options.goes_by_layers else None
         ensemble = SelfEnsemble(model, self.run_options) if self.run_options.self_ensemble is not None else None
         self._begin(prepared)
-        collator, timer = task.collator(prepared.tokenizer, model, args.seed), TrainedSeconds()
+        collator = task.collator(prepared.tokenizer, model, args.seed)
         static = collator.as_static() if isinstance(collator, SeededCollator) else collator
-        trainer = self.make_trainer(
+        trainer = (self.trainer or TaskTrainer)(
             model=model,
             args=args,
             task=task,
@@ -388,7 +394,7 @@ class FineTuning:
             train_dataset=prepared.splits["train"].features,
             eval_dataset=None if validation is None else validation.features,
             processing_class=prepared.tokenizer,
-            callbacks=[*self._callbacks(collator), timer, *callbacks],
+            callbacks=[*self._callbacks(collator), run.timer, *callbacks],
             recipe=self.run_options,
             layerwise=self.run_options,
             groups=groups,
@@ -396,55 +402,24 @@ class FineTuning:
             compute_loss_func=self._loss(prepared, model),
             **self.run_options.devices(),
         )
-        speak_plainly(trainer, {"f1": task.f1_name()})
         trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        summary = {**prepared.plan, "parameters": model.num_parameters(), "trained_parameters": trainable}
-        summary |= {"learning_rate": args.learning_rate, "rows_per_step": trainer.rows_per_step}
+        facts = {"parameters": model.num_parameters(), "trained_parameters": trainable}
+        facts |= {"learning_rate": args.learning_rate, "rows_per_step": trainer.rows_per_step}
         if self.run_options.peft in ("lora", "ia3"):
-            summary["adapter_reach"] = reach(model)
-        if args.should_save:
-            write_json(folder / SUMMARY_FILE, summary)
-        trainer.train(resume_from_checkpoint=None if prepared.checkpoint is None else str(prepared.checkpoint))
-        summary |= {"status": "finished", "steps": trainer.state.global_step, "epochs": trainer.state.epoch}
-        summary["seconds"] = round(timer.seconds, 2)
-        if trainer.unfreezing is not None:
-            summary["trained_parameters"] = trainer.unfreezing.trained()
-        if ensemble is not None:
-            best = trainer.state.best_model_checkpoint if args.load_best_model_at_end else None
-            ensemble.settle(best)
-        if self.run_options.average_checkpoints:
-            summary["averaged"] = average_last_checkpoints(
-                model, folder, self.run_options.average_checkpoints, args.world_size
-            )
-        summary["best_checkpoint"] = trainer.state.best_model_checkpoint
-        for split in ("validation", "test"):
-            if split in prepared.splits:
-                summary |= self._evaluate(trainer, prepared.splits[split], split)
-        self._save(trainer, model)
-        if args.should_save:
-            carry_provenance(self.model.model, folder)
-            write_json(folder / SUMMARY_FILE, summary)
-        if args.world_size > 1:
-            trainer.accelerator.end_training()
-        return summary
-
-    def make_trainer(self, **options: Any) -> Any:
-        """The trainer of the run; a subclass may train in another way."""
-        from .trainer import TaskTrainer
-
-        return TaskTrainer(**options)
+            facts["adapter_reach"] = reach(model)
+        run.begin(trainer, {**prepared.plan, **facts}, {"f1": task.f1_name()})
+        fit(run, trainer, self.run_options)
+        run.summary |= measured(trainer, prepared, self.folder)
+        return run.finish(trainer, self.model.model, lambda trainer: self._save(trainer, model))
 
     def _begin(self, prepared: Prepared) -> None:
         """The first that is written, once nothing is left to refuse."""
         if self.checkpoint is not None:
             return
-        with self.args.main_process_first(local=self.args.save_on_each_node, desc="preparing the folder"):
+        with self.this_run.turns("preparing the folder"):
             if self.args.should_save:
-                start_anew(self.folder, overwrite=self.run_options.overwrite_output_dir)
-                if prepared.tokenizer is None:
-                    return
-                with saving_into(self.folder) as staging:
-                    prepared.tokenizer.save_pretrained(staging)
+                self.this_run.make_room()
+                self.this_run.keep(*([] if prepared.tokenizer is None else [prepared.tokenizer]))
 
     def _save(self, trainer: Any, model: Any) -> None:
         """The model, or the adapter alone, into the run's folder."""
@@ -455,22 +430,6 @@ class FineTuning:
 
             save_adapter(model, self.folder)
             trainer.save_state()
-
-    def _evaluate(self, trainer: Any, split: Encoded, name: str) -> dict[str, Any]:
-        prefix = "eval" if name == "validation" else name
-        rows, metrics = trainer.predict_rows(split, prefix)
-        if self.args.should_save and rows:
-            write_lines(self.folder / PREDICTIONS.format(split=name), rows)
-        known = ("loss", "tokens", *self.task.metric_names)
-        found: dict[str, Any] = {
-            key: value for key, value in metrics.items() if key.removeprefix(f"{prefix}_") in known
-        }
-        trivial = self.task.trivial(self._train)
-        if rows and split.labelled and trivial is not None:
-            found[f"floor_{name}"] = self.task.floor(trivial, rows, split)
-        if rows and split.labelled and self.args.world_size == 1 and has_exit_curve(trainer.model.config, self.task):
-            found[f"exits_{name}"] = exit_curve(trainer, split, self.task)
-        return found
 
     def _loss(self, prepared: Prepared, model: Any) -> BalancedLoss | None:
         """What makes the loss in place of the model's head, if anything does. A chain of tags makes its own, of the
@@ -497,9 +456,7 @@ class FineTuning:
 
     def _model(self, prepared: Prepared) -> Any:
         """Fresh weights under the run's seed, or the saved ones, with an adapter if one is asked for."""
-        from transformers import enable_full_determinism, set_seed
-
-        (enable_full_determinism if self.args.full_determinism else set_seed)(self.args.seed)
+        self.this_run.seed()
         task, config = prepared.task, prepared.config
         if self.model.model is None:
             model = loading.model_class(config, task.head)(config)
@@ -527,8 +484,48 @@ def finetune(
 ) -> dict[str, Any]:
     """[`FineTuning`], its `prepare` and its `train` in one call; what `hf-xformers finetune` does."""
     made = FineTuning(model, source, task, run, args, **options)
-    with folder_lock(made.folder, writes=args.should_save):
+    with made.this_run.lock():
         return made.train(made.prepare(), callbacks)
+
+
+def fit(run: Run, trainer: TaskTrainer, options: RunOptions) -> None:
+    """Trains, and takes the weights that the options say: the best, an ensemble's, or a mean."""
+    run.fit(trainer, average=options.average_checkpoints)
+    best = trainer.state.best_model_checkpoint
+    if trainer.unfreezing is not None:
+        run.summary["trained_parameters"] = trainer.unfreezing.trained()
+    if trainer.ensemble is not None:
+        trainer.ensemble.settle(best if run.args.load_best_model_at_end else None)
+    run.summary["best_checkpoint"] = best
+
+
+def measured(
+    trainer: TaskTrainer,
+    prepared: Prepared,
+    folder: Path,
+    predict: Callable[[Encoded, str], tuple[list[dict[str, Any]], dict[str, float]]] | None = None,
+) -> dict[str, Any]:
+    """Metrics and floors of every split of a task but the training rows, whose predictions are written into `folder`.
+    predict: gives the rows and the metrics of a split, under a prefix, where the trainer has several tasks."""
+    found: dict[str, Any] = {}
+    args = trainer.args
+    task, trivial = prepared.task, prepared.task.trivial(prepared.splits["train"])
+    for name in ("validation", "test"):
+        if name not in prepared.splits:
+            continue
+        split, prefix = prepared.splits[name], "eval" if name == "validation" else name
+        rows, metrics = (predict or trainer.predict_rows)(split, prefix)
+        if args.should_save and rows:
+            folder.mkdir(exist_ok=True)
+            write_lines(folder / PREDICTIONS.format(split=name), rows)
+        known = ("loss", "tokens", *task.metric_names)
+        found |= {key: value for key, value in metrics.items() if key.removeprefix(f"{prefix}_") in known}
+        if rows and split.labelled and trivial is not None:
+            found[f"floor_{name}"] = task.floor(trivial, rows, split)
+        alone = predict is None and args.world_size == 1
+        if rows and split.labelled and alone and has_exit_curve(prepared.config, task):
+            found[f"exits_{name}"] = exit_curve(trainer, split, task)
+    return found
 
 
 def check_same_methods(plan: Mapping[str, Any], checkpoint: Path) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..conversion.provenance import carry_provenance
 from ..core.saved_files import saving_into, weight_files
 from ..training.checkpoints import checkpoints, newest_complete
+from ..training.run import Run
 from ..training.run_folder import read_summary
 from .options import ModelOptions, RunOptions, TaskData, TaskOptions
 from .run import FineTuning
@@ -106,11 +107,12 @@ class TwoStages:
         intermediate.check()
         self.model, self.source, self.task, self.run_options, self.args = model, source, task, run, args
         self.intermediate, self.options = intermediate, options
-        self.folder = Path(str(args.output_dir))
+        self.this_run = Run(args)
+        self.folder = self.this_run.folder
         self.first_folder = self.folder / FIRST
         self.encoder = self.first_folder / ENCODER
         self._resume_first, self._resume_second = self._places()
-        self._first_done = self._resume_second is not None or (self._resumes and self._is_done())
+        self._first_done = self._resume_second is not None or (self.this_run.resumes and self._is_done())
         self.first = None if self._first_done else self._first_stage()
         if self.first is None:
             self._check_same_first()
@@ -119,15 +121,10 @@ class TwoStages:
 
     # ------------------------------------------------------------------------------------------------ resuming
 
-    @property
-    def _resumes(self) -> bool:
-        value = self.args.resume_from_checkpoint
-        return str(value).lower() not in ("none", "false", "no", "0", "")
-
     def _places(self) -> tuple[str | bool | None, str | bool | None]:
         """What each stage is resumed from: a folder, the newest checkpoint (True), or nothing."""
         value = self.args.resume_from_checkpoint
-        if not self._resumes:
+        if not self.this_run.resumes:
             return None, None
         if str(value).lower() in ("true", "yes", "1"):
             if self._is_done():
@@ -220,7 +217,7 @@ class TwoStages:
             self.first.train(prepared, callbacks)
             if self.args.should_save:
                 save_encoder(self.first_folder, self.encoder)
-            _wait(self.args)
+            self.this_run.wait()
         model = ModelOptions(model=str(self.encoder))
         peft = {name: value for name, value in self.options.items() if name == "peft_fields"}
         second = self._target(model, self._resume_second, **peft)
@@ -261,11 +258,6 @@ def _figures(summary: Mapping[str, Any]) -> dict[str, Any]:
 
 def _sizes(prepared: Any) -> str:
     return ", ".join(f"{len(split.rows):,} {name}" for name, split in prepared.splits.items()) + " rows"
-
-
-def _wait(args: Any) -> None:
-    if args.world_size > 1:
-        args.distributed_state.wait_for_everyone()
 
 
 __all__ = ["IntermediateOptions", "TwoStages", "save_encoder"]

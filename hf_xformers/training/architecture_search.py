@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Unpack, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,7 @@ from ..blocks.dartsformer import Choice
 from ..configuration_xformer import XFormerConfig
 from ..core.saved_files import saving_into, write_json
 from .building import build_model
-from .folder_lock import folder_lock
-from .pretraining import ModelChoice, Preparation, train
+from .pretraining import Further, ModelChoice, Preparation, train
 from .text import TextData
 from .trainer import XFormerTrainer
 
@@ -163,10 +162,8 @@ def search(
     source: TextData,
     args: TrainingArguments,
     *,
-    components: Mapping[str, Any] | None = None,
-    fields: Mapping[str, Any] | None = None,
-    objective_fields: Mapping[str, Any] | None = None,
     callbacks: Sequence[TrainerCallback] = (),
+    **further: Unpack[Further],
 ) -> dict[str, Any]:
     """Trains a model with all operations, and writes what it has found.
 
@@ -184,21 +181,21 @@ def search(
         )
     if searching.derived_layers is not None and searching.derived_layers < 1:
         raise ValueError(f"--derived_layers must be 1 or more, got {searching.derived_layers}")
-    given = dict(components or {})
+    given = dict(further.get("components") or {})
     block = given.get("block", {})
     block = {"type": block} if isinstance(block, str) else dict(block)
     if block.setdefault("type", "dartsformer") != "dartsformer":
         raise ValueError(f"a search is for block 'dartsformer', got --block {block['type']}; leave it out")
     choice = dataclasses.replace(choice, variant=choice.variant or "dartsformer")
-    given["block"] = {**block, "search": True}
-    preparation = Preparation(choice, source, args, components=given, fields=fields, objective_fields=objective_fields)
+    further["components"] = {**given, "block": {**block, "search": True}}
+    preparation = Preparation(choice, source, args, **further)
     made: list[SearchTrainer] = []
 
     def make_trainer(**settings: Any) -> SearchTrainer:
         made.append(SearchTrainer(searching=searching, **settings))
         return made[0]
 
-    with folder_lock(preparation.folder, writes=args.should_save):
+    with preparation.this_run.lock():
         prepared = preparation.run()
         summary = train(prepared, args, callbacks, make_trainer)
         model: Any = made[0].model

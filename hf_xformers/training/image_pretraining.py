@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 import numpy as np
 import torch
@@ -15,15 +15,14 @@ from torch import Tensor
 
 from ..core.changes import components_of
 from ..core.components import build_spec
-from ..core.saved_files import saving_into
 from ..data.colours import colour_clusters, colour_processor, nearest_colours, pixels_of
 from ..data.images import as_mode, has_images, load_image_dataset, one_size, sizes_of
 from ..data.patch_processors import patch_processor
 from .building import default_objective, longest_input, with_changes
 from .image_pictures import continuations, reconstructions, write_pictures
 from .image_trainer import MaskedImageTrainer
-from .pretraining import ModelChoice, Prepared, Request
-from .run_folder import check_same_model, check_same_run, start_anew
+from .pretraining import Further, ModelChoice, Prepared, Request
+from .run_folder import check_same_model
 from .text import TextData
 from .trainer import XFormerTrainer
 
@@ -280,19 +279,9 @@ class ImagePreparation(Request):
         source: TextData,
         images: ImageData,
         args: TrainingArguments,
-        *,
-        components: Mapping[str, Any] | None = None,
-        fields: Mapping[str, Any] | None = None,
-        objective_fields: Mapping[str, Any] | None = None,
+        **further: Unpack[Further],
     ) -> None:
-        super().__init__(
-            choice,
-            args,
-            components=components,
-            fields=fields,
-            objective_fields=objective_fields,
-            usual=usual_objective,
-        )
+        super().__init__(choice, args, usual=usual_objective, **further)
         images.check()
         self.source, self.images = source, images
         self.by_patches = self.config_class.modality == "image"
@@ -326,9 +315,8 @@ class ImagePreparation(Request):
 
     def run(self) -> PreparedImages:
         """Reads the images, makes or loads what turns them into inputs. Processes take turns, the main one first."""
-        with self.args.main_process_first(local=self.args.save_on_each_node, desc="preparing the images"):
-            if self.checkpoint is None:
-                start_anew(self.folder, overwrite=self.choice.overwrite_output_dir and self.args.should_save)
+        with self.this_run.turns("preparing the images"):
+            self.this_run.make_room()
             splits = load_image_dataset(
                 self.source.data,
                 split=self.source.data_split,
@@ -341,7 +329,7 @@ class ImagePreparation(Request):
             prepared = self._patches(splits, size) if self.by_patches else self._colours(splits, size)
         if self.checkpoint is not None:
             check_same_model(prepared.config, self.checkpoint)
-            check_same_run(prepared.plan, self.checkpoint)
+        self.this_run.check_same(prepared.plan)
         return prepared
 
     def _processor(self, make: Callable[[], Any]) -> Any:
@@ -353,8 +341,7 @@ class ImagePreparation(Request):
                 made = AutoImageProcessor.from_pretrained(self.choice.init_from)
             else:
                 made = make()
-            with saving_into(self.folder) as staging:
-                made.save_pretrained(staging)
+            self.this_run.keep(made)
         return AutoImageProcessor.from_pretrained(self.checkpoint or self.folder)
 
     def _patches(self, splits: Mapping[str, Dataset], size: tuple[int, int]) -> PreparedImages:
@@ -434,26 +421,16 @@ class ImagePreparation(Request):
     def _prepared(
         self, config: XFormerConfig, processor: Any, rows: Mapping[str, Any], size: tuple[int, int], tokens: int
     ) -> PreparedImages:
+        train, validation = rows["train"], rows.get("validation")
         plan = {
-            "status": "running",
-            "variant": config.model_type,
-            "size": self.size,
-            "objective": self.objective.to_dict(),
+            **self.base_plan(config, train, validation),
             "reads": "images",
             "image_size": list(size),
             "data": {**dataclasses.asdict(self.source), **dataclasses.asdict(self.images)},
             "block_size": tokens,
-            "vocabulary": None,
-            "train_rows": len(rows["train"]),
-            "validation_rows": len(rows["validation"]) if "validation" in rows else 0,
-            "train_streams": None,
-            "eval_streams": None,
-            "seed": self.args.seed,
-            "init_from": self.choice.init_from,
+            **dict.fromkeys(("vocabulary", "train_streams", "eval_streams")),
         }
-        return PreparedImages(
-            config, self.objective, processor, rows["train"], rows.get("validation"), plan, self.checkpoint, size=size
-        )
+        return PreparedImages(config, self.objective, processor, train, validation, plan, self.checkpoint, size=size)
 
 
 __all__ = ["ImageData", "ImagePreparation", "PreparedImages", "reads_images", "refuse_image_options"]

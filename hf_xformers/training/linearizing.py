@@ -31,12 +31,12 @@ from .building import language_objective, objective_of_shape
 from .callbacks import MeasuringLines, Progress
 from .checkpoints import checkpoints
 from .distillation import DistillationTrainer, open_teacher
-from .earlier_stages import forget, put_aside, put_back
-from .folder_lock import folder_lock
+from .earlier_stages import put_aside, put_back
 from .linearizing_options import STAGES, Linearizing
 from .merged_adapters import MergedLora
 from .partial_checkpoints import TrainedAlone, share_frozen
 from .pretraining import ModelChoice, Preparation, Prepared, start_model, train
+from .run import Run
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
@@ -83,7 +83,8 @@ class Linearizer:
             )
         self.choice, self.attention, self.source, self.args = choice, attention, source, args
         self.objective_fields, self.callbacks, self.say = objective_fields, callbacks, say
-        self.folder = Path(str(args.output_dir))
+        self.this_run = Run(args, overwrite=choice.overwrite_output_dir)
+        self.folder = self.this_run.folder
         config = source_config(choice.model)
         if config.is_encoder_decoder:
             raise ValueError(
@@ -120,7 +121,7 @@ class Linearizer:
 
     def run(self) -> Linearization:
         """Runs the stages that are not finished, and writes the result."""
-        with folder_lock(self.folder, writes=self.args.should_save):
+        with self.this_run.lock():
             self._open()
             if self.record.status == "finished":
                 self.say(f"{str(self.folder)!r} is finished already")
@@ -128,23 +129,16 @@ class Linearizer:
                 return self.record
             start, first = self.folder / SWAPPED, next(stage for stage in STAGES if self.choice.steps(stage))
             if not self.record.layer_errors:
-                try:
-                    self._swap()
+                with self.this_run.in_place_of(FILE, (SWAPPED, *STAGES)):
+                    with self.this_run.turns("linearising"):
+                        if self.this_run.writes:
+                            self._write_swapped()
                     self._measure(self._prepare(start, first)[0])
-                except (ValueError, TypeError):  # what is refused leaves nothing behind, and nothing lost
-                    if self.args.should_save:
-                        for name in (SWAPPED, first):
-                            shutil.rmtree(self.folder / name, ignore_errors=True)
-                        (self.folder / FILE).unlink(missing_ok=True)
-                        put_back(self.folder, (SWAPPED, *STAGES))
-                    raise
-                if self.args.should_save:
-                    forget(self.folder)
             for stage in STAGES:
                 if self.choice.steps(stage):
                     if self.record.stage(stage) is None:
                         self._train(stage, start)
-                        self._wait()  # until nobody reads the model that the stage started from
+                        self.this_run.wait()  # until nobody reads the model that the stage started from
                     self._clear(start.name)
                     if self.args.should_save:
                         for checkpoint in checkpoints(self.folder / stage):
@@ -160,26 +154,21 @@ class Linearizer:
 
     def _open(self) -> None:
         """Takes up the run that is in the folder, or makes room for a new one, which the main process does."""
-        resumes = self.args.resume_from_checkpoint not in (None, False, "False", "false")
-        with self._main_process_first():
-            if self.args.should_save:
-                self._make_room(resumes)
-        before = read_linearization(self.folder) if resumes else None
-        self._wait()  # the main process writes into the folder soon
-        if before is None:
-            return
-        mine = {"attention": self.record.attention, "layers": self.record.layers, **self.record.plan}
-        theirs = {"attention": before.attention, "layers": before.layers, **before.plan}
-        for name, value in mine.items():
-            if theirs.get(name) != value:
-                raise ValueError(
-                    f"the run in {str(self.folder)!r} had {name} {theirs.get(name)!r}, and this command gives"
-                    f" {value!r}; resume with the options of the first start, or take another --output_dir"
-                )
-        self.record = before
+        run = self.this_run
+        with run.turns("linearising"):
+            if run.writes:
+                self._make_room()
+        before = read_linearization(self.folder) if run.resumes else None
+        run.wait()  # the main process writes into the folder soon
+        if before is not None:
+            theirs, mine = (
+                {"attention": one.attention, "layers": one.layers, **one.plan} for one in (before, self.record)
+            )
+            run.check_settings(theirs, mine)
+            self.record = before
 
-    def _make_room(self, resumes: bool) -> None:
-        put_back(self.folder, (SWAPPED, *STAGES))  # of a run that was stopped before it had begun
+    def _make_room(self) -> None:
+        put_back(self.folder, FILE, (SWAPPED, *STAGES))  # of a run that was stopped before it had begun
         if read_linearization(self.folder) is None:
             for name in (SWAPPED, *STAGES):
                 if (self.folder / name).exists():
@@ -187,18 +176,9 @@ class Linearizer:
                         f"{str(self.folder / name)!r} is there already and of no linearisation; take another"
                         " --output_dir"
                     )
-        elif not resumes and not self.choice.overwrite_output_dir:
-            raise ValueError(
-                f"{str(self.folder)!r} holds a linearisation already; continue it with --resume_from_checkpoint,"
-                " remove it with --overwrite_output_dir, or take another --output_dir"
-            )
-        elif not resumes:
-            put_aside(self.folder, (SWAPPED, *STAGES))
-
-    def _swap(self) -> None:
-        with self._main_process_first():
-            if self.args.should_save:
-                self._write_swapped()
+        elif not self.this_run.resumes:
+            self.this_run.refuse_loss("a linearisation")
+            put_aside(self.folder, FILE, (SWAPPED, *STAGES))
 
     def _write_swapped(self) -> None:
         self._write()
@@ -217,15 +197,14 @@ class Linearizer:
 
     def _prepare(self, start: Path, stage: str) -> tuple[Prepared, TrainingArguments]:
         """The run of one stage that starts from the model in `start`."""
-        folder = self.folder / stage
-        args = copy.copy(self.args)
-        args.output_dir = str(folder)
-        args.max_steps = self.choice.steps(stage) or 1
-        args.learning_rate = getattr(self.choice, f"{stage}_learning_rate") or self.args.learning_rate
-        args.seed = self.args.seed + STAGES.index(stage)  # other rows come first in each stage
+        args = self.this_run.stage(
+            stage,
+            max_steps=self.choice.steps(stage) or 1,
+            learning_rate=getattr(self.choice, f"{stage}_learning_rate") or self.args.learning_rate,
+            seed=self.args.seed + STAGES.index(stage),  # other rows come first in each stage
+        )
         if stage == "transfer":  # its loss is in no output, in which unused parameters are looked for
             args.ddp_find_unused_parameters = False
-        args.resume_from_checkpoint = _newest(folder, args.world_size)
         model = ModelChoice(
             init_from=str(start),
             objective=self.objective,
@@ -311,7 +290,7 @@ class Linearizer:
         summary = train(
             prepared, args, self.callbacks, make_trainer=trainer, adapters=adapters, last=False, partial=frozen
         )
-        self._wait()  # until the model is written
+        self.this_run.wait()  # until the model is written
         trained = None
         if stage == "transfer":
             trained = open_model(self.folder / stage)[0].requires_grad_(False)
@@ -362,9 +341,6 @@ class Linearizer:
 
     # ------------------------------------------------------------------------------------------------ processes
 
-    def _main_process_first(self) -> Any:
-        return self.args.main_process_first(local=self.args.save_on_each_node, desc="linearising")
-
     def _clear(self, *names: str) -> None:
         """Removes models that nothing starts from any more; stages keep their account."""
         for place in (self.folder / name for name in names if self.args.should_save):
@@ -374,21 +350,9 @@ class Linearizer:
                 if path.is_file() and path.name not in (SUMMARY_FILE, STATE_FILE):
                     path.unlink()
 
-    def _wait(self) -> None:
-        """Until all processes of the run are here."""
-        if self.args.world_size > 1:
-            PartialState().wait_for_everyone()
-
     def _write(self) -> None:
         if self.args.should_save:
             self.record.write(self.folder)
-
-
-def _newest(folder: Path, world_size: int) -> str | None:
-    from .checkpoints import newest_complete
-
-    found = newest_complete(folder, world_size) if folder.is_dir() else None
-    return None if found is None else str(found)
 
 
 def _plain(value: Any) -> Any:

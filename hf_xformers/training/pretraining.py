@@ -8,12 +8,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
-from ..conversion.provenance import carry_provenance
 from ..core.changes import merge_changes
 from ..core.finite import refuse_non_finite
-from ..core.saved_files import STATE_FILE, SUMMARY_FILE, refuse_damaged_weights, saving_into, write_json
+from ..core.saved_files import STATE_FILE, refuse_damaged_weights
 from ..feedforward.hash_layers import make_maps
 from ..objectives import Objective, build_objective
 from .building import (
@@ -29,20 +28,13 @@ from .building import (
     longest_sequence,
     refuse_other_component,
 )
-from .checkpoints import checkpoint_to_resume, misfit
-from .folder_lock import folder_lock
+from .checkpoints import misfit
 from .new_head import new_head
 from .presets import nearest_size
 from .randomness import data_seed
-from .recipe import Recipe, average_last_checkpoints
-from .run_folder import (
-    check_same_model,
-    check_same_run,
-    read_summary,
-    save_final,
-    saved_config,
-    start_anew,
-)
+from .recipe import Recipe
+from .run import Run
+from .run_folder import check_same_model, read_summary, saved_config
 from .segments import choose_streams
 from .text import (
     STREAM_SHUFFLE_ROWS,
@@ -133,11 +125,19 @@ class Prepared:
         return self.objective.collator(self.tokenizer, seed=seed)
 
 
+class Further(TypedDict, total=False):
+    """What a request has beside its dataclasses: by slot a component's name or its fields, fields of the
+    configuration, and settings of the objective."""
+
+    components: Mapping[str, Any] | None
+    fields: Mapping[str, Any] | None
+    objective_fields: Mapping[str, Any] | None
+
+
 class Request:
     """What to train, before any data is read.
 
-    components: slot -> component name or dict; fields: configuration fields; objective_fields: settings of the
-    objective. usual: the name of the objective where none is chosen.
+    usual: the name of the objective where none is chosen. further: see [`Further`].
 
     Raises ValueError and TypeError that name the value and the remedy.
     """
@@ -147,17 +147,17 @@ class Request:
         choice: ModelChoice,
         args: TrainingArguments,
         *,
-        components: Mapping[str, Any] | None = None,
-        fields: Mapping[str, Any] | None = None,
-        objective_fields: Mapping[str, Any] | None = None,
         usual: Callable[[type[XFormerConfig]], str] = default_objective,
+        **further: Unpack[Further],
     ) -> None:
         from ..variants import config_class, resolve
 
         check_arguments(args)
         self.choice, self.args = choice, args
-        self.components, self.fields = dict(components or {}), dict(fields or {})
-        self.folder = Path(str(args.output_dir))
+        self.components = dict(further.get("components") or {})
+        self.fields = dict(further.get("fields") or {})
+        self.this_run = Run(args, overwrite=choice.overwrite_output_dir)
+        self.folder = self.this_run.folder
         self.size = chosen_size(choice)
         variant = choice.variant
         if choice.init_from is not None:
@@ -166,8 +166,8 @@ class Request:
         self.config_class = config_class(resolve(variant or "xformer"))
         objective = choice.objective or usual(self.config_class)
         check_objective(self.config_class, objective)
-        self.objective = build_objective({"type": objective, **(objective_fields or {})})
-        self.checkpoint = checkpoint_to_resume(args.resume_from_checkpoint, self.folder, args.world_size)
+        self.objective = build_objective({"type": objective, **(further.get("objective_fields") or {})})
+        self.checkpoint = self.this_run.checkpoint
 
     def _variant_of_start(self, folder: str, variant: str | None) -> str:
         from ..variants import model_types, resolve
@@ -197,6 +197,19 @@ class Request:
             tokenizer=tokenizer,
         )
 
+    def base_plan(self, config: XFormerConfig, train: Any, validation: Any) -> dict[str, Any]:
+        """What the summary of any run has, whatever it reads."""
+        return {
+            "status": "running",
+            "variant": config.model_type,
+            "size": self.size,
+            "objective": self.objective.to_dict(),
+            "train_rows": _rows(train),
+            "validation_rows": _rows(validation),
+            "seed": self.args.seed,
+            "init_from": self.choice.init_from,
+        }
+
     def _config_of_start(self, folder: str) -> XFormerConfig:
         """The saved configuration with the options on top, in the objective's shape."""
         saved = self.config_class.from_pretrained(folder).to_dict()
@@ -214,16 +227,9 @@ class Preparation(Request):
     """
 
     def __init__(
-        self,
-        choice: ModelChoice,
-        source: TextData,
-        args: TrainingArguments,
-        *,
-        components: Mapping[str, Any] | None = None,
-        fields: Mapping[str, Any] | None = None,
-        objective_fields: Mapping[str, Any] | None = None,
+        self, choice: ModelChoice, source: TextData, args: TrainingArguments, **further: Unpack[Further]
     ) -> None:
-        super().__init__(choice, args, components=components, fields=fields, objective_fields=objective_fields)
+        super().__init__(choice, args, **further)
         refuse_images(self.config_class, self.objective, source.data)
         check_rows_at_once(self.objective, args.train_batch_size * args.world_size)
         self.source = source.named_for(self.objective)
@@ -247,9 +253,8 @@ class Preparation(Request):
         """Reads the data, trains or loads the tokenizer, cuts the rows. Processes take turns, the main one first."""
         from ..data import check_tokenizer
 
-        with self.args.main_process_first(local=self.args.save_on_each_node, desc="preparing the data"):
-            if self.checkpoint is None:
-                start_anew(self.folder, overwrite=self.choice.overwrite_output_dir and self.args.should_save)
+        with self.this_run.turns("preparing the data"):
+            self.this_run.make_room()
             splits = load_splits(self.source, self.objective)
             tokenizer = self._tokenizer(splits["train"])
             config = self._config(tokenizer)
@@ -273,7 +278,7 @@ class Preparation(Request):
             )
         if self.checkpoint is not None:
             check_same_model(config, self.checkpoint)
-            check_same_run(plan, self.checkpoint)
+        self.this_run.check_same(plan)
         return Prepared(config, self.objective, tokenizer, train, validation, plan, self.checkpoint)
 
     def _tokenizer(self, texts: Any) -> PreTrainedTokenizerBase:
@@ -291,28 +296,18 @@ class Preparation(Request):
                     vocab_size=self.config.vocab_size,
                     max_length=longest_input(self.config),
                 )
-            with saving_into(self.folder) as staging:
-                tokenizer.save_pretrained(staging)
+            self.this_run.keep(tokenizer)
         return open_tokenizer(str(place), self.objective)
 
     def _plan(self, config: XFormerConfig, tokenizer: Any, train: Any, validation: Any) -> dict[str, Any]:
+        args, sample_by = self.args, self.source.sample_by or self.objective.sample_by
         return {
-            "status": "running",
-            "variant": config.model_type,
-            "size": self.size,
-            "objective": self.objective.to_dict(),
-            "data": {
-                **dataclasses.asdict(self.source),
-                "sample_by": self.source.sample_by or self.objective.sample_by,
-            },
+            **self.base_plan(config, train, validation),
+            "data": {**dataclasses.asdict(self.source), "sample_by": sample_by},
             "block_size": self.block_size,
             "vocabulary": len(tokenizer),
-            "train_rows": _rows(train),
-            "validation_rows": _rows(validation),
-            "train_streams": self.args.train_batch_size * self.args.world_size if self.segment_streams else None,
-            "eval_streams": self.args.eval_batch_size * self.args.world_size if self.segment_streams else None,
-            "seed": self.args.seed,
-            "init_from": self.choice.init_from,
+            "train_streams": args.train_batch_size * args.world_size if self.segment_streams else None,
+            "eval_streams": args.eval_batch_size * args.world_size if self.segment_streams else None,
             **({"new_head": self.new_head} if self.new_head else {}),
         }
 
@@ -365,10 +360,7 @@ def train(
     devices: options of the trainer that divide the run over processes (`sequence_parallel`, `expert_parallel`).
     Resumes from `prepared.checkpoint` where there is one.
     """
-    from transformers.trainer_callback import TrainerState
-    from transformers.trainer_utils import IntervalStrategy
-
-    from .callbacks import EpochCallback, ExactSaves, TrainedSeconds, speak_plainly
+    from .callbacks import EpochCallback, ExactSaves
     from .trainer import XFormerTrainer
 
     recipe = recipe or Recipe()
@@ -382,19 +374,20 @@ def train(
     if recipe.chosen():
         prepared.plan = {**prepared.plan, "recipe": recipe.chosen()}
     prepared.plan = {**prepared.plan, **(devices or {})}
+    run = Run(args)
+    run.checkpoint = prepared.checkpoint
     model = start_model(prepared, args, adapted=adapters is not None, partial=partial)
     if prepared.checkpoint is None:
         make_maps(model, _token_counts(prepared))
-    if adapters is not None:
-        adapters.put(model)
+    run.put(adapters, model)
     if prepared.validation is None:
         if args.load_best_model_at_end:
             raise ValueError("--load_best_model_at_end needs validation text; raise --validation_fraction above 0")
-        args.eval_strategy, args.eval_on_start = IntervalStrategy.NO, False
+        run.go_without_evaluation()
+        args.eval_on_start = False
     if prepared.checkpoint is not None:
         args.eval_on_start = False  # the start was evaluated when it was the start
-    collator, timer = prepared.collator(args.seed), TrainedSeconds()
-    streams = prepared.plan["train_streams"] is not None
+    collator = prepared.collator(args.seed)
     chosen: dict[str, Any] = {**({"recipe": recipe} if recipe.chosen() else {}), **(devices or {})}
     trainer = (make_trainer or XFormerTrainer)(
         model=model,
@@ -404,44 +397,25 @@ def train(
         train_dataset=prepared.train,
         eval_dataset=prepared.validation,
         processing_class=prepared.tokenizer,
-        callbacks=[EpochCallback(collator), ExactSaves(), timer, *callbacks],
-        segment_streams=streams,
+        callbacks=[EpochCallback(collator), ExactSaves(), run.timer, *callbacks],
+        segment_streams=prepared.plan["train_streams"] is not None,
         **chosen,
     )
-    speak_plainly(trainer)
-    summary = {**prepared.plan, "parameters": model.num_parameters(), "processes": args.world_size}
-    summary |= {"learning_rate": args.learning_rate, "rows_per_step": trainer.rows_per_step}
-    trained = model.num_parameters(only_trainable=True)
-    if trained < summary["parameters"]:
-        summary["trained_parameters"] = trained
-    folder = Path(str(args.output_dir))
-    if args.should_save:
-        write_json(folder / SUMMARY_FILE, summary)
-    if is_finished(prepared, args):
-        trainer.state = TrainerState.load_from_json(str(prepared.checkpoint / STATE_FILE))  # type: ignore[operator]
-        timer.resume(trainer.state)
-        if adapters is not None or partial:
-            trainer._load_from_checkpoint(str(prepared.checkpoint))
-    else:
-        trainer.train(resume_from_checkpoint=None if prepared.checkpoint is None else str(prepared.checkpoint))
-    seconds = timer.seconds
-    if recipe.average_checkpoints:
-        summary["averaged"] = average_last_checkpoints(model, folder, recipe.average_checkpoints, args.world_size)
+    size, trained = model.num_parameters(), model.num_parameters(only_trainable=True)
+    facts = {"learning_rate": args.learning_rate, "rows_per_step": trainer.rows_per_step, "processes": args.world_size}
+    part = {"trained_parameters": trained} if trained < size else {}
+    run.begin(trainer, {**prepared.plan, "parameters": size, **facts, **part})
+    done = is_finished(prepared, args)
+    run.fit(trainer, average=recipe.average_checkpoints, done=done)
+    if done and (adapters is not None or partial):
+        trainer._load_from_checkpoint(str(prepared.checkpoint))
     evaluated = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
     up_to_date = evaluated and evaluated[-1]["step"] == trainer.state.global_step and not args.load_best_model_at_end
     up_to_date = up_to_date and not recipe.average_checkpoints
     if prepared.validation is not None and not up_to_date:
         trainer.evaluate()
-    summary |= results(trainer.state.log_history, trainer.state.global_step, trainer.state.epoch, seconds)
-    if adapters is not None:
-        adapters.merge(model)
-    save_final(trainer)
-    if args.should_save:
-        carry_provenance(prepared.plan["init_from"], folder)
-        write_json(folder / SUMMARY_FILE, summary)
-    if args.world_size > 1 and last:
-        trainer.accelerator.end_training()
-    return summary
+    run.summary |= results(trainer.state.log_history)
+    return run.finish(trainer, prepared.plan["init_from"], last=last)
 
 
 def is_finished(prepared: Prepared, args: TrainingArguments) -> bool:
@@ -520,9 +494,7 @@ def start_model(
 ) -> PreTrainedModel:
     """Fresh weights under the run's seed, or the weights of `init_from`, or those of a finished run. adapted: its
     checkpoints hold adapters, too, and are read when these are there. partial: they hold a part of the model."""
-    from transformers import enable_full_determinism, set_seed
-
-    (enable_full_determinism if args.full_determinism else set_seed)(args.seed)
+    Run(args).seed()
     from ..conversion.transfer import quiet
 
     cls = head_class(prepared.config, prepared.objective)
@@ -563,12 +535,11 @@ def head_class(config: XFormerConfig, objective: Objective) -> Any:
     return family(config.model_type)[f"For{objective.head}"]
 
 
-def results(history: Sequence[Mapping[str, Any]], step: int, epoch: float | None, seconds: float) -> dict[str, Any]:
-    """The end of a run in figures, from Trainer's log."""
+def results(history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The losses of a run, and what was measured at its end, from Trainer's log."""
     losses = [entry["loss"] for entry in history if "loss" in entry]
     evaluations = [entry for entry in history if "eval_loss" in entry]
-    figures: dict[str, Any] = {"status": "finished", "steps": step, "epochs": epoch, "seconds": round(seconds, 2)}
-    figures["train_loss"] = losses[-1] if losses else None
+    figures: dict[str, Any] = {"train_loss": losses[-1] if losses else None}
     for name in ("loss", "accuracy"):  # of what a run starts from, where it was evaluated
         if evaluations and evaluations[0]["step"] == 0 and f"eval_{name}" in evaluations[0]:
             figures[f"start_{name}"] = evaluations[0][f"eval_{name}"]
@@ -585,14 +556,10 @@ def pretrain(
     source: TextData,
     args: TrainingArguments,
     *,
-    components: Mapping[str, Any] | None = None,
-    fields: Mapping[str, Any] | None = None,
-    objective_fields: Mapping[str, Any] | None = None,
     callbacks: Sequence[TrainerCallback] = (),
+    **further: Unpack[Further],
 ) -> dict[str, Any]:
     """[`Preparation`] and [`train`] in one call; what `hf-xformers pretrain` does."""
-    preparation = Preparation(
-        choice, source, args, components=components, fields=fields, objective_fields=objective_fields
-    )
-    with folder_lock(preparation.folder, writes=args.should_save):
+    preparation = Preparation(choice, source, args, **further)
+    with preparation.this_run.lock():
         return train(preparation.run(), args, callbacks)

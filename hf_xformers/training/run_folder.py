@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..core.saved_files import STAGING, STATE_FILE, SUMMARY_FILE, read_object, saving_into
 from ..core.specs import default_of
 from ..objectives import OBJECTIVES
-from .checkpoints import checkpoints
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -41,20 +39,6 @@ def read_summary(folder: str | Path) -> dict[str, Any]:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             return read_object(place / SUMMARY_FILE)
     return {}
-
-
-def start_anew(folder: Path, *, overwrite: bool) -> None:
-    """Prepares `folder` for a new run. Raises ValueError if it holds another one's checkpoints and may not lose
-    them."""
-    old = checkpoints(folder)
-    if old and not overwrite:
-        raise ValueError(
-            f"{str(folder)!r} already holds {old[0].name} of an earlier run; continue that run with"
-            " --resume_from_checkpoint, remove its checkpoints with --overwrite_output_dir, or take another"
-            " --output_dir"
-        )
-    for checkpoint in old:
-        shutil.rmtree(checkpoint)
 
 
 def check_same_run(plan: dict[str, Any], checkpoint: Path) -> None:

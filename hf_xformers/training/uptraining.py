@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from .building import language_objective, objective_of_shape
 from .devices import DeviceOptions
 from .distillation import Distillation, DistillationTrainer, open_teacher, refuse_other_tokens
-from .folder_lock import folder_lock
 from .pretraining import ModelChoice, Preparation, Prepared, train
 from .run_folder import saved_config
 from .text import TextData
@@ -117,7 +116,7 @@ def uptrain(
         teacher = open_teacher(distillation, preparation.config, head, preparation.block_size)
         refuse_other_tokens(distillation.teacher, str(preparation.choice.tokenizer or preparation.choice.init_from))
         trainer = functools.partial(DistillationTrainer, teacher=teacher, distillation=distillation)
-    with folder_lock(preparation.folder, writes=args.should_save):
+    with preparation.this_run.lock():
         prepared: Prepared = preparation.run()
         if distillation.teacher is not None:
             prepared.plan["distillation"] = dataclasses.asdict(distillation)

@@ -10,7 +10,9 @@ from transformers import AutoModelForSequenceClassification, TrainerCallback
 
 from hf_xformers.cli import main
 from hf_xformers.cli.distill import run
+from hf_xformers.compression.distillation import FILE, STUDENT
 from hf_xformers.hub.training_record import read_record
+from hf_xformers.training.earlier_stages import put_aside
 from tests.finetuning.task_data import classification, finetune, tagging, translation
 from tests.training.runs import flags, pretrain, summary, weights
 
@@ -203,3 +205,22 @@ def test_a_student_with_another_vocabulary(teacher, rows, tmp_path, capsys):
     right = [int(stored[f"{row}.logits"].argmax()) == label for row, label in enumerate(labels)]
     assert sum(right) > 0.9 * len(labels)  # what the teacher says of each row, in its own tokens
     assert (out / "tokenizer.json").read_bytes() == (other / "tokenizer.json").read_bytes()
+
+
+def test_what_is_overwritten_is_kept_until_nothing_is_refused(teacher, rows, tmp_path, capsys):
+    """An end before the first step leaves the earlier distillation as it was."""
+    out = distill(
+        teacher,
+        rows,
+        tmp_path / "out",
+        max_steps=1,
+        save_strategy="no",
+        eval_strategy="no",
+        load_best_model_at_end="false",
+    )
+    before = {str(path): path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    put_aside(out, FILE, (STUDENT,))  # as a run does that is killed while it prepares its rows
+    (out / STUDENT).mkdir()
+    assert main(["distill", *arguments(teacher, rows, out)]) == 2
+    assert "holds a distillation already" in capsys.readouterr().err
+    assert {str(path): path.read_bytes() for path in out.rglob("*") if path.is_file()} == before

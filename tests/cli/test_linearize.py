@@ -12,7 +12,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, LlamaCo
 
 from hf_xformers.cli import main
 from hf_xformers.cli.linearize import run
-from hf_xformers.conversion.linearization import Linearization, StageRecord, read_linearization
+from hf_xformers.conversion.linearization import FILE, Linearization, StageRecord, read_linearization
 from hf_xformers.conversion.swap import open_model, swap_checkpoint, swap_components
 from hf_xformers.training.attention_transfer import attention_pairs, transfer_losses
 from hf_xformers.training.earlier_stages import put_aside
@@ -315,7 +315,7 @@ def test_what_is_overwritten_is_kept_until_the_data_is_read(text, source, tmp_pa
     assert "Traceback" not in capsys.readouterr().err
     assert {str(path): path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
     names = (SWAPPED, *STAGES)
-    put_aside(out, names)  # as a run does that is killed before it has read its data
+    put_aside(out, FILE, names)  # as a run does that is killed before it has read its data
     (out / "swapped").mkdir()
     with pytest.raises(ValueError, match="holds a linearisation already"):
         linearize(text, source, out, attention="t2r")

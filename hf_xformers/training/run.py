@@ -1,0 +1,205 @@
+"""What all runs do alike, whatever they train or make: take a folder, go on where it was stopped, train, finish."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..conversion.provenance import carry_provenance
+from ..core.saved_files import STATE_FILE, SUMMARY_FILE, saving_into, write_json
+from .checkpoints import checkpoint_to_resume, checkpoints, newest_complete
+from .earlier_stages import in_place_of
+from .folder_lock import folder_lock
+from .recipe import average_last_checkpoints
+from .run_folder import check_same_run, save_final
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+    from .callbacks import TrainedSeconds
+    from .merged_adapters import PutIn
+
+NOT_GIVEN = ("none", "false", "no", "0", "")  # of --resume_from_checkpoint, as words
+
+
+class Run:
+    """A run in the folder `args.output_dir`, whole at every moment.
+
+    overwrite: whether what an earlier run has left there may go. summary: the content of `training_summary.json`.
+    """
+
+    def __init__(self, args: TrainingArguments, *, overwrite: bool = False) -> None:
+        self.args, self.overwrite = args, overwrite
+        self.folder = Path(str(args.output_dir))
+        self.summary: dict[str, Any] = {}
+        self.guest: PutIn | None = None
+
+    @property
+    def resumes(self) -> bool:
+        """Whether a run that is there goes on."""
+        return str(self.args.resume_from_checkpoint).lower() not in NOT_GIVEN
+
+    @property
+    def writes(self) -> bool:
+        """Whether this process is the one that writes."""
+        return self.args.should_save
+
+    @cached_property
+    def checkpoint(self) -> Path | None:
+        """What training goes on from. Raises ValueError as [`checkpoint_to_resume`] does."""
+        return checkpoint_to_resume(self.args.resume_from_checkpoint, self.folder, self.args.world_size)
+
+    @cached_property
+    def timer(self) -> TrainedSeconds:
+        """A callback, which every trainer of the run is given."""
+        from .callbacks import TrainedSeconds
+
+        return TrainedSeconds()
+
+    # ------------------------------------------------------------------------------------------------ the folder
+
+    def lock(self) -> AbstractContextManager[None]:
+        """Keeps other runs out of the folder."""
+        return folder_lock(self.folder, writes=self.writes)
+
+    def turns(self, what: str) -> AbstractContextManager[None]:
+        """Processes take turns, the main one first."""
+        return self.args.main_process_first(local=self.args.save_on_each_node, desc=what)
+
+    def make_room(self, *, removes: bool = True) -> None:
+        """Removes what an earlier run has left, unless it goes on. Raises ValueError where that may not be lost.
+        removes: whether all that is refused has been."""
+        if self.checkpoint is not None or (self.overwrite and not removes):
+            return
+        old = checkpoints(self.folder)
+        if old and not (self.overwrite and self.writes):
+            raise ValueError(
+                f"{str(self.folder)!r} already holds {old[0].name} of an earlier run; continue that run with"
+                " --resume_from_checkpoint, remove its checkpoints with --overwrite_output_dir, or take another"
+                " --output_dir"
+            )
+        for checkpoint in old:
+            shutil.rmtree(checkpoint)
+
+    def refuse_loss(self, what: str) -> None:
+        """Raises ValueError where the folder holds something that neither goes on nor may go."""
+        if not self.resumes and not self.overwrite:
+            raise ValueError(
+                f"{str(self.folder)!r} holds {what} already; continue it with --resume_from_checkpoint, replace it"
+                " with --overwrite_output_dir, or take another --output_dir"
+            )
+
+    def in_place_of(self, account: str, names: Sequence[str]) -> AbstractContextManager[None]:
+        """[`in_place_of`], of the process that writes."""
+        return in_place_of(self.folder, account, names) if self.writes else nullcontext()
+
+    def keep(self, *parts: Any) -> None:
+        """Writes what a resumed run needs the same of: a tokenizer, an image processor."""
+        if self.checkpoint is None and self.writes:
+            with saving_into(self.folder) as staging:
+                for part in parts:
+                    part.save_pretrained(staging)
+
+    def check_same(self, plan: dict[str, Any]) -> None:
+        """Raises ValueError where the checkpoint is of a run on other rows."""
+        if self.checkpoint is not None:
+            check_same_run(plan, self.checkpoint)
+
+    def check_settings(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+        """Raises ValueError for another setting than the run that goes on was started with."""
+        for name, value in now.items():
+            if before.get(name) != value:
+                raise ValueError(
+                    f"the run in {str(self.folder)!r} had {name} {before.get(name)!r}, and this command gives"
+                    f" {value!r}; resume with the options of the first start, or take another --output_dir"
+                )
+
+    def stage(self, name: str, **changes: Any) -> Any:
+        """The arguments, with `changes`, of a run in a folder of this one that goes on where this one does."""
+        args = copy.copy(self.args)
+        place = self.folder / name
+        args.output_dir = str(place)
+        found = newest_complete(place, args.world_size) if self.resumes and place.is_dir() else None
+        args.resume_from_checkpoint = None if found is None else str(found)
+        for setting, value in changes.items():
+            setattr(args, setting, value)
+        return args
+
+    def write(self) -> None:
+        if self.writes:
+            write_json(self.folder / SUMMARY_FILE, self.summary)
+
+    def wait(self) -> None:
+        """Until all processes of the run are here."""
+        if self.args.world_size > 1:
+            self.args.distributed_state.wait_for_everyone()
+
+    # ------------------------------------------------------------------------------------------------ training
+
+    def seed(self) -> None:
+        """Before weights are made."""
+        from transformers import enable_full_determinism, set_seed
+
+        (enable_full_determinism if self.args.full_determinism else set_seed)(self.args.seed)
+
+    def put(self, guest: PutIn | None, model: Any) -> None:
+        """Puts something into the model that is taken out of it before it is saved."""
+        self.guest = guest
+        if guest is not None:
+            guest.put(model)
+
+    def go_without_evaluation(self) -> None:
+        """There is nothing held out, and so no best checkpoint either."""
+        from transformers.trainer_utils import IntervalStrategy, SaveStrategy
+
+        args = self.args
+        args.eval_strategy, args.load_best_model_at_end = IntervalStrategy.NO, False
+        args.save_strategy = SaveStrategy.EPOCH if args.save_strategy == SaveStrategy.BEST else args.save_strategy
+
+    def begin(self, trainer: Any, plan: Mapping[str, Any], called: Mapping[str, str] | None = None) -> None:
+        """Writes what is trained on what. called: names of figures, as lines about them show them."""
+        from .callbacks import speak_plainly
+
+        speak_plainly(trainer, called)
+        self.model = trainer.model
+        self.summary = dict(plan)
+        self.write()
+
+    def fit(self, trainer: Any, *, average: int | None = None, done: bool = False) -> None:
+        """Trains. average: so many of the last checkpoints give the weights. done: the checkpoint is the end of the
+        run, so that its state is read alone."""
+        if done:
+            from transformers.trainer_callback import TrainerState
+
+            trainer.state = TrainerState.load_from_json(str(self.checkpoint / STATE_FILE))  # type: ignore[operator]
+            self.timer.resume(trainer.state)
+        else:
+            trainer.train(resume_from_checkpoint=None if self.checkpoint is None else str(self.checkpoint))
+        state = trainer.state
+        self.summary |= {"status": "finished", "steps": state.global_step, "epochs": state.epoch}
+        self.summary["seconds"] = round(self.timer.seconds, 2)
+        if average:
+            self.summary["averaged"] = average_last_checkpoints(self.model, self.folder, average, self.args.world_size)
+
+    def finish(
+        self, trainer: Any, source: str | None, save: Callable[[Any], None] = save_final, *, last: bool = True
+    ) -> dict[str, Any]:
+        """Saves the model and the results, which it returns. source: the model that training started from. last:
+        whether the processes of the run have nothing more to do together."""
+        if self.guest is not None:
+            self.guest.merge(self.model)
+        save(trainer)
+        if self.writes:
+            carry_provenance(source, self.folder)
+        self.write()
+        if self.args.world_size > 1 and last:
+            trainer.accelerator.end_training()
+        return self.summary
+
+
+__all__ = ["Run"]
