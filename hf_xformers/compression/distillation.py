@@ -32,6 +32,7 @@ from ..training.pretraining import ModelChoice, Preparation, Prepared, train
 from ..training.run import Run
 from ..training.run_folder import read_summary
 from ..training.scoring import choose_objective, load_config, training_of
+from ..training.trainer import XFormerTrainer
 from .methods import DistillationMethod, build_method
 from .report import Measuring, Row, compare, measure, write_table
 from .students import Student, StudentChoice, build_student, refuse_other_vocabulary
@@ -39,7 +40,7 @@ from .teacher_outputs import FOLDER as OUTPUTS
 from .teacher_outputs import StoredOutputs, refuse_storing
 from .teacher_texts import FILE as TEXTS
 from .teacher_texts import written_rows
-from .teaching import ROW, TaskStudent, Teaching, TextStudent, probe
+from .teaching import ROW, Teaching, probe
 from .theseus import Replacing, ReplacingSchedule
 
 if TYPE_CHECKING:
@@ -337,7 +338,7 @@ class Distiller:
             kept = prepared
             if self.method.generates:
                 kept = self._with_texts(prepared, teacher)
-            trainer = None if teaching is None else functools.partial(TextStudent, teaching=teaching)
+            trainer = None if teaching is None else functools.partial(XFormerTrainer, terms=teaching)
             return train(kept, self.args, [*callbacks, *self.callbacks], make_trainer=trainer, adapters=guest)
 
         return run
@@ -391,7 +392,7 @@ class Distiller:
                 if self.choice.store_teacher:
                     teaching.stored = self._stored(prepared, teacher)
                     made.rows = _numbered
-                made.trainer = functools.partial(TaskStudent, teaching=teaching)
+                made.terms = teaching
             if self.method.generates:
                 longest = made.task.max_target_length  # type: ignore[attr-defined]
                 made.rows = lambda given: self._texts(

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import skip_init
 
-from ..finetuning.trainer import TaskTrainer
-from ..training.trainer import XFormerTrainer
+from ..training.loss_terms import LossTerms, Term, progress_of
 from .methods import DistillationMethod, Pass
 from .passes import asked, own_heads, teacher_pass
 from .teacher_outputs import StoredOutputs
@@ -22,8 +21,9 @@ ROW = "teacher_row"  # the column that says which of the stored outputs belong t
 
 
 @dataclass
-class Teaching:
-    """A frozen teacher, or its stored outputs, and how the student follows it."""
+class Teaching(LossTerms):
+    """A frozen teacher, or its stored outputs, and how the student follows it: the terms of a method, each a mean over
+    a micro-batch."""
 
     method: DistillationMethod
     teacher: Any = None
@@ -40,115 +40,60 @@ class Teaching:
             nn.init.normal_(maps[name].weight, std=own**-0.5, generator=generator)
         setattr(student, PROJECTIONS, nn.ModuleDict(maps).to(student.device, student.dtype))
 
-    @staticmethod
-    def detach(student: Any) -> None:
-        """Takes them out again."""
-        if hasattr(student, PROJECTIONS):
-            delattr(student, PROJECTIONS)
-
-    # What `training.pretraining.train` calls around a run.
+    # What a run puts into a model while it trains.
     def put(self, model: Any) -> None:
         self.attach(model, self.teacher.config, 0)
 
     def merge(self, model: Any) -> None:
-        self.detach(model)
+        """Takes them out again."""
+        if hasattr(model, PROJECTIONS):
+            delattr(model, PROJECTIONS)
 
-
-class _Teaches:
-    """Adds a method's terms to the loss. They are logged as `distill_<name>`, weighted as they enter it, means since
-    the last log; evaluation is without the teacher. Each is a mean over a micro-batch."""
-
-    def __init__(self, *args: Any, teaching: Teaching, **kwargs: Any) -> None:
-        collator = kwargs.get("data_collator")
-        if teaching.stored is not None and collator is not None:
-            kwargs["data_collator"] = _WithRows(collator)
-        super().__init__(*args, **kwargs)
-        self.teaching = teaching
-        me: Any = self
-        if teaching.teacher is not None:
-            teaching.teacher.to(me.args.device).requires_grad_(False).eval()
-            me.models_beside = [teaching.teacher]
-        self._terms: dict[str, Tensor] = {}
-        self._term_batches = 0
-
-    def _set_signature_columns_if_needed(self) -> None:
-        super()._set_signature_columns_if_needed()  # type: ignore[misc]
-        me: Any = self
-        if self.teaching.stored is not None and ROW not in (me._signature_columns or []):
-            me._signature_columns = [*(me._signature_columns or []), ROW]
-
+    # What it adds to the loss.
     @property
-    def progress(self) -> float:
-        me: Any = self
-        return me.state.global_step / max(1, me.state.max_steps)
+    def columns(self) -> tuple[str, ...]:  # type: ignore[override]
+        return () if self.stored is None else (ROW,)
 
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | int | None = None,
-    ) -> Any:
-        me: Any = self
-        given = {name: value for name, value in inputs.items() if name != ROW}
-        if not model.training:
-            return super().compute_loss(model, given, return_outputs, num_items_in_batch)  # type: ignore[misc]
-        method, inner = self.teaching.method, me.accelerator.unwrap_model(me.model)
-        batch = dict(given)  # label smoothing takes labels out
-        wanted = asked(method)
-        with own_heads(method, inner, self._depths(inner)) as own:
-            loss, outputs = super().compute_loss(  # type: ignore[misc]
-                model, {**given, **wanted}, True, num_items_in_batch
-            )
-        taught, theirs = self._taught(batch, inputs.get(ROW), inner)
-        seen = Pass(
+    def begin(self, trainer: Any) -> None:
+        if self.stored is not None:
+            trainer.data_collator = _WithRows(trainer.data_collator)
+        if self.teacher is not None:
+            self.teacher.to(trainer.args.device).requires_grad_(False).eval()
+            trainer.models_beside = [self.teacher]
+
+    def given(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        return {**{name: value for name, value in inputs.items() if name != ROW}, **asked(self.method)}
+
+    def watching(self, model: Any) -> Any:
+        return own_heads(self.method, model, self._depths(model))
+
+    def task_share(self, progress: float) -> float:
+        return self.method.task_share(progress)
+
+    def terms(self, trainer: Any, batch: dict[str, Any], outputs: Any, seen: Any) -> dict[str, Term]:
+        found: tuple[Mapping[str, Any], Any]
+        rows, inner = batch.pop(ROW, None), trainer.accelerator.unwrap_model(trainer.model)
+        if self.stored is not None and rows is not None:
+            found = self.stored.batch(rows, batch.get("attention_mask"), inner.device), {}
+        else:
+            with trainer.accelerator.autocast():
+                found = teacher_pass(self.method, self.teacher, batch, self._depths(inner))
+        both = Pass(
             batch=batch,
             student=outputs,
-            teacher=taught,
+            teacher=found[0],
             config=inner.config,
-            own_heads=own,
-            taught_heads=theirs,
+            own_heads=seen,
+            taught_heads=found[1],
             projections=getattr(inner, PROJECTIONS, {}),
-            progress=self.progress,
-            next_token=me._predicts_next_token and "logits" in outputs and outputs["logits"].ndim == 3,
+            progress=progress_of(trainer),
+            next_token=trainer._predicts_next_token and "logits" in outputs and outputs["logits"].ndim == 3,
         )
-        terms = method.terms(seen)
-        whole = me._counts_whole_step(num_items_in_batch)  # else Trainer divides by the number of micro-batches
-        share = 1.0 / me.current_gradient_accumulation_steps if whole else 1.0
-        for name, term in terms.items():
-            self._terms[name] = self._terms.get(name, 0.0) + term.detach().float()
-        self._term_batches += 1
-        loss = method.task_share(self.progress) * loss + share * sum(terms.values())
-        return (loss, outputs) if return_outputs else loss
+        return {name: Term(value) for name, value in self.method.terms(both).items()}
 
     def _depths(self, student: Any) -> tuple[int, int]:
-        teacher = self.teaching.teacher
         depth = student.config.num_hidden_layers
-        return depth, depth if teacher is None else teacher.config.num_hidden_layers
-
-    def _taught(self, batch: Mapping[str, Any], rows: Tensor | None, student: Any) -> tuple[Mapping[str, Any], Any]:
-        if self.teaching.stored is not None and rows is not None:
-            return self.teaching.stored.batch(rows, batch.get("attention_mask"), student.device), {}
-        me: Any = self
-        with me.accelerator.autocast():
-            return teacher_pass(self.teaching.method, self.teaching.teacher, batch, self._depths(student))
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        me: Any = self
-        if "loss" in logs and self._term_batches:
-            for name, total in sorted(self._terms.items()):
-                mean = (total / self._term_batches).reshape(1)
-                logs[f"distill_{name}"] = me.accelerator.gather(mean).mean().item()
-            self._terms, self._term_batches = {}, 0
-        super().log(logs, start_time)  # type: ignore[misc]
-
-
-class TextStudent(_Teaches, XFormerTrainer):
-    """[`XFormerTrainer`] with a teacher."""
-
-
-class TaskStudent(_Teaches, TaskTrainer):
-    """[`TaskTrainer`] with a teacher."""
+        return depth, depth if self.teacher is None else self.teacher.config.num_hidden_layers
 
 
 class _WithRows:
@@ -206,7 +151,7 @@ def probe(method: DistillationMethod, student: Any, teacher: Any) -> None:
     finally:
         student.train(training)
         if not attached:
-            Teaching.detach(student)
+            Teaching(method).merge(student)
 
 
 def _check_states(method: DistillationMethod, own: Any, taught: Any, depths: tuple[int, int]) -> None:
@@ -241,4 +186,4 @@ def _check_heads(
             )
 
 
-__all__ = ["PROJECTIONS", "ROW", "TaskStudent", "Teaching", "TextStudent", "probe"]
+__all__ = ["PROJECTIONS", "ROW", "Teaching", "probe"]

@@ -31,6 +31,7 @@ from .tasks import Encoded, LanguageModeling, MultiLabelClassification, Regressi
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase, Seq2SeqTrainingArguments, TrainerCallback
 
+    from ..training.loss_terms import LossTerms
     from ..training.merged_adapters import PutIn
     from .trainer import TaskTrainer
 
@@ -56,14 +57,14 @@ class FineTuning:
 
     components, fields: of the configuration; peft_fields: of the PEFT method.
 
-    What compression sets: `guest` is put into the model and taken out before it is saved, `trainer` makes the trainer,
-    `rows` gives other features of the training rows, with the collator of the run.
+    What compression sets: `guest` is put into the model and taken out before it is saved, `terms` are added to
+    the loss, `rows` gives other features of the training rows, with the collator of the run.
 
     Raises ValueError and TypeError that name the value and the remedy.
     """
 
     guest: PutIn | None = None
-    trainer: Callable[..., Any] | None = None
+    terms: LossTerms | None = None
     rows: Callable[[Prepared], Any] | None = None
 
     def __init__(
@@ -384,7 +385,7 @@ class FineTuning:
         self._begin(prepared)
         collator = task.collator(prepared.tokenizer, model, args.seed)
         static = collator.as_static() if isinstance(collator, SeededCollator) else collator
-        trainer = (self.trainer or TaskTrainer)(
+        trainer = TaskTrainer(
             model=model,
             args=args,
             task=task,
@@ -400,6 +401,7 @@ class FineTuning:
             groups=groups,
             ensemble=ensemble,
             compute_loss_func=self._loss(prepared, model),
+            terms=self.terms,
             **self.run_options.devices(),
         )
         trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)

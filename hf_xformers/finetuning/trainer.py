@@ -82,31 +82,21 @@ class TaskTrainer(XFormerTrainer):
         self._created_lr_scheduler = True
         return self.lr_scheduler
 
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | int | None = None,
-    ) -> Any:
+    def compute_task_loss(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
+    ) -> tuple[Tensor, Any]:
         labels = inputs.get("labels")
-        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        loss, outputs = super().compute_task_loss(model, inputs, num_items_in_batch)
         if self.ensemble is not None and self.ensemble.teaches and model.training:
             whole = self._counts_whole_step(num_items_in_batch)
             error = self.ensemble.error(outputs["logits"], labels, inputs, num_items_in_batch if whole else None)
-            self._note_loss("self_distillation", error, counted=bool(outputs.get("aux_losses")))
+            self.aux_means.add({"self_distillation": error}, 0 if outputs.get("aux_losses") else 1)
             processes = self.accelerator.num_processes if whole and self.args.average_tokens_across_devices else 1
             loss = loss + self.ensemble.options.self_distillation_weight * processes * error
         if model.training and self.task.unit[1] != 1:  # of layers' own losses none knows the unit
             own = sum((outputs.get("aux_losses") or {}).values())
             loss = own + (loss - own) / self.task.unit[1] ** 2
-        return (loss, outputs) if return_outputs else loss
-
-    def _note_loss(self, name: str, value: Tensor, *, counted: bool) -> None:
-        """Logs a term of the loss as `aux_<name>`. counted: whether the batch is among those that are averaged."""
-        value = value.detach().float()
-        self._aux_sums[name] = self._aux_sums[name] + value if name in self._aux_sums else value
-        self._aux_batches += 0 if counted else 1
+        return loss, outputs
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..core.chunked_loss import divergence_of_chosen
 from .building import longest_input
+from .loss_terms import LossTerms, Term
 from .partial_checkpoints import share_frozen
 from .trainer import XFormerTrainer
 
@@ -123,73 +124,46 @@ def refuse_other_tokens(teacher: str, student: str) -> None:
         )
 
 
+class TeacherTerms(LossTerms):
+    """The two terms of a [`Distillation`]: `logits`, over the labelled tokens of the step, and `states`."""
+
+    def __init__(self, teacher: PreTrainedModel, settings: Distillation) -> None:
+        self.teacher, self.settings = teacher, settings
+
+    def begin(self, trainer: Any) -> None:
+        module: Any = self.teacher  # whose `to` is typed for models alone
+        share_frozen(trainer.model, module.to(trainer.args.device))
+        trainer.models_beside = [module]
+
+    def given(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        return {**inputs, "output_hidden_states": True} if self.settings.hidden_weight else dict(inputs)
+
+    def terms(self, trainer: Any, batch: dict[str, Any], outputs: Any, seen: Any) -> dict[str, Term]:
+        settings, found = self.settings, {}
+        if "labels" not in batch:
+            return {}
+        with torch.no_grad(), trainer.accelerator.autocast():
+            taught = self.teacher(**self.given(batch))
+        if settings.logit_weight:
+            divergence, count = prediction_divergence(
+                outputs["logits"],
+                taught["logits"],
+                batch["labels"],
+                settings.temperature,
+                next_token=trainer._predicts_next_token,
+            )
+            found["logits"] = Term(settings.logit_weight * divergence, count)
+        if settings.hidden_weight:
+            found["states"] = Term(settings.hidden_weight * state_error(outputs, taught, batch))
+        return found
+
+
 class DistillationTrainer(XFormerTrainer):
     """[`XFormerTrainer`] with a teacher; see [`Distillation`]. Its two terms are logged as `distill_logits` and
     `distill_states`, weighted as they enter the loss, means since the last log. Evaluation is without the teacher."""
 
     def __init__(self, *args: Any, teacher: PreTrainedModel, distillation: Distillation, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        module: Any = teacher  # whose `to` is typed for models alone
-        self.teacher = module.to(self.args.device)
-        share_frozen(cast(nn.Module, self.model), self.teacher)
-        self.models_beside = [self.teacher]
-        self.distillation = distillation
-        self._terms: dict[str, Tensor] = {}
-        self._term_batches = 0
-
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | int | None = None,
-    ) -> Any:
-        if not model.training or "labels" not in inputs:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        settings = self.distillation
-        labels = inputs["labels"]  # label smoothing takes them out
-        given = {**inputs, "output_hidden_states": True} if settings.hidden_weight else dict(inputs)
-        with torch.no_grad(), self.accelerator.autocast():
-            taught = self.teacher(**given)
-        loss, outputs = super().compute_loss(model, given, True, num_items_in_batch)
-        terms = {}
-        if settings.logit_weight:
-            divergence, count = prediction_divergence(
-                outputs["logits"], taught["logits"], labels, settings.temperature, next_token=self._predicts_next_token
-            )
-            terms["distill_logits"] = settings.logit_weight * divergence * self._share_of(count, num_items_in_batch)
-        if settings.hidden_weight:
-            error = state_error(outputs, taught, inputs)
-            whole = 1.0 / self.current_gradient_accumulation_steps if self._whole_step(num_items_in_batch) else 1.0
-            terms["distill_states"] = settings.hidden_weight * error * whole
-        for name, term in terms.items():
-            self._terms[name] = self._terms.get(name, 0.0) + term.detach().float()
-        self._term_batches += 1
-        loss = loss + sum(terms.values())
-        return (loss, outputs) if return_outputs else loss
-
-    def _whole_step(self, num_items_in_batch: Tensor | int | None) -> bool:
-        """Whether losses are shares of the whole step (else Trainer divides a micro-batch's mean by their number)."""
-        return self.compute_loss_func is not None or (
-            self.model_accepts_loss_kwargs and num_items_in_batch is not None
-        )
-
-    def _share_of(self, count: Tensor, num_items_in_batch: Tensor | int | None) -> Any:
-        """What turns a sum over labelled tokens into this micro-batch's part of the step's mean."""
-        if not self._whole_step(num_items_in_batch) or num_items_in_batch is None:
-            return 1.0 / count.clamp(min=1)
-        processes = max(self.accelerator.num_processes, self.args.n_gpu)
-        return (processes if self.args.average_tokens_across_devices else 1.0) / num_items_in_batch
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if "loss" in logs and self._term_batches:
-            for name, total in sorted(self._terms.items()):
-                mean = total / self._term_batches
-                if self._whole_step(1):  # of the micro-batches of a step each brought its share
-                    mean = mean * self.current_gradient_accumulation_steps
-                logs[name] = self.accelerator.gather(mean.reshape(1)).mean().item()
-            self._terms, self._term_batches = {}, 0
-        super().log(logs, start_time)
+        super().__init__(*args, terms=TeacherTerms(teacher, distillation), **kwargs)
 
 
 def prediction_divergence(

@@ -38,6 +38,7 @@ from .evaluation import (
 )
 from .expert_parts import ExpertParts
 from .head_pieces import head_left_out, reads_in_pieces, statistics_in_pieces
+from .loss_terms import LossTerms, Means
 from .randomness import data_seed, preserved_randomness
 from .readers import Readers, gather_for_metrics
 from .recipe import Recipe, row_lengths, smoothing_among_all, vaswani_schedule
@@ -75,7 +76,7 @@ class XFormerTrainer(Trainer):
       `non_finite_losses` and warned of; a checkpoint with such weights is not resumed.
     - Label smoothing shifts the labels of causal models of any family.
     - Of checkpoints with equal metrics the one of the lowest held-out loss is the best, where Trainer takes the first.
-    - `recipe`: what [`Recipe`] adds to Trainer's options.
+    - `recipe`: what [`Recipe`] adds to Trainer's options. `terms`: what is added to the loss ([`LossTerms`]).
     - A checkpoint that is written over counts as incomplete until it is whole again, and saved configs keep their
       `use_cache` (Trainer switches it off for training).
     - `segment_streams=True` trains and evaluates models with segment memory on contiguous texts: the rows of the
@@ -98,6 +99,7 @@ class XFormerTrainer(Trainer):
         eval_collator: Callable | None = None,
         segment_streams: bool = False,
         recipe: Recipe | None = None,
+        terms: LossTerms | None = None,
         sequence_parallel: bool | int = False,
         expert_parallel: bool | int = False,
         **kwargs: Any,
@@ -106,8 +108,7 @@ class XFormerTrainer(Trainer):
         self._expert_parallel = expert_parallel
         model = kwargs.get("model", args[0] if args else None)
         self._use_cache = getattr(getattr(model, "config", None), "use_cache", None)
-        self._aux_sums: dict[str, Tensor] = {}
-        self._aux_batches = 0
+        self.terms, self.term_means, self.aux_means = terms, Means(), Means()
         self._broken_losses: Tensor | None = None
         self._eval_names: tuple[str, ...] = ()  # of the columns beside sums
         self._eval_kinds: tuple[str, ...] = ()  # of labels beside those of tokens, with sums of their own
@@ -133,6 +134,8 @@ class XFormerTrainer(Trainer):
             self.experts = ExpertParts(self, config, parts)
         if self.label_smoother is not None and self.compute_loss_func is None:
             self.compute_loss_func = self._smoothed_loss
+        if terms is not None:
+            terms.begin(self)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         if processes_of("expert_parallel", self._expert_parallel, self.args.world_size) > 1:
@@ -223,6 +226,16 @@ class XFormerTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
+        if self.terms is not None and model.training:
+            loss, outputs = self.terms.loss(self, model, inputs, num_items_in_batch)
+        else:
+            loss, outputs = self.compute_task_loss(model, inputs, num_items_in_batch)
+        return (loss, outputs) if return_outputs else loss
+
+    def compute_task_loss(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
+    ) -> tuple[Tensor, Any]:
+        """The loss of a micro-batch as it counts in the step, without the terms beside it, and the outputs."""
         if self.segments is not None:
             inputs = self.segments.enter(inputs, model.training)
         labels = inputs.get("labels")  # which are taken out where the loss is made of logits
@@ -239,13 +252,10 @@ class XFormerTrainer(Trainer):
             loss = loss + surrogate(outputs[SEGMENT_MEMORY], self.replay.slopes, self._slope_scale(num_items_in_batch))
         losses = outputs.get("aux_losses") if isinstance(outputs, dict) else None
         if losses and model.training:
-            for name, value in losses.items():
-                value = value.detach().float().mean()
-                self._aux_sums[name] = self._aux_sums[name] + value if name in self._aux_sums else value
-            self._aux_batches += 1
+            self.aux_means.add(losses)
             if self.compute_loss_func is not None:
                 loss = loss + self._counted(sum(losses.values()), labels, num_items_in_batch)
-        return (loss, outputs) if return_outputs else loss
+        return loss, outputs
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list, Tensor | int | None]:
         batches, count = super().get_batch_samples(*args, **kwargs)
@@ -364,11 +374,8 @@ class XFormerTrainer(Trainer):
         self.state.num_input_tokens_seen = before + read // self._readers.each
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if "loss" in logs and self._aux_batches:
-            for name in sorted(self._aux_sums):
-                mean = self._aux_sums[name] / self._aux_batches
-                logs[f"aux_{name}"] = self.accelerator.gather(mean.reshape(1)).mean().item()
-            self._aux_sums, self._aux_batches = {}, 0
+        for kind, means in {"aux": self.aux_means, "distill": self.term_means}.items() if "loss" in logs else ():
+            logs |= {f"{kind}_{name}": mean for name, mean in means.take(self.accelerator.gather).items()}
         if "loss" in logs and self._broken_losses is not None:
             broken = int(self.accelerator.gather(self._broken_losses).sum())
             self._broken_losses = None
@@ -561,8 +568,9 @@ class XFormerTrainer(Trainer):
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()
         columns: list[str] = self._signature_columns or []
-        if self.segments is not None and SEGMENT_START not in columns:
-            columns.append(SEGMENT_START)
+        wanted = () if self.segments is None else (SEGMENT_START,)
+        further = () if self.terms is None else self.terms.columns
+        columns.extend(name for name in (*wanted, *further) if name not in columns)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         self._eval_targets = {}
