@@ -49,7 +49,8 @@ from hf_xformers.cli.arguments import parse_command
 from hf_xformers.cli.pretrain import GROUPS, make_parser, model_options
 from hf_xformers.feedforward.product_key_memory import ProductKeyMemory
 from hf_xformers.training import XFormerTrainer
-from hf_xformers.training.pretraining import Preparation, Prepared, train
+from hf_xformers.training.preparation import Preparation, Prepared
+from hf_xformers.training.pretraining import train
 from hf_xformers.variants import config_class
 
 RESULTS = Path(__file__).parent / "results" / "training_claims.json"

@@ -137,7 +137,7 @@ def make_parser(first_look: Mapping[str, Any]) -> Parser:
     """The parser for a teacher: of a task it reads rows, else text."""
     from transformers import Seq2SeqTrainingArguments, TrainingArguments
 
-    from ..compression.distillation import Distilling, OnText
+    from ..compression.distilling_options import Distilling, OnText
     from ..compression.report import Measuring, MeasuringOfTask
     from ..finetuning.options import TaskData, TaskOptions
     from ..finetuning.presets import finetuning_defaults

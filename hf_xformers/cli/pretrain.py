@@ -19,7 +19,7 @@ from .console import print_facts, say, share_text
 
 if TYPE_CHECKING:
     from ..configuration_xformer import XFormerConfig
-    from ..training.pretraining import Prepared
+    from ..training.preparation import Prepared
 
 _DESCRIPTION = """Pretrain a variant on text or images and save it, ready for from_pretrained.
 
@@ -33,7 +33,8 @@ GROUPS = (*SLOTS, "objective", "decoder")
 def run(argv: Sequence[str], callbacks: Sequence[Any] = ()) -> int:
     """callbacks: further Trainer callbacks, for programs that call this."""
     from ..training.image_pretraining import reads_images, refuse_image_options
-    from ..training.pretraining import Preparation, train
+    from ..training.preparation import Preparation
+    from ..training.pretraining import train
 
     parsed = parse_command(argv, GROUPS, make_parser)
     choice, source, images, recipe, devices, args = parsed.dataclasses
@@ -127,8 +128,8 @@ def make_parser(first_look: Mapping[str, Any]) -> Parser:
 
     from ..training.devices import DeviceOptions
     from ..training.image_pretraining import ImageData
+    from ..training.preparation import ModelChoice, chosen_size
     from ..training.presets import training_defaults
-    from ..training.pretraining import ModelChoice, chosen_size
     from ..training.recipe import Recipe
     from ..training.text import TextData
 

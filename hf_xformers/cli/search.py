@@ -60,8 +60,8 @@ def make_parser(first_look: Mapping[str, Any]) -> Parser:
     from transformers import TrainingArguments
 
     from ..training.architecture_search import Searching
+    from ..training.preparation import ModelChoice, chosen_size
     from ..training.presets import training_defaults
-    from ..training.pretraining import ModelChoice, chosen_size
     from ..training.text import TextData
     from ..variants import config_class
 

@@ -77,8 +77,8 @@ def make_parser(first_look: Mapping[str, Any]) -> Parser:
 
     from ..training.devices import DeviceOptions
     from ..training.distillation import Distillation
+    from ..training.preparation import ModelChoice, chosen_size
     from ..training.presets import training_defaults
-    from ..training.pretraining import ModelChoice, chosen_size
     from ..training.text import TextData
     from ..training.uptraining import Uptraining
 

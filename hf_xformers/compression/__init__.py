@@ -21,7 +21,7 @@ _NAMES = {
     "METHODS": "methods",
     "build_method": "methods",
     "Distiller": "distillation",
-    "Distilling": "distillation",
+    "Distilling": "distilling_options",
     "distill": "distillation",
     "StudentChoice": "students",
     "build_student": "students",

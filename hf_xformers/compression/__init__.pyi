@@ -1,8 +1,8 @@
 # Written by scripts/make_stubs.py.
 from .choice import Pruning as Pruning
 from .distillation import Distiller as Distiller
-from .distillation import Distilling as Distilling
 from .distillation import distill as distill
+from .distilling_options import Distilling as Distilling
 from .head_pruning import prune_heads as prune_heads
 from .layers import prune_layers as prune_layers
 from .methods import METHODS as METHODS

@@ -15,9 +15,9 @@ import functools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -28,11 +28,13 @@ from ..modeling_base import XFormerPreTrainedModel
 from ..training.building import longest_input
 from ..training.checkpoints import newest_complete
 from ..training.earlier_stages import put_aside, put_back
-from ..training.pretraining import ModelChoice, Preparation, Prepared, train
+from ..training.preparation import ModelChoice, Preparation, Prepared
+from ..training.pretraining import train
 from ..training.run import Run
 from ..training.run_folder import read_summary
 from ..training.scoring import choose_objective, load_config, training_of
 from ..training.trainer import XFormerTrainer
+from .distilling_options import Distilling, OnText
 from .methods import DistillationMethod, build_method
 from .report import Measuring, Row, compare, measure, write_table
 from .students import Student, StudentChoice, build_student, refuse_other_vocabulary
@@ -50,51 +52,14 @@ if TYPE_CHECKING:
     from ..finetuning.options import TaskData, TaskOptions
     from ..training.text import TextData
 
+
 FILE, STUDENT = "distillation.json", "student"
+
+
 _MADE = (STUDENT, OUTPUTS, TEXTS)  # of one teacher, and of its rows
+
+
 Told = Callable[[str], None]
-
-
-@dataclass
-class Distilling:
-    """Whose knowledge goes into which student."""
-
-    _argument_group_name = "distillation"
-
-    teacher: str = field(
-        metadata={"help": "Trained model: a folder or a Hub id, of this package or one that converts."}
-    )
-    copy_layers: str = field(
-        default="alternate",
-        metadata={"help": "Layers of the teacher that its student starts from: first, last, alternate, or 0,2,5."},
-    )
-    size: str | None = field(
-        default=None, metadata={"help": "tiny, small, base or large, of a student of another variant."}
-    )
-    teacher_dtype: Literal["float32", "bfloat16", "float16"] = field(
-        default="float32", metadata={"help": "Numbers that the teacher computes with."}
-    )
-    store_teacher: bool = field(
-        default=False,
-        metadata={"help": "Compute the teacher's outputs once and keep them in --output_dir, of a task."},
-    )
-    overwrite_output_dir: bool = field(
-        default=False, metadata={"help": "Remove an earlier distillation in --output_dir."}
-    )
-
-
-@dataclass
-class OnText:
-    """What a language model learns on."""
-
-    _argument_group_name = "text"
-
-    objective: str | None = field(
-        default=None, metadata={"help": "{objectives}; settings as --objective.FIELD VALUE. Default: the teacher's."}
-    )
-    block_size: int | None = field(
-        default=None, metadata={"help": "Tokens of a model input. Default: that of the teacher's training."}
-    )
 
 
 @dataclass
@@ -474,4 +439,4 @@ def distill(
     return Distiller(choice, method, source, args, **options).run()
 
 
-__all__ = ["FILE", "STUDENT", "Distiller", "Distilling", "OnText", "distill"]
+__all__ = ["FILE", "STUDENT", "Distiller", "distill"]

@@ -157,7 +157,8 @@ def _train_task(
 def _train_text(
     choice: Pruning, args: Seq2SeqTrainingArguments, insertion: PutIn, callbacks: Sequence[TrainerCallback]
 ) -> None:
-    from ..training.pretraining import ModelChoice, Preparation, train
+    from ..training.preparation import ModelChoice, Preparation
+    from ..training.pretraining import train
     from ..training.scoring import choose_objective, load_config, training_of
 
     trained = training_of(choice.model)

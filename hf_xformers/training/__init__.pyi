@@ -14,10 +14,10 @@ from .evaluation import summarise as summarise
 from .evaluation import token_statistics as token_statistics
 from .linearizing import Linearizing as Linearizing
 from .linearizing import linearize as linearize
+from .preparation import ModelChoice as ModelChoice
+from .preparation import Preparation as Preparation
 from .presets import SIZES as SIZES
 from .presets import training_defaults as training_defaults
-from .pretraining import ModelChoice as ModelChoice
-from .pretraining import Preparation as Preparation
 from .pretraining import pretrain as pretrain
 from .segments import SegmentCarrier as SegmentCarrier
 from .segments import StreamSampler as StreamSampler

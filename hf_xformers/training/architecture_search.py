@@ -15,7 +15,8 @@ from ..blocks.dartsformer import Choice
 from ..configuration_xformer import XFormerConfig
 from ..core.saved_files import saving_into, write_json
 from .building import build_model
-from .pretraining import Further, ModelChoice, Preparation, train
+from .preparation import Further, ModelChoice, Preparation
+from .pretraining import train
 from .text import TextData
 from .trainer import XFormerTrainer
 

@@ -21,7 +21,7 @@ from ..data.patch_processors import patch_processor
 from .building import default_objective, longest_input, with_changes
 from .image_pictures import continuations, reconstructions, write_pictures
 from .image_trainer import MaskedImageTrainer
-from .pretraining import Further, ModelChoice, Prepared, Request
+from .preparation import Further, ModelChoice, Prepared, Request
 from .run_folder import check_same_model
 from .text import TextData
 from .trainer import XFormerTrainer

@@ -35,7 +35,8 @@ from .earlier_stages import put_aside, put_back
 from .linearizing_options import STAGES, Linearizing
 from .merged_adapters import MergedLora
 from .partial_checkpoints import TrainedAlone, share_frozen
-from .pretraining import ModelChoice, Preparation, Prepared, start_model, train
+from .preparation import ModelChoice, Preparation, Prepared
+from .pretraining import start_model, train
 from .run import Run
 
 if TYPE_CHECKING:

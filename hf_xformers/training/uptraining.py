@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from .building import language_objective, objective_of_shape
 from .devices import DeviceOptions
 from .distillation import Distillation, DistillationTrainer, open_teacher, refuse_other_tokens
-from .pretraining import ModelChoice, Preparation, Prepared, train
+from .preparation import ModelChoice, Preparation, Prepared
+from .pretraining import train
 from .run_folder import saved_config
 from .text import TextData
 

@@ -22,7 +22,8 @@ from hf_xformers.training.building import (
     longest_input,
     longest_sequence,
 )
-from hf_xformers.training.pretraining import ModelChoice, Preparation, planned_steps
+from hf_xformers.training.preparation import ModelChoice, Preparation
+from hf_xformers.training.pretraining import planned_steps
 from hf_xformers.training.text import TextData, load_splits, make_rows
 from hf_xformers.variants import config_class, family
 from tests.training.runs import SHAPE, flags, history, pretrain, summary, weights, write_text
