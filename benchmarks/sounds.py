@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,8 +22,10 @@ from typing import Any
 from measure import write_results
 from seeds import together, trained
 
-from hf_xformers.data.sounds import write_tone_speech
-from hf_xformers.data.tunes import write_tunes
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+
+from examples.sounds import write_tone_speech
+from examples.tunes import write_tunes
 
 COLUMNS = ["data", "model", "parameters", "steps", "metric", "seeds", "held out", "spread", "floor", "of"]
 COLUMNS += ["processor seconds"]

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
+from examples.sounds import write_wav
 from hf_xformers.data import load_text_dataset
 from hf_xformers.data.delimited import reading_as, text_lines
-from hf_xformers.data.sounds import write_wav
 from hf_xformers.finetuning.options import TaskData
 from hf_xformers.finetuning.sound_rows import load_sounds
 from hf_xformers.finetuning.sources import load_rows

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCTC, AutoProcessor, pipeline
 
+from examples.sounds import spell_in_tones, write_tone_speech, write_wav
 from hf_xformers.cli import main
-from hf_xformers.data.sounds import spell_in_tones, write_tone_speech, write_wav
 from hf_xformers.finetuning import TaskData
 from hf_xformers.finetuning.origin import RowNames
 from hf_xformers.finetuning.sound_rows import find_sound, load_sounds, read_sound

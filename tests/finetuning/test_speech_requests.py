@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from transformers import AutoConfig, AutoFeatureExtractor
 
+from examples.sounds import spell_in_tones, write_wav
 from hf_xformers.cli import main
-from hf_xformers.data.sounds import spell_in_tones, write_wav
 from hf_xformers.finetuning import TaskData
 from hf_xformers.finetuning.options import TaskOptions
 from hf_xformers.finetuning.peft_methods import check_method

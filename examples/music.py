@@ -1,4 +1,4 @@
-"""A Music Transformer learns tunes and goes on with one: python scripts/music.py --folder music
+"""A Music Transformer learns tunes and goes on with one: python examples/music.py --folder music
 
 Makes tunes in ABC notation, pretrains the model on them with `hf-xformers pretrain`, measures held-out tunes beside
 the floor of token frequencies, lets the model go on with the first bars of a tune that it has not seen, and writes
@@ -11,11 +11,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from examples.sounds import write_wav
+from examples.tunes import make_tune, notes_of, sound_of, write_tunes
 from hf_xformers.cli import main as hf_xformers
-from hf_xformers.data.sounds import write_wav
-from hf_xformers.data.tunes import make_tune, notes_of, sound_of, write_tunes
 
 RATE = 16000
 UNSEEN = 500_000  # the number of a tune beyond those that are written

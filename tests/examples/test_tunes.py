@@ -1,16 +1,15 @@
 """Tunes in ABC: what is written can be read, bars are full, pitches are those of the key, and sounds are as long."""
 
-import importlib.util
 import wave
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from examples import music
+from examples.sounds import chord_of, sines, spell_in_tones, write_wav
+from examples.tunes import KEYS, make_tune, notes_of, sound_of, tunes, write_tunes
 from hf_xformers import XFMusicTransformerConfig, XFMusicTransformerForCausalLM
-from hf_xformers.data.sounds import chord_of, sines, spell_in_tones, write_wav
-from hf_xformers.data.tunes import KEYS, make_tune, notes_of, sound_of, tunes, write_tunes
 
 
 def test_notes_are_read_as_the_standard_says():
@@ -104,9 +103,6 @@ def test_a_music_transformer_learns_tunes():
 
 @pytest.mark.slow
 def test_the_script_goes_on_with_a_tune(tmp_path):
-    spec = importlib.util.spec_from_file_location("music", Path(__file__).parents[2] / "scripts" / "music.py")
-    music = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(music)
     figures = music.train(tmp_path, 60, steps=2)
     assert figures["perplexity"] > 1 and figures["floor"] > 1
     tune, written = music.go_on(tmp_path)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .sounds import sines
+from examples.sounds import sines
 
 # Major keys: semitones of the tonic above C, and the letters that the key raises (+1) or lowers (-1).
 KEYS = {
