@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from hf_xformers.cli import main as command
 from hf_xformers.objectives import OBJECTIVES, build_objective
 from hf_xformers.training.building import objectives_for
-from hf_xformers.training.trainer import FURTHER_LABELS
+from hf_xformers.training.trainer_evaluation import FURTHER_LABELS
 from hf_xformers.variants import config_class, family, model_types
 
 DATA = Path(os.environ.get("HF_XFORMERS_DATA", "data"))

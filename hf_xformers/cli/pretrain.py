@@ -239,7 +239,7 @@ def target_of(objective: Mapping[str, Any]) -> str:
 
 def row_facts(figures: Mapping[str, Any]) -> dict[str, str]:
     """Held-out accuracy of labels beside those of tokens, and that of always the most frequent one."""
-    from ..training.trainer import FURTHER_LABELS
+    from ..training.trainer_evaluation import FURTHER_LABELS
 
     facts = {}
     for kind in FURTHER_LABELS:

@@ -156,7 +156,8 @@ def evaluate(
     """
     from ..configuration_xformer import XFormerConfig
     from ..data import check_tokenizer, load_tokenizer
-    from .trainer import FURTHER_LABELS, XFormerTrainer
+    from .trainer import XFormerTrainer
+    from .trainer_evaluation import FURTHER_LABELS
 
     trained = training_of(score.model)
     config = load_config(score.model)

@@ -3,62 +3,38 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sized
-from functools import partial
-from pathlib import Path
+from collections.abc import Callable, Sized
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from transformers import Trainer
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalPrediction
 from transformers.utils import logging
 
 from ..compat import LabelSmoother
 from ..configuration_xformer import XFormerConfig
-from ..core.finite import refuse_non_finite
 from ..core.losses import labels_after_real_tokens, step_share
-from ..core.saved_files import SHARDED_OPTIMIZER, STATE_FILE
 from ..core.sequence_sharding import check_sharding, sharding_in_force
 from ..core.weight_decay import declared_undecayed
 from ..data.batching import LengthGroupedBatchSampler
-from .checkpoints import check_processes
 from .devices import processes_of
 from .evaluation import (
     IGNORE_INDEX,
-    frequency_floor,
-    label_counts,
     only_measured,
-    scored,
-    scored_beside,
-    summarise,
-    token_statistics,
 )
 from .expert_parts import ExpertParts
-from .head_pieces import head_left_out, reads_in_pieces, statistics_in_pieces
 from .loss_terms import LossTerms, Means
-from .randomness import data_seed, preserved_randomness
-from .readers import Readers, gather_for_metrics
+from .randomness import data_seed
 from .recipe import Recipe, row_lengths, smoothing_among_all, vaswani_schedule
 from .replay import Replay, surrogate
 from .segments import SEGMENT_MEMORY, SEGMENT_START, SegmentCarrier, StreamSampler
 from .sequence_parts import SequenceParts, real_rows
+from .trainer_evaluation import MeasuringTrainer
 
 logger = logging.get_logger(__name__)
 
-# Labels beside those of tokens, of rows or parts of these: what figures call them -> (label, scores of its classes).
-FURTHER_LABELS = {
-    "sentence": ("next_sentence_label", "seq_relationship_logits"),
-    "order": ("reordering_labels", "reordering_logits"),
-    "entity": ("entity_labels", "entity_logits"),
-    "phrase": ("phrase_targets", "phrase_logits"),  # which the model made itself, as the next
-    "masked_sentence": ("sentence_targets", "sentence_logits"),
-}
 
-
-class XFormerTrainer(Trainer):
+class XFormerTrainer(MeasuringTrainer):
     """Trainer with thirteen differences.
 
     - Auxiliary losses (`outputs.aux_losses`) are logged as `aux_<name>`, means since the last log, and count under
@@ -110,9 +86,7 @@ class XFormerTrainer(Trainer):
         self._use_cache = getattr(getattr(model, "config", None), "use_cache", None)
         self.terms, self.term_means, self.aux_means = terms, Means(), Means()
         self._broken_losses: Tensor | None = None
-        self._eval_names: tuple[str, ...] = ()  # of the columns beside sums
-        self._eval_kinds: tuple[str, ...] = ()  # of labels beside those of tokens, with sums of their own
-        self._eval_targets: dict[str, Tensor] = {}  # by kind of label: how often each value is a target
+        self._eval_targets = {}
         kwargs.setdefault("compute_metrics", self._summarise)
         self.segments = SegmentCarrier() if segment_streams else None
         measured = model if kwargs.get("train_dataset") is None else None
@@ -126,10 +100,8 @@ class XFormerTrainer(Trainer):
         replays = self.segments is not None and isinstance(config, XFormerConfig) and config.stack.replays()
         self.replay = Replay() if replays else None
         self.eval_collator = eval_collator if eval_collator is not None else self.data_collator
-        self.sequence: SequenceParts | None = None
         if (parts := processes_of("sequence_parallel", sequence_parallel, self.args.world_size)) > 1:
             self.sequence = SequenceParts(self, config, parts)
-        self.experts: ExpertParts | None = None
         if (parts := processes_of("expert_parallel", expert_parallel, self.args.world_size)) > 1:
             self.experts = ExpertParts(self, config, parts)
         if self.label_smoother is not None and self.compute_loss_func is None:
@@ -166,11 +138,6 @@ class XFormerTrainer(Trainer):
         if isinstance(labels, Tensor) and isinstance(mask, Tensor) and self._predicts_next_token:
             return {**batch, "labels": labels_after_real_tokens(labels, mask)}
         return batch
-
-    @property
-    def _predicts_next_token(self) -> bool:
-        model = self.accelerator.unwrap_model(self.model)
-        return model.can_generate() and not model.config.is_encoder_decoder
 
     def _smoothed_loss(self, outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
         logits = outputs["logits"]
@@ -356,11 +323,6 @@ class XFormerTrainer(Trainer):
             batches[-1] = batch
 
     @property
-    def _readers(self) -> Readers:
-        together = self.get_tp_size() if self.sequence is None else self.sequence.count
-        return Readers(self.args.world_size // together, self.args.process_index // together, together)
-
-    @property
     def rows_per_step(self) -> int | None:
         """Of all processes and micro-batches of an optimizer's step; None where tokens are counted (`max_tokens`)."""
         if self.recipe.max_tokens is not None:
@@ -388,162 +350,10 @@ class XFormerTrainer(Trainer):
                 )
         super().log(logs, start_time)
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        check_processes(resume_from_checkpoint, self.args.world_size)
-        if self.experts is None:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-        else:
-            self._issue_warnings_after_load(self.experts.load(resume_from_checkpoint))
-        loaded: Any = self.model if model is None else model
-        refuse_non_finite(loaded, str(resume_from_checkpoint))
-
-    def _load_best_model(self) -> None:
-        best = self.state.best_model_checkpoint
-        if self.experts is None or best is None:
-            super()._load_best_model()
-        else:
-            self._issue_warnings_after_load(self.experts.load(best))
-
-    def _issue_warnings_after_load(self, load_result: Any) -> None:
-        tied = getattr(self.accelerator.unwrap_model(self.model), "all_tied_weights_keys", None) or {}
-        missing = [key for key in load_result.missing_keys if key not in tied]  # which their source has brought
-        super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if self.experts is not None and checkpoint is not None:
-            self.experts.load_progress(self.optimizer, self.lr_scheduler, checkpoint)
-            return
-        if checkpoint is not None and (Path(checkpoint) / SHARDED_OPTIMIZER).is_dir():
-            raise ValueError(
-                f"{checkpoint!r} was saved by a run with `expert_parallel`; resume it with that, or start a new run"
-                " from its weights."
-            )
-        super()._load_optimizer_and_scheduler(checkpoint)
-
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         names = super().get_decay_parameter_names(model)
         left_out = declared_undecayed(model)
         return [name for name in names if name not in left_out]
-
-    # ------------------------------------------------------------------------------------------------ evaluation
-
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        with self._collating_for_evaluation():
-            loader = super().get_eval_dataloader(eval_dataset)
-        return loader if self.sequence is None else self.sequence.give_whole(loader)
-
-    def get_test_dataloader(self, test_dataset: Any) -> Any:
-        with self._collating_for_evaluation():
-            loader = super().get_test_dataloader(test_dataset)
-        return loader if self.sequence is None else self.sequence.give_whole(loader)
-
-    @contextlib.contextmanager
-    def _collating_for_evaluation(self) -> Iterator[None]:
-        training, self.data_collator = self.data_collator, self.eval_collator
-        try:
-            yield
-        finally:
-            self.data_collator = training
-
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        with preserved_randomness():
-            return super().evaluate(*args, **kwargs)
-
-    def prediction_step(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
-    ) -> tuple[Tensor | None, Any, Any]:
-        """In place of logits the sums of [`token_statistics`]: 3 numbers per row to gather, not length x
-        vocabulary. Without labels, texts are read whole under `sequence_parallel` too."""
-        if self.sequence is not None and "labels" in inputs:
-            found = self._prediction_of_parts(self.sequence, model, self._prepare_inputs(inputs))
-            return (found[0], None, None) if prediction_loss_only else found
-        if prediction_loss_only or "labels" not in inputs:
-            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        inputs = self._prepare_inputs(inputs)
-        if self.segments is not None:
-            inputs = self.segments.enter(inputs, training=False)
-        next_token = self._predicts_next_token
-        with torch.no_grad(), self.compute_loss_context_manager():
-            if self._in_pieces(inputs):
-                labels, inner = inputs["labels"], self.accelerator.unwrap_model(self.model)
-                with head_left_out(inner) as states:
-                    outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
-                vocab_size = outputs["logits"].shape[-1]
-                rows = statistics_in_pieces(inner.lm_head, states[0], labels, vocab_size, next_token=next_token)
-            else:
-                outputs = model(**inputs)
-                logits, labels = scored(outputs, inputs["labels"])
-                vocab_size, rows = logits.shape[-1], token_statistics(logits, labels, next_token=next_token)
-        if self.segments is not None:
-            self.segments.leave(outputs, training=False)
-        self._count_targets("", labels, vocab_size, next_token=next_token)
-        loss = rows[:, 0].sum() / rows[:, 1].sum().clamp(min=1)
-        losses = outputs.get("aux_losses") or {}
-        names = sorted(losses)
-        columns = [losses[name].detach().float().mean().expand(len(rows), 1) for name in names]
-        further = scored_beside(FURTHER_LABELS, outputs, inputs)
-        for kind, (scores, wanted) in further.items():
-            self._count_targets(f"{kind}_", wanted, scores.shape[-1])
-        sums = [token_statistics(scores, wanted, next_token=False) for scores, wanted in further.values()]
-        self._eval_names, self._eval_kinds = tuple(f"aux_{name}" for name in names), tuple(further)
-        rows = torch.cat([rows, *sums, *columns], dim=1)
-        return loss, rows, torch.zeros_like(rows[:, 0])  # Trainer wants labels beside predictions
-
-    def _in_pieces(self, inputs: dict[str, Any]) -> bool:
-        """Whether the logits of a batch are too many to be made at once, and need not be."""
-        sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled or self.get_tp_size() > 1
-        if sharded or self.args.torch_compile or "shift_labels" in inputs:
-            return False
-        return reads_in_pieces(self.accelerator.unwrap_model(self.model), inputs["labels"].numel())
-
-    def _prediction_of_parts(
-        self, sequence: SequenceParts, model: nn.Module, inputs: dict[str, Any]
-    ) -> tuple[Tensor, Any, Any]:
-        """[`prediction_step`] where every process reads a part of each text: all of a row have the sums of its
-        texts."""
-        inputs, loader = sequence.agreed(inputs), self.accelerator.gradient_state
-        if loader.end_of_dataloader and loader.remainder > 0:
-            labels = inputs["labels"].clone()
-            labels[real_rows(len(labels), loader.remainder, sequence.replica) :] = IGNORE_INDEX
-            inputs = {**inputs, "labels": labels}
-        part = sequence.part(inputs)
-        labels = sequence.targets(part, self._predicts_next_token)
-        with torch.no_grad(), self.compute_loss_context_manager(), sequence.dividing():
-            outputs = model(**part)
-        logits, labels = scored(outputs, labels)
-        rows = sequence.total(token_statistics(logits, labels, next_token=False))
-        counts = sequence.total_of_all(label_counts(labels, logits.shape[-1], next_token=False))
-        before = self._eval_targets.get("")
-        self._eval_targets[""] = counts if before is None else before + counts
-        loss = rows[:, 0].sum() / rows[:, 1].sum().clamp(min=1)
-        self._eval_names, self._eval_kinds = (), ()
-        return loss, rows, torch.zeros_like(rows[:, 0])
-
-    def _count_targets(self, kind: str, labels: Tensor, vocab_size: int, *, next_token: bool = False) -> None:
-        """Adds the targets of a batch on all processes, without the rows that only fill the last batch."""
-        labels = self.accelerator.pad_across_processes(labels, dim=1, pad_index=IGNORE_INDEX)
-        labels = gather_for_metrics(self.accelerator, labels, self._readers)
-        counts = label_counts(labels, vocab_size, next_token=next_token)
-        before = self._eval_targets.get(kind)
-        if before is not None:  # a batch of fewer texts has fewer classes where these are its texts
-            size = max(len(before), len(counts))
-            before, counts = (torch.nn.functional.pad(each, (0, size - len(each))) for each in (before, counts))
-            counts = before + counts
-        self._eval_targets[kind] = counts
-
-    def _summarise(self, prediction: EvalPrediction) -> dict[str, float]:
-        floors = {
-            name.replace("floor_", f"floor_{kind}"): value
-            for kind, counts in self._eval_targets.items()
-            for name, value in frequency_floor(counts).items()
-        }
-        rows = prediction.predictions
-        rows = np.concatenate(rows) if isinstance(rows, list) else np.asarray(rows)  # a list of batches
-        return {**summarise(rows, self._eval_names, self._eval_kinds), **floors}
 
     # ------------------------------------------------------------------------------------------------ segments
 
@@ -571,67 +381,3 @@ class XFormerTrainer(Trainer):
         wanted = () if self.segments is None else (SEGMENT_START,)
         further = () if self.terms is None else self.terms.columns
         columns.extend(name for name in (*wanted, *further) if name not in columns)
-
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        self._eval_targets = {}
-        if self._readers.each > 1:  # Trainer takes its own again after the loop
-            self.gather_function = partial(gather_for_metrics, self.accelerator, readers=self._readers)
-        if self.segments is not None:
-            self.segments.evaluation = None
-        return super().evaluation_loop(*args, **kwargs)
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        super()._save_rng_state(output_dir)
-        if self.segments is not None:
-            self.segments.save(output_dir, self.args.process_index)
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        super()._load_rng_state(checkpoint)
-        epoch = self.state.epoch
-        if self.segments is not None and checkpoint is not None and epoch is not None and epoch != int(epoch):
-            self.segments.load(checkpoint, self.args.process_index, self.args.device)
-
-    # ------------------------------------------------------------------------------------------------ saving
-
-    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
-        before = self.state.best_global_step
-        if super()._determine_best_metric(metrics, trial):
-            return True
-        name = self.args.metric_for_best_model
-        value = None if name is None else metrics.get(f"eval_{name.removeprefix('eval_')}")
-        if not before or value != self.state.best_metric or "eval_loss" not in metrics:
-            return False
-        losses = [entry["eval_loss"] for entry in self.state.log_history
-                  if entry["step"] == before and "eval_loss" in entry]  # fmt: skip
-        if not losses or not metrics["eval_loss"] < losses[-1]:
-            return False
-        self.state.best_global_step = self.state.global_step
-        return True
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        if self.args.should_save:
-            folder = Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-            (folder / STATE_FILE).unlink(missing_ok=True)
-        super()._save_checkpoint(model, trial)
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if self.experts is None:
-            super()._save_optimizer_and_scheduler(output_dir)
-        else:
-            self.experts.save_progress(self.optimizer, self.lr_scheduler, output_dir, writes=self.args.should_save)
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        with self._config_for_use():
-            super().save_model(output_dir, _internal_call)
-
-    @contextlib.contextmanager
-    def _config_for_use(self) -> Iterator[None]:
-        config = getattr(self.accelerator.unwrap_model(self.model), "config", None)
-        if config is None or self._use_cache is None:
-            yield
-            return
-        training, config.use_cache = config.use_cache, self._use_cache
-        try:
-            yield
-        finally:
-            config.use_cache = training

@@ -6,7 +6,7 @@ import torch
 from hf_xformers.objectives import build_objective
 from hf_xformers.training.building import build_config, build_model
 from hf_xformers.training.evaluation import scored, scored_beside, token_statistics
-from hf_xformers.training.trainer import FURTHER_LABELS
+from hf_xformers.training.trainer_evaluation import FURTHER_LABELS
 from hf_xformers.variants import config_class
 
 SIZES = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64)
