@@ -5,9 +5,9 @@
     python scripts/wheel.py --folder /tmp/wheel                  environments go there, stay, and are used again
 
 In each environment, which has torch and transformers by the pins of scripts/constraints.txt: what the wheel brings
-beside them, how long `import hf_xformers` takes and what it loads, the model examples of the README, a model that is
-trained in a loop of one's own, saved and loaded, and what a command says that needs the extra `train`. Ends with
-another exit code than 0 where one of these fails. Needs a package index that pip can reach.
+beside them, how long `import hf_xformers` takes (seconds of a processor) and what it loads, the model examples of the
+README, a model that is trained in a loop of one's own, saved and loaded, and what a command says that needs the extra
+`train`. Ends with another exit code than 0 where one of these fails. Needs a package index that pip can reach.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ MOST_PACKAGES, MOST_SECONDS = 3, 0.15
 
 IMPORT = """
 import json, sys, time
-start = time.perf_counter()
+start = time.process_time()
 import hf_xformers
-seconds = time.perf_counter() - start
+seconds = time.process_time() - start
 print(json.dumps([seconds, sorted({"torch", "transformers", "numpy"} & set(sys.modules)), hf_xformers.__file__]))
 """
 OWN_LOOP = """
