@@ -70,8 +70,6 @@ COMMON = {
 RECIPES: dict[str, dict[str, Any]] = {
     "lolcats-512": {**LOLCATS, "attention.window": 512, "transfer_steps": 16, "lora_steps": 16},
     "lolcats-256": {**LOLCATS, "attention.window": 256, "transfer_steps": 24, "lora_steps": 24},
-    # What LoRA on the same text makes of softmax attention: the measure for what the new attention keeps.
-    "softmax-lora": {"attention": "dense", "transfer_steps": 0, "lora_steps": 16},
 }
 QUESTIONS = (
     "What is the capital of France?",
