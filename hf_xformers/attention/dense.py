@@ -207,6 +207,7 @@ class DenseSpec(AttentionSpec):
     learns_sinks = True
     hands_out_heads = True
     weighs_blocks = True
+    keeps_numbers = True
 
     @property
     def asks_interface(self) -> bool:  # type: ignore[override]

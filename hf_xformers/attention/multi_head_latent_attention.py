@@ -172,6 +172,7 @@ class LatentSpec(DenseSpec):
     learns_sinks = False
     hands_out_heads = False
     weighs_blocks = False
+    keeps_numbers = False
     asks_interface = False
     context_parallel = False
 

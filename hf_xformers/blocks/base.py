@@ -187,7 +187,7 @@ class XFormerLayer(GradientCheckpointingLayer):
         frame = self.frame(self.plan[0])
         function: Any = self.function(self.plan[0])
         entered = frame.enter(hidden_states, **frame.inputs(self.around(context)))
-        function.project_self(entered, context, past_key_values, step)
+        function.project_self(entered, function.of_states(entered, context), past_key_values, step)
 
     def memory_of(self, entry: SublayerPlan, memory: Tensor | None) -> Tensor | None:
         """What a sublayer of a kind of attention is given of the memory."""

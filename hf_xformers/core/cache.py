@@ -179,6 +179,26 @@ def appended(cache: Cache, key: Tensor, value: Tensor, step: int) -> tuple[Tenso
     return cache.update(key, value, step)
 
 
+def appended_with_numbers(
+    cache: Cache, key: Tensor, value: Tensor, numbers: Tensor, step: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """[`appended`] with numbers [B, H, T] in float32 at least, as many for each key, which lie in the cache as further
+    channels of the keys, bit by bit where keys are in half precision -> keys, values and numbers of all tokens."""
+    (batch, heads, length), width, wide = numbers.shape, key.shape[-1], numbers.dtype
+    beside = numbers.unflatten(1, (key.shape[1], -1)).transpose(2, 3)
+    narrow = key.dtype.itemsize < wide.itemsize
+    if narrow:
+        beside = beside.detach().flatten().view(key.dtype).view(batch, key.shape[1], length, -1)
+    key, value = appended(cache, torch.cat((key, beside.to(key.dtype)), dim=-1), value, step)
+    key, beside = key.split((width, key.shape[-1] - width), dim=-1)
+    if narrow:
+        beside = beside.detach().flatten().view(wide).view(*beside.shape[:3], -1)
+    found = beside.transpose(2, 3).reshape(batch, heads, -1)
+    if narrow and numbers.requires_grad and isinstance(cache.layers[step], DynamicLayer):
+        found = torch.cat((found[..., : found.shape[2] - length], numbers), dim=-1)  # bits have no gradient
+    return key, value, found
+
+
 def stateful_part(config) -> str:
     """The component whose state is not plain keys and values (its slot and name), or nothing. config: one tower's."""
     for layer, holder in cache_layers(config):

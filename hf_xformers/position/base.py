@@ -133,15 +133,22 @@ class PositionTerms(nn.Module):
     ([`PositionTerms.score_terms`], act `score_terms`).
 
     content_scale: factor on the attention's own scale. changes_scores: whether scores and values get terms, or
-    queries, keys and values alone.
+    queries, keys and values alone. number_stream: the stream in which it has a number for each head and token
+    ([`PositionTerms.of_states`]), which attention keeps beside keys (`keeps_numbers` of its spec), so that
+    [`PositionTerms.score_terms`] finds those of all tokens so far there, in float32 at least.
     """
 
     content_scale: float = 1.0
     changes_scores: bool = True
+    number_stream: str | None = None
 
     def prepare(self, context: LayerContext) -> None:
         """Called once per call and layer before the first layer runs: put into `context.streams` what layers share and
         is no parameter, under a key that names it, unless it is there already."""
+
+    def of_states(self, hidden_states: Tensor, context: LayerContext) -> LayerContext:
+        """The call as the attention of this layer sees it; hidden_states [B, T, D]: its input, before projections."""
+        return context
 
     def heads(self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext) -> tuple[Tensor, Tensor, Tensor]:
         """query [B, H, T, d], key and value [B, K, T, d] of the current tokens, before they enter the cache -> the

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, EncoderDecoderCache
 
-from ...core.cache import appended
+from ...core.cache import appended, appended_with_numbers
 from ...core.components import Spec
 from ...core.context import LayerContext, SublayerOutput, self_attention_cache
 from ...core.initialization import start_projections
@@ -215,7 +215,10 @@ class Attention(Undecayed, Sublayer):
         late = rotation is not None and rotation.by_length
         query, key, value = self.place(query, key, value, context, turn_keys=not late)
         cache = self_attention_cache(past_key_values)
-        if cache is not None:
+        numbers = None if self.position_terms is None else self.position_terms.number_stream
+        if cache is not None and numbers is not None:
+            key, value, streams[numbers] = appended_with_numbers(cache, key, value, streams[numbers], step)
+        elif cache is not None:
             key, value = appended(cache, key, value, step)
         if late:
             key = self.turned_late(key, context)
@@ -253,6 +256,10 @@ class Attention(Undecayed, Sublayer):
         if self.position_terms is not None:
             query, key, value = self.position_terms.heads(query, key, value, context)
         return query, key, value
+
+    def of_states(self, hidden_states: Tensor, context: LayerContext) -> LayerContext:
+        """The call as this layer sees it, with what its position makes of the layer's input [B, T, D]."""
+        return context if self.position_terms is None else self.position_terms.of_states(hidden_states, context)
 
     @property
     def changes_scores(self) -> bool:
@@ -343,6 +350,7 @@ class Attention(Undecayed, Sublayer):
         if self.cross:
             query, key, value = self.project_cross(hidden_states, memory, past_key_values, step)
         else:
+            context = self.of_states(hidden_states, context)
             query, key, value = self.project_self(hidden_states, context, past_key_values, step)
         output, weights = self.attend(query, key, value, context)
         written = self.written(output, context, hidden_states)
@@ -387,7 +395,8 @@ class AttentionSpec(Spec):
     nothing more, so that a function registered there may do all of it. hands_out_heads: what each head has read and
     its values can be had head by head ([`Attention.written`], [`Attention.losses`]), so that heads may be joined in
     another way and have losses. weighs_blocks: the weights of some queries can be had without those of all
-    ([`Attention.weights_of_block`]), as losses on them need.
+    ([`Attention.weights_of_block`]), as losses on them need. keeps_numbers: a position may have a number for each
+    token kept beside its key ([`PositionTerms.number_stream`]).
 
     Of the fields below mechanisms may refuse some: normalizes_heads: queries and keys may be normalised
     (`query_key_norm`). caps_scores: scores may be capped (`score_cap`). learns_sinks: softmax may have a learned sink
@@ -440,6 +449,7 @@ class AttentionSpec(Spec):
     asks_interface: ClassVar[bool] = False
     hands_out_heads: ClassVar[bool] = False
     weighs_blocks: ClassVar[bool] = False
+    keeps_numbers: ClassVar[bool] = False
 
     normalizes_heads: ClassVar[bool] = False
     caps_scores: ClassVar[bool] = False

@@ -75,6 +75,7 @@ class BlockSparseSpec(AttentionSpec):
     normalizes_heads: ClassVar[bool] = True
     caps_scores: ClassVar[bool] = True
     hands_out_heads: ClassVar[bool] = True
+    keeps_numbers: ClassVar[bool] = True
 
     def pattern(self, config, layer_idx: int) -> Pattern:
         """N(i) of layer `layer_idx`; a decoder's causal order is added to it."""

@@ -1,10 +1,11 @@
 """Softmax mechanisms of 2024 and later."""
 
 import math
+from functools import partial
 
 import torch
 
-from tests.attention.references.table import GROUPED, rows, visible, written
+from tests.attention.references.table import BLOCKS, DECODER, GROUPED, Reference, rows, visible, written
 from tests.attention.score_helpers import HEADS, softmax_by_rows, split_heads
 
 
@@ -54,8 +55,30 @@ def latent(layer, x, memory=None, causal=False, bias=0.0, turn=lambda x: x):
     return written(layer, weights @ v), weights
 
 
+def forgetting(layer, x, memory=None, causal=True, reach=99):
+    """Every pair's gates in between summed one by one. reach: of a window, in tokens."""
+    terms, groups, n = layer.position_terms, layer.num_key_value_groups, x.shape[1]
+    q, k, v = (split_heads(part(x), layer.head_dim)[0] for part in (layer.q_proj, layer.k_proj, layer.v_proj))
+    gates = -torch.log1p(torch.exp(-(x[0] @ terms.forget_proj.weight.T + terms.forget_proj.bias)))
+    weights, mixed = (
+        torch.zeros(1, HEADS, n, n, dtype=torch.float64),
+        torch.zeros(1, HEADS, n, layer.head_dim).double(),
+    )
+    for h in range(HEADS):
+        for i in range(n):
+            seen = range(max(0, i - reach + 1), i + 1)
+            scores = [float(q[h, i] @ k[h // groups, j]) / math.sqrt(layer.head_dim) for j in seen]
+            powers = [math.exp(s + float(gates[j + 1 : i + 1, h].sum())) for s, j in zip(scores, seen)]
+            for power, j in zip(powers, seen):
+                weights[0, h, i, j] = power / sum(powers)
+                mixed[0, h, i] += power / sum(powers) * v[h // groups, j]
+    return written(layer, mixed), weights
+
+
 LATENT = {"kv_lora_rank": 7, "qk_nope_head_dim": 3, "qk_rope_head_dim": 4, "v_head_dim": 5}
 
+
+GATES = {"position": "forget_gate"}
 
 # fmt: off
 REFERENCES = {
@@ -65,6 +88,12 @@ REFERENCES = {
         "halves": ({"pairing": "halves", "norm_weight": False}, {"bias": True, "turns": True}),
         "halves grouped": ({"pairing": "halves"}, {"fields": GROUPED, "layer_idx": 2}),
     }),
+    **rows("forgetting", forgetting, "dense", {
+        "": ({}, {"paths": BLOCKS}),
+        "grouped": ({"bias": False}, {"fields": {**GATES, **GROUPED}}),
+    }, causal=DECODER, fields=GATES),
+    "forgetting band": Reference({"type": "band_attention", "window_size": 4}, partial(forgetting, reach=4),
+                                 causal=DECODER, fields={**GATES, **GROUPED}),
     **rows("latent", latent, "multi_head_latent_attention", {
         "": (LATENT, {"bias": True, "turns": True}),
         "rank": ({**LATENT, "q_lora_rank": 6, "bias": True, "norm_eps": 0.1}, {"turns": True}),

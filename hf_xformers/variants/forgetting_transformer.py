@@ -1,0 +1,57 @@
+"""Forgetting Transformer (Lin et al. 2025): softmax attention with forget gates in place of positions."""
+
+from __future__ import annotations
+
+from dataclasses import field
+
+from ..configuration_xformer import XFormerConfig
+from ..core.components import SpecLike
+from ..families import DECODER_HEADS, VariantInfo, make_family
+
+
+class XFForgettingTransformerConfig(XFormerConfig):
+    """Forgetting Transformer (Lin et al. 2025): softmax attention with forget gates in place of positions."""
+
+    model_type = "xf_forgetting_transformer"
+
+    hidden_dropout_prob: float | int = 0.0
+    attention_probs_dropout_prob: float | int = 0.0
+    intermediate_size: int = 2048
+    is_decoder: bool = True
+    position: SpecLike = "forget_gate"
+    attention: SpecLike = field(default_factory=lambda: {"type": "dense", "bias": False})
+    normalization: SpecLike = "rms_norm"
+    residual: SpecLike = "pre_ln"
+    feedforward: SpecLike = field(default_factory=lambda: {"type": "swiglu", "bias": False})
+
+
+INFO = VariantInfo(
+    section="successors",
+    summary="scores fall with what gates in between forget",
+    paper="Lin et al. 2025",
+    url="https://arxiv.org/abs/2503.02130",
+    equation=(
+        r"o_i = \sum_{j \le i} \mathrm{softmax}_j \Big( \frac{q_i k_j^\top}{\sqrt d} + \sum_{t=j+1}^{i} \log f_t \Big)"
+        r" v_j, \qquad f_t = \sigma(w x_t + b)"
+    ),
+    cost="time O(T^2 D), memory O(T): the sums are made in tiles; a cache of one more number per head and token",
+    notes=(
+        "Causal only. The gates are a position, `forget_gate`, which any pattern of positions can have as well:"
+        " `--attention band_attention --attention.window 512`. The authors' Pro block (norms of queries and keys, an"
+        " output gate, shifted keys and values) is not the preset; `--attention.query_key_norm head"
+        " --attention.output_gate element` are parts of it."
+    ),
+    bibtex="""@inproceedings{lin2025forgetting,
+  title={Forgetting Transformer: Softmax Attention with a Forget Gate},
+  author={Lin, Zhixuan and Nikishin, Evgenii and He, Xu Owen and Courville, Aaron},
+  booktitle={International Conference on Learning Representations},
+  year={2025}
+}""",
+)
+
+_family = make_family(XFForgettingTransformerConfig, "XFForgettingTransformer", DECODER_HEADS, INFO)
+XFForgettingTransformerModel = _family["Model"]
+XFForgettingTransformerForCausalLM = _family["ForCausalLM"]
+XFForgettingTransformerForSequenceClassification = _family["ForSequenceClassification"]
+XFForgettingTransformerForTokenClassification = _family["ForTokenClassification"]
+XFForgettingTransformerForQuestionAnswering = _family["ForQuestionAnswering"]
