@@ -1,6 +1,6 @@
 """The literal equation of every attention: `REFERENCES`, by name of the mechanism and what is particular about it."""
 
-from tests.attention.references import compressed, content, linear, patterns, recent, softmax
+from tests.attention.references import compressed, content, linear, patterns, recent, recurrent, softmax
 from tests.attention.references.table import Reference
 
 REFERENCES: dict[str, Reference] = {
@@ -10,6 +10,7 @@ REFERENCES: dict[str, Reference] = {
     **compressed.REFERENCES,
     **content.REFERENCES,
     **recent.REFERENCES,
+    **recurrent.REFERENCES,
 }
 
 # One of each mechanism that has much of its own to trace, as a decoder or not. tests/common traces what is not here.
