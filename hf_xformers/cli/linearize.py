@@ -15,8 +15,9 @@ in stages: the new attention takes the projections of the old one (attention tra
 softmax attention gives), then all weights learn the objective and the source's predictions (distillation), then, if
 asked for, adapters that are merged at the end (LoRA).
 
---attention is hedgehog, t2r, lolcats, performer, linear_transformer, delta_net, or any other that fits, with fields as
---attention.FIELD VALUE. A run that was stopped goes on, to the same weights, with --resume_from_checkpoint.
+--attention is hedgehog, t2r, lolcats, performer, linear_transformer, delta_net, gated_delta_net, mamba2, or any other
+that fits, with fields as --attention.FIELD VALUE. A run that was stopped goes on, to the same weights, with
+--resume_from_checkpoint.
 
 FILE.yaml has the options by name."""
 _GROUPS = ("attention", "objective")

@@ -56,7 +56,10 @@ def linearize(text, model, output, *extra, callbacks=(), **options):
     return output
 
 
-@pytest.mark.parametrize("attention", ["hedgehog", "t2r", "performer"])
+RECURRENT = ("beta_proj", "decay", "gate_proj", "output_norm", "short_conv", "skip")
+
+
+@pytest.mark.parametrize("attention", ["hedgehog", "t2r", "performer", "gated_delta_net", "mamba2"])
 def test_transfer_lowers_each_error_and_touches_its_own(attention, text, source, tmp_path, capsys):
     options = {
         "transfer_steps": 60,
@@ -71,7 +74,8 @@ def test_transfer_lowers_each_error_and_touches_its_own(attention, text, source,
     swap_checkpoint(source, tmp_path / "swapped", attention=attention, measure=False)
     start, end = weights(tmp_path / "swapped"), weights(out)
     changed = {name for name in start if not torch.equal(start[name], end[name])}
-    parts = {"performer": ("q_proj", "k_proj")}.get(attention, ("map",))
+    parts = {"performer": ("q_proj", "k_proj"), "gated_delta_net": RECURRENT, "mamba2": RECURRENT}
+    parts = parts.get(attention, ("map",))
     assert changed and all("attention" in name and any(part in name for part in parts) for name in changed)
     assert record.stages[0].trained == sum(start[name].numel() for name in changed)
     shown = " ".join(capsys.readouterr().out.split())
