@@ -15,7 +15,7 @@ from tests.conversion.test_configs import another
 
 FAMILIES = (
     *("gemma", "granite", "cohere", "smollm3", "stablelm", "phi", "starcoder2"),
-    *("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"),
+    *("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "diffllama"),
 )
 # Further fields that their models read, or that older files have.
 KEYS = {

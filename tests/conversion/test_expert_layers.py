@@ -16,6 +16,7 @@ PUBLISHED = {
     "mixtral": "model.layers.0.block_sparse_moe.experts.3.w1.weight",
     "qwen2_moe": "model.layers.0.mlp.experts.3.gate_proj.weight",
     "qwen3_moe": "model.layers.0.mlp.experts.3.up_proj.weight",
+    "deepseek_v3": "model.layers.1.mlp.experts.3.gate_proj.weight",
 }
 
 
