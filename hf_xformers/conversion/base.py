@@ -429,8 +429,9 @@ def converter_for(model_type: str | None) -> Converter:
             "the config.json of the model names no model_type, as transformers does; give the folder of a model that"
             " `save_pretrained` wrote"
         )
-    if found is None and model_type in CONFIG_MAPPING and not issubclass(CONFIG_MAPPING[model_type], XFormerConfig):
-        near = nearest(str(model_type), [name for name, entry in known.items() if not entry.layouts])
+    name = str(model_type)
+    if found is None and name in CONFIG_MAPPING and not issubclass(CONFIG_MAPPING[name], XFormerConfig):
+        near = nearest(name, [entry.model_type for entry in known.values() if not entry.layouts])
         hint = f"these are nearest to it by their configs: {', '.join(near)}" if near else "none is near to it"
         raise ValueError(
             f"No conversion for model type {model_type!r}; of the families that convert, {hint}. `hf-xformers list"
