@@ -14,7 +14,7 @@ from tests.conversion.test_architectures import assert_same
 from tests.conversion.test_configs import another
 
 FAMILIES = (
-    *("gemma", "granite", "cohere", "smollm3", "stablelm", "phi", "starcoder2"),
+    *("gemma", "granite", "cohere", "cohere2", "olmo3", "smollm3", "stablelm", "phi", "starcoder2"),
     *("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "diffllama"),
 )
 # Further fields that their models read, or that older files have.

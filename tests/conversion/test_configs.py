@@ -288,7 +288,7 @@ def test_sources_that_do_not_convert():
 
 
 NEAR = {
-    **{"olmo": "olmo2", "olmo3": "olmo2", "cohere2": "cohere", "glm4": "llama", "nemotron": "llama"},
+    **{"olmo": "olmo2", "seed_oss": "llama", "arcee": "llama", "glm4": "llama", "nemotron": "llama"},
     **{"persimmon": "stablelm", "codegen": "gptj", "gpt_neox_japanese": "gpt_neox", "gemma3n_text": "gemma3_text"},
     **{"helium": "llama", "exaone4": "qwen2", "granitemoe": "granite", "plbart": "bart", "pegasus_x": "pegasus"},
     **{"blenderbot": "bart", "bert-generation": "bert", "xlm-roberta-xl": "xlm-roberta", "rembert": "bert"},

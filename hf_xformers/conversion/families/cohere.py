@@ -13,7 +13,14 @@ from ..rotary import rope_parameters, rotary_of, rotation_fields
 from ..rules import Rule, copied
 from . import llama
 
+FIELDS = {**llama.FIELDS, "layer_norm_eps": "layer_norm_eps"}
 COMPONENTS = {**llama.COMPONENTS, "normalization": ("layer_norm",), "block": ("parallel",)}
+# What both generations are.
+DECODER: dict[str, Any] = {
+    **llama.DECODER,
+    "normalization": {"type": "layer_norm", "bias": False},
+    "block": {"type": "parallel", "shared_norm": True},
+}
 
 
 def backbone(config: XFormerConfig) -> tuple[Rule, ...]:
@@ -25,9 +32,7 @@ def backbone(config: XFormerConfig) -> tuple[Rule, ...]:
 
 def to_ours(config: PreTrainedConfig) -> dict[str, Any]:
     return {
-        **llama.DECODER,
-        "normalization": {"type": "layer_norm", "bias": False},
-        "block": {"type": "parallel", "shared_norm": True},
+        **DECODER,
         "head_dim": llama.own_width(config),
         "head": {"type": "linear", "scale": llama.factor_of(config, "logit_scale")},
         "attention": {
@@ -57,7 +62,7 @@ CONVERTER = register(
         model_type="cohere",
         variant="xformer",
         native=False,
-        fields={**llama.FIELDS, "layer_norm_eps": "layer_norm_eps"},
+        fields=FIELDS,
         to_ours=to_ours,
         to_theirs=to_theirs,
         groups={**llama.GROUPS, "backbone": backbone},

@@ -1,10 +1,13 @@
-"""Decoders near Llama with factors, other norms or sublayers side by side: Gemma, Granite, Cohere, SmolLM 3, StableLM,
-Phi, StarCoder 2."""
+"""Decoders near Llama with factors, other norms or sublayers side by side: Gemma, Granite, Cohere and Cohere 2,
+OLMo 3, SmolLM 3, StableLM, Phi, StarCoder 2."""
 
 from tests.conversion.architectures import Architecture
+from tests.conversion.architectures.gemma import TWO_RATES
 from tests.conversion.architectures.llama import BASE, OTHERS, SCALINGS, TINY, heads
 
 GROUPED = {**BASE, "num_key_value_heads": 4}
+ONE_RATE = {"rope_type": "default", "rope_theta": 500.0}
+YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 8}
 PARTLY = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
 PARTLY_SCALED = {**PARTLY, "rope_type": "linear", "factor": 3.0}
 
@@ -62,6 +65,37 @@ ARCHITECTURES = (
         },
         base=BASE,
         other_values=OTHERS,
+    ),
+    Architecture(
+        model_type="cohere2",
+        ours="xformer",
+        tiny={**TINY, "logit_scale": 0.8, "sliding_window": 4, "num_hidden_layers": 4},
+        heads=dict(list(heads("Cohere2").items())[:2]),
+        variations={
+            "untied": {"tie_word_embeddings": False, "logit_scale": 1.0, "attention_bias": True},
+            "every_head": {"num_key_value_heads": 4, "hidden_act": "gelu"},
+            "full": {"layer_types": ["full_attention"] * 4, "sliding_window": 4096},
+            "rope_linear": SCALINGS["rope_linear"],
+        },
+        base=BASE,
+        other_values={**OTHERS, "layer_types": ["full_attention", *["sliding_attention"] * 3]},
+    ),
+    Architecture(
+        model_type="olmo3",
+        ours="xformer",
+        tiny={**TINY, "rope_parameters": TWO_RATES, "sliding_window": 3, "num_hidden_layers": 4},
+        heads=heads("Olmo3"),
+        variations={
+            "biases": {"attention_bias": True, "tie_word_embeddings": True},
+            "free_width": {"head_dim": 12, "num_key_value_heads": 1},
+            "published": {"rope_parameters": {"full_attention": YARN, "sliding_attention": ONE_RATE}},
+            "full": {"layer_types": ["full_attention"] * 4, "hidden_act": "gelu", "sliding_window": 4096},
+        },
+        base=BASE,
+        other_values={
+            "rope_parameters": {**TWO_RATES, "sliding_attention": {"rope_type": "default", "rope_theta": 7.0}},
+            "layer_types": ["full_attention", *["sliding_attention"] * 3],
+        },
     ),
     Architecture(
         model_type="smollm3",
