@@ -302,7 +302,10 @@ def finetune(
 
 def fit(run: Run, trainer: TaskTrainer, options: RunOptions) -> None:
     """Trains, and takes the weights that the options say: the best, an ensemble's, or a mean."""
-    run.fit(trainer, average=options.average_checkpoints)
+    done = run.has_all_steps and not (trainer.unfreezing or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled)
+    if done and trainer.ensemble is not None:
+        trainer.ensemble.load(str(run.checkpoint))
+    run.fit(trainer, average=options.average_checkpoints, done=done)
     best = trainer.state.best_model_checkpoint
     if trainer.unfreezing is not None:
         run.summary["trained_parameters"] = trainer.unfreezing.trained()

@@ -89,10 +89,13 @@ def train(
     facts = {"learning_rate": args.learning_rate, "rows_per_step": trainer.rows_per_step, "processes": args.world_size}
     part = {"trained_parameters": trained} if trained < size else {}
     run.begin(trainer, {**prepared.plan, "parameters": size, **facts, **part})
-    done = is_finished(prepared, args)
-    run.fit(trainer, average=recipe.average_checkpoints, done=done)
-    if done and (adapters is not None or partial):
-        trainer._load_from_checkpoint(str(prepared.checkpoint))
+    has_weights = adapters is None and not partial
+    run.fit(
+        trainer,
+        average=recipe.average_checkpoints,
+        done=is_finished(prepared, args),
+        has_weights=has_weights,
+    )
     evaluated = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
     up_to_date = evaluated and evaluated[-1]["step"] == trainer.state.global_step and not args.load_best_model_at_end
     up_to_date = up_to_date and not recipe.average_checkpoints

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..conversion.provenance import carry_provenance
-from ..core.saved_files import STATE_FILE, SUMMARY_FILE, saving_into, write_json
+from ..core.saved_files import STATE_FILE, SUMMARY_FILE, read_object, saving_into, write_json
 from .checkpoints import checkpoint_to_resume, checkpoints, newest_complete
 from .earlier_stages import in_place_of
 from .folder_lock import folder_lock
@@ -170,14 +170,25 @@ class Run:
         self.summary = dict(plan)
         self.write()
 
-    def fit(self, trainer: Any, *, average: int | None = None, done: bool = False) -> None:
+    @property
+    def has_all_steps(self) -> bool:
+        """Whether the checkpoint has come to `max_steps`. (Trainer would take one step more.)"""
+        if self.checkpoint is None or self.args.max_steps <= 0:
+            return False
+        return read_object(self.checkpoint / STATE_FILE)["global_step"] >= self.args.max_steps
+
+    def fit(self, trainer: Any, *, average: int | None = None, done: bool = False, has_weights: bool = False) -> None:
         """Trains. average: so many of the last checkpoints give the weights. done: the checkpoint is the end of the
-        run, so that its state is read alone."""
+        run, of which the model has the weights already (`has_weights`) or is given them."""
         if done:
             from transformers.trainer_callback import TrainerState
 
             trainer.state = TrainerState.load_from_json(str(self.checkpoint / STATE_FILE))  # type: ignore[operator]
             self.timer.resume(trainer.state)
+            if not has_weights:
+                trainer._load_from_checkpoint(str(self.checkpoint))
+            if self.args.load_best_model_at_end and trainer.state.best_model_checkpoint is not None:
+                trainer._load_best_model()
         else:
             trainer.train(resume_from_checkpoint=None if self.checkpoint is None else str(self.checkpoint))
         state = trainer.state

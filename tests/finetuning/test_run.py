@@ -12,6 +12,7 @@ from transformers.utils import logging
 
 from hf_xformers.training import XFormerTrainer
 from tests.finetuning.task_data import classification, finetune, predictions, tagging, translation, write_lines
+from tests.training.runs import history
 
 LEARN = {"learning_rate": 0.01, "num_train_epochs": 6, "hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
 
@@ -74,6 +75,20 @@ def test_early_stopping(tmp_path):
     options = {"early_stopping_patience": 2, "learning_rate": 0, "num_train_epochs": 9}
     summary = finetune("text-classification", classification(tmp_path), tmp_path / "run", **options)
     assert summary["epochs"] == 3.0  # the first is the best, and two more are not better
+
+
+@pytest.mark.parametrize("best", ["true", "false"])
+def test_resume_of_a_finished_run_changes_nothing(best, tmp_path):
+    """Its last step may be in the middle of an epoch; also where the best weights are taken."""
+    options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2,
+               "logging_steps": 1, "load_best_model_at_end": best}  # fmt: skip
+    data, out = classification(tmp_path), tmp_path / "run"
+    before = finetune("text-classification", data, out, **options)
+    weights, log = load_file(out / "model.safetensors"), history(out)
+    (out / "model.safetensors").unlink()  # as if killed between the last checkpoint and the final save
+    after = finetune("text-classification", data, out, "--resume_from_checkpoint", **options)
+    assert {**after, "seconds": 0} == {**before, "seconds": 0} and history(out) == log
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in load_file(out / "model.safetensors").items())
 
 
 def test_a_resumed_run_ends_the_same(tmp_path):
