@@ -111,7 +111,7 @@ def use(python: Path, wheel: Path, folder: Path) -> None:
     run(python, "-c", OWN_LOOP, cwd=folder)
     text = run(python, "-m", "hf_xformers", "pretrain", "--variant", "bert", "--data", "stdlib", code=2, cwd=folder)
     assert "pip install 'hf_xformers[train]'" in text, text
-    assert "xf_performer" in run(python, "-m", "hf_xformers", "list", cwd=folder)
+    assert "performer" in run(python, "-m", "hf_xformers", "list", cwd=folder)
     version = run(python, "--version").strip()
     print(f"{version}: brings {brought or 'nothing more'}; import {seconds:.3f} s; examples, loop and commands hold")
 
