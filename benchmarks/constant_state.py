@@ -178,7 +178,8 @@ def losses(options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
             if record is not None:
                 found = measured(name, length, lambda name=name: open_model(options.work / name, "ForCausalLM")[0])
                 row |= {"trained": found["loss"], "trained - source": found["loss"] - best}
-                row |= {"gap recovered, %": 100 * (swapped["loss"] - found["loss"]) / (swapped["loss"] - best)}
+                gap = swapped["loss"] - best  # none, where a row is no longer than the window
+                row |= {"gap recovered, %": 100 * (swapped["loss"] - found["loss"]) / gap if gap else None}
                 row |= {"KL, trained": found["KL"], "same answer, trained, %": found["same"]}
                 row["steps"] = " + ".join(f"{stage.steps} {stage.name}" for stage in record.stages)
                 row["processor minutes"] = int((options.work / f"{name}.seconds").read_text()) / 60

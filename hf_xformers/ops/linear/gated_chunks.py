@@ -142,7 +142,7 @@ def _states(part: _Part, written: Tensor, state: Tensor) -> tuple[Tensor, Tensor
         return torch.stack(befores, dim=1), state, written
     if in_one_batch(state) or torch.compiler.is_compiling():
         change = product(part.adds.mT, written.to(part.adds.dtype)).unflatten(0, (rows, -1))
-        maps = _maps(part).unflatten(0, (rows, -1))
+        maps = _maps(part, part.forgets).unflatten(0, (rows, -1))
         for n in range(change.shape[1]):
             befores.append(state)
             state = torch.baddbmm(change[:, n], maps[:, n], state)
@@ -157,9 +157,9 @@ def _states(part: _Part, written: Tensor, state: Tensor) -> tuple[Tensor, Tensor
     return torch.stack(befores, dim=1), state, written.flatten(0, 1)
 
 
-def _maps(part: _Part) -> Tensor:
+def _maps(part: _Part, forgets: Tensor) -> Tensor:
     """What a chunk makes of the state before it, apart from what it adds: [R N, K, K]."""
-    change = product(part.adds.mT, part.forgets)
+    change = product(part.adds.mT, forgets)
     whole = part.decay.whole
     return torch.diag_embed(whole[..., 0].expand(-1, change.shape[1])) - change
 
@@ -173,7 +173,7 @@ def _states_backward(part: _Part, to_before: Tensor, to_written: Tensor, to_stat
     maps = None
     if forgets is not None and one_product:
         to_before = product(forgets.mT, to_written.to(low), into=to_before, alpha=-1.0)
-        maps = _maps(part).unflatten(0, (rows, -1))
+        maps = _maps(part, forgets).unflatten(0, (rows, -1))
     to_before, to_written, adds = (x.unflatten(0, (rows, -1)) for x in (to_before, to_written, part.adds))
     for n in reversed(range(adds.shape[1])):
         afters.append(to_state)
