@@ -11,6 +11,9 @@ from torch.nn.functional import normalize
 
 from hf_xformers.ops.linear import fla
 from hf_xformers.ops.linear.attention import delta_rule, delta_rule_reference, linear_attention
+from hf_xformers.ops.linear.decayed_scan import decayed_scan
+from hf_xformers.ops.linear.gated_delta import gated_delta_rule
+from hf_xformers.ops.linear.reference import gated_recurrence_reference
 from tests.pretend_cuda import OnGPU, pretend_cuda
 
 
@@ -32,6 +35,25 @@ def library(monkeypatch):
         out = (q * scale @ k.mT).tril() @ v
         return made.factor * out.transpose(1, 2).bfloat16(), None
 
+    def recurrence(corrects):
+        def run(q, k, v, g, scale, beta=None, initial_state=None, output_final_state=False):
+            made.calls.append("gated delta rule" if corrects else "scan")
+            q, k, v, g = (x.transpose(1, 2).float() for x in (q, k, v, g))
+            beta = beta.transpose(1, 2).float() if corrects else None
+            out, state = gated_recurrence_reference(q * scale, k, v, g, beta=beta, state=initial_state)
+            return made.factor * out.transpose(1, 2).bfloat16(), state
+
+        return run
+
+    recurrences = {
+        "simple_gla": ("chunk_simple_gla", False), "gla": ("chunk_gla", False), "kda": ("chunk_kda", True),
+        "gated_delta_rule": ("chunk_gated_delta_rule", True),
+    }  # fmt: skip
+    for folder, (name, corrects) in recurrences.items():
+        module = types.ModuleType(f"fla.ops.{folder}")
+        module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, None)
+        setattr(module, name, recurrence(corrects))
+        monkeypatch.setitem(sys.modules, module.__name__, module)
     functions = {"fla": None, "fla.ops.delta_rule": chunk_delta_rule, "fla.ops.linear_attn": chunk_linear_attn}
     for name, function in functions.items():
         module = types.ModuleType(name)
@@ -89,3 +111,25 @@ def test_kernels_are_left_for_other_types_and_where_told(library, monkeypatch):
     both(monkeypatch)
     delta_rule(*inputs()[:4])
     assert library.calls == []
+
+
+@pytest.mark.parametrize("corrects", [False, True])
+@pytest.mark.parametrize("channels", [False, True])
+@pytest.mark.parametrize("factor", [1.0, 1.1])
+def test_gated_recurrences(library, monkeypatch, corrects, channels, factor):
+    """Of fewer heads of queries than of values, with padding; not of packed documents, whose borders are infinite."""
+    library.factor = factor
+    q, k, v, beta, mask = inputs()
+    v, beta = (torch.cat([x, x.flip(1)], dim=1) for x in (v, beta))
+    decay = torch.nn.functional.logsigmoid(torch.randn(2, 4, 40, *([16] if channels else [])))
+    strengths, documents = (beta,) if corrects else (), torch.zeros(2, 40, dtype=torch.long)
+    run = gated_delta_rule if corrects else decayed_scan
+    with pretend_cuda(monkeypatch):
+        given = [OnGPU(x) for x in (q, k, v, *strengths, decay)]
+        found = run(*given, key_padding_mask=OnGPU(mask)).inner.double()
+        used = len(library.calls)
+        run(*given, key_padding_mask=OnGPU(mask), segment_ids=OnGPU(documents))
+    options = {"beta": beta.double() if corrects else None, "key_padding_mask": mask}
+    expected, _ = gated_recurrence_reference(*(x.double() for x in (q, k, v, decay)), **options)
+    assert ((found - expected).norm() / expected.norm()).item() < 2e-2
+    assert used == len(library.calls) == (2 if factor == 1.0 else 1)

@@ -17,7 +17,21 @@ import torch
 from torch import Tensor
 
 VARIABLE = "HF_XFORMERS_FLA"
-_MODULES = {"chunk_delta_rule": "fla.ops.delta_rule", "chunk_linear_attn": "fla.ops.linear_attn"}
+_MODULES = {
+    "chunk_delta_rule": "fla.ops.delta_rule",
+    "chunk_gated_delta_rule": "fla.ops.gated_delta_rule",
+    "chunk_gla": "fla.ops.gla",
+    "chunk_kda": "fla.ops.kda",
+    "chunk_linear_attn": "fla.ops.linear_attn",
+    "chunk_simple_gla": "fla.ops.simple_gla",
+}
+# Whether the state is corrected, and whether decays are of channels -> the kernel.
+_RECURRENCES = {
+    (False, False): "chunk_simple_gla",
+    (False, True): "chunk_gla",
+    (True, False): "chunk_gated_delta_rule",
+    (True, True): "chunk_kda",
+}
 _WIDEST = 256  # features of a head that its kernels take
 _TOLERANCE = 0.03  # of a comparison, relative to the norm
 _logger = logging.getLogger(__name__)
@@ -33,6 +47,25 @@ def sums_kernel(width: int, value: Tensor, columns: int, engine: Callable[..., T
     """`kernel(query, key, value, mask)` gives `sum_{j <= i} (q_i . k_j) v_j` and the last state, as
     [`delta_rule_kernel`], for values of so many columns."""
     return _checked("chunk_linear_attn", width, value, columns, _sums, engine)
+
+
+def recurrence_kernel(
+    width: int, value: Tensor, corrects: bool, channels: bool, engine: Callable[..., Tensor]
+) -> Callable | None:
+    """`kernel(query, key, value, *beta, log_decay, state)` gives outputs and last state of a decayed scan or, where it
+    `corrects`, of a gated delta rule, as [`delta_rule_kernel`]; channels: whether decays are of channels of a key."""
+    name = _RECURRENCES[corrects, channels]
+    return _checked(name, width, value, value.shape[3], _recurrence, engine)
+
+
+def _recurrence(kernel, query, key, value, *others, state=None):
+    *beta, log_decay = others
+    options = {"g": log_decay.float().transpose(1, 2).contiguous()}
+    if beta:
+        options["beta"] = beta[0].to(value.dtype).transpose(1, 2).contiguous()
+    shared = value.shape[1] // key.shape[1]
+    query, key = (x.repeat_interleave(shared, dim=1) if shared > 1 else x for x in (query, key))
+    return _call(kernel, query, key, value, None, initial_state=state, **options)
 
 
 def _delta_rule(kernel, query, key, value, beta, mask=None, state=None):
@@ -90,9 +123,14 @@ def _agrees(name: str, run: Callable, widths: tuple[int, ...], like: Tensor, eng
     try:
         with torch.inference_mode(False), torch.enable_grad():
             inputs = [_numbers(which, like, width) for which, width in enumerate(widths)]
-            if name == "chunk_delta_rule":
+            corrects = name in ("chunk_delta_rule", "chunk_gated_delta_rule", "chunk_kda")
+            if corrects:
                 inputs[:2] = (torch.nn.functional.normalize(x, dim=-1) for x in inputs[:2])
                 inputs.append(_numbers(3, like, 1)[..., 0].sigmoid())
+            if name in _RECURRENCES.values():
+                channels = name in ("chunk_gla", "chunk_kda")
+                decay = torch.nn.functional.logsigmoid(_numbers(5, like, widths[0] if channels else 1).float())
+                inputs.append(decay if channels else decay[..., 0])
             found = []
             for path in (lambda *given: run(*given)[0], engine):
                 leaves = [x.detach().clone().requires_grad_() for x in inputs]
@@ -114,4 +152,4 @@ def _numbers(which: int, like: Tensor, width: int) -> Tensor:
     return torch.randn(1, 2, 150, width, generator=own).to(like.device, like.dtype)
 
 
-__all__ = ["VARIABLE", "delta_rule_kernel", "sums_kernel"]
+__all__ = ["VARIABLE", "delta_rule_kernel", "recurrence_kernel", "sums_kernel"]

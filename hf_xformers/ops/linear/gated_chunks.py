@@ -24,17 +24,38 @@ from ..common.products import product
 from ..common.segments import accumulation_dtype, in_one_batch, operand_dtype, put_chunks, segments, to_chunks
 from .batched_delta import unit_lower_inverse
 from .chunk_decay import ChunkDecay
+from .fla import recurrence_kernel
 
 
 def scan_in_chunks(
-    query: Tensor, key: Tensor, value: Tensor, beta: Tensor | None, log_decay: Tensor, state: Tensor | None, chunk: int
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    beta: Tensor | None,
+    log_decay: Tensor,
+    state: Tensor | None,
+    chunk: int,
+    finite: bool,
 ) -> tuple[Tensor, Tensor]:
     """Outputs [B, H, T, dv] and the last state [B, H, K, dv].
 
     query, key [B, G, T, K] (G = H where decays are of channels), value [B, H, T, dv], beta [B, H, T] or None,
-    log_decay [B, H, T] or [B, H, T, K], state [B, H, K, dv]; chunk: a power of two.
+    log_decay [B, H, T] or [B, H, T, K], state [B, H, K, dv]; chunk: a power of two. finite: log decays are known to
+    be, as kernels of others want them.
     """
+    if finite and in_one_batch(value):
+        corrects = beta is not None
+        kernel = recurrence_kernel(key.shape[3], value, corrects, log_decay.dim() == 4, _outputs)
+        if kernel is not None:
+            strengths = (beta,) if corrects else ()
+            return kernel(query, key, value, *strengths, log_decay, state=state)
     return _GatedScan.apply(query, key, value, beta, log_decay, state, chunk)
+
+
+def _outputs(query: Tensor, key: Tensor, value: Tensor, *others: Tensor) -> Tensor:
+    """The outputs of a text from its beginning."""
+    *beta, log_decay = others
+    return _GatedScan.apply(query, key, value, beta[0] if beta else None, log_decay, None, 64)[0]
 
 
 class _Part(NamedTuple):
@@ -140,7 +161,7 @@ def _states(part: _Part, written: Tensor, state: Tensor) -> tuple[Tensor, Tensor
             befores.append(state)
             state = torch.addcmul(change[:, n], whole[:, n], state)
         return torch.stack(befores, dim=1), state, written
-    if in_one_batch(state) or torch.compiler.is_compiling():
+    if in_one_batch(part.adds) or torch.compiler.is_compiling():
         change = product(part.adds.mT, written.to(part.adds.dtype)).unflatten(0, (rows, -1))
         maps = _maps(part, part.forgets).unflatten(0, (rows, -1))
         for n in range(change.shape[1]):
@@ -169,7 +190,7 @@ def _states_backward(part: _Part, to_before: Tensor, to_written: Tensor, to_stat
     the last, of what is written and, by reading alone, of the states before."""
     rows, afters, forgets, low = to_state.shape[0], [], part.forgets, part.reads.dtype
     whole = part.decay.whole.unflatten(0, (rows, -1))
-    one_product = in_one_batch(to_state) or torch.compiler.is_compiling()
+    one_product = in_one_batch(part.adds) or torch.compiler.is_compiling()
     maps = None
     if forgets is not None and one_product:
         to_before = product(forgets.mT, to_written.to(low), into=to_before, alpha=-1.0)

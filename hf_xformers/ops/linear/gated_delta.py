@@ -48,7 +48,8 @@ def gated_delta_rule(
         beta = beta.masked_fill(~key_padding_mask[:, None], 0.0)
     log_decay = forgetting(log_decay, key_padding_mask, segment_ids)
     query, key = for_channels(query, log_decay), for_channels(key, log_decay)
-    out, state = scan_in_chunks(query, key, value, beta, log_decay, state, power_of_two(chunk_size, key.shape[2]))
+    chunk = power_of_two(chunk_size, key.shape[2])
+    out, state = scan_in_chunks(query, key, value, beta, log_decay, state, chunk, segment_ids is None)
     return (out, state) if return_state else out
 
 
