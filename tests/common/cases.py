@@ -160,6 +160,18 @@ MIXES: dict[str, Mix] = {
     "delta_favor_normalized": Mix(
         {"attention": {"type": "delta_net", "feature_map": "favor", "attention_normalize": True}}, ("decoder",)
     ),
+    "gated_delta_hybrid": Mix(  # as in Qwen3-Next: softmax attention and positions in some layers alone
+        {
+            "position": "rotary",
+            "attention": {"type": "gated_delta_net", "key_heads": 2, "value_heads": 4, "value_width": 6},
+            "normalization": "rms_norm",
+            "residual": "pre_ln",
+            "feedforward": {"type": "swiglu", "bias": False},
+            "num_key_value_heads": 2,
+            "per_layer_config": {1: {"attention": {"type": "dense", "bias": False, "output_gate": "element"}}},
+        },
+        ("decoder",),
+    ),
     "performer_relu": Mix({"attention": {"type": "performer", "feature_kind": "relu", "num_features": 8}}, BOTH),
     "fixed_windows_of_a_memory": Mix(
         {
