@@ -16,7 +16,7 @@ from hf_xformers import XFormerConfig, XFormerModel
 from hf_xformers.attention import adaptive_span
 from hf_xformers.attention.adaptive_span import AdaptiveSpanAttention
 from hf_xformers.attention.realformer import RealFormerAttention
-from hf_xformers.ops import entmax_attention
+from hf_xformers.ops import chosen_blocks, entmax_attention
 from hf_xformers.ops.score_terms import window as window_attention
 from hf_xformers.position.rotary import RotaryPosition, RotarySpec
 from hf_xformers.position.t5_relative_bias import T5RelativeBias, T5RelativeBiasSpec
@@ -50,6 +50,7 @@ def path(name):
     """What a call's context says on a path, of which some need small sizes to be taken by short texts."""
     span = [(adaptive_span, "TRIM", 2), (window_attention, "_ROWS", 2), (window_attention, "_SCORES", 20)]
     changes = {
+        "groups": [(chosen_blocks, "FEW_QUERIES", 0), (chosen_blocks, "TILE_ROWS", 2)],
         "span_tiles": span,
         "span_blocks": [*span, (AdaptiveSpanAttention, "_tiles_apply", lambda *_: False)],
         "entmax_tiles": [(entmax_attention, "WORTH_A_TILE", 0), (entmax_attention, "LEAST_ROWS", 1)],

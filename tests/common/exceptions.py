@@ -20,6 +20,12 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
         "tying": "amplitudes and frequencies of words are no output table, so tying is refused",
         "resizing": "amplitudes and frequencies of words are no output table, so tying is refused",
     },
+    "attention:moba": {
+        "half_precision": (
+            "after rounding another block may be the best one; tests/attention/test_large_scores.py compares"
+            " precisions with equal queries and keys"
+        )
+    },
     "attention:reformer": {
         "half_precision": (
             "a key near a border falls into another bucket after rounding; tests/attention/test_reformer.py "

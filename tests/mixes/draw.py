@@ -82,6 +82,8 @@ ALWAYS: dict[str, tuple[Any, ...]] = {
     "low_rank_band.low_rank": (1, 2, 4, 8),
     "low_rank_band.band_width": (0, 1, 3, 30, -1),
     "linformer.projected_length": (None, 1, 2, 4, 8),
+    "moba.num_blocks": (1, 2, 3, 20),
+    "native_sparse_attention.num_blocks": (3, 4, 20, 2),
     "multi_head_latent_attention.kv_lora_rank": (1, 5, 8, 0),
     "multi_head_latent_attention.q_lora_rank": (None, 1, 6),
     **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), (2, 4, 6, 3)),

@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from tests.attention.references.table import BLOCKS, DECODER, GROUPED, Reference, rows, visible, written
+from tests.attention.references.table import BLOCKS, DECODER, GROUPED, WIDE, Reference, rows, visible, written
 from tests.attention.score_helpers import HEADS, softmax_by_rows, split_heads
 
 
@@ -75,6 +75,50 @@ def forgetting(layer, x, memory=None, causal=True, reach=99):
     return written(layer, mixed), weights
 
 
+def moba(layer, x, memory=None, causal=False, turn=lambda x: x):
+    """Token by token: the own block, and the others with the best mean keys."""
+    size, count, n, d = layer.spec.block_size, layer.spec.num_blocks, x.shape[1], layer.head_dim
+    q, k = turn(split_heads(layer.q_proj(x), d))[0], turn(split_heads(layer.k_proj(x), d))[0]
+    allowed = torch.zeros(1, HEADS, n, n, dtype=torch.bool)
+    for h in range(HEADS):
+        key = k[h // layer.num_key_value_groups]
+        means = [key[start : start + size].mean(0) for start in range(0, n, size)]
+        for i in range(n):
+            others = [c for c in range(len(means)) if (c < i // size if causal else c != i // size)]
+            others.sort(key=lambda c: -float(q[h, i] @ means[c]))
+            for c in (i // size, *others[: count - 1]):
+                allowed[0, h, i, c * size : min((c + 1) * size, i + 1 if causal else n)] = True
+    k, v = (y.repeat_interleave(layer.num_key_value_groups, 0) for y in (k, split_heads(layer.v_proj(x), d)[0]))
+    weights = softmax_by_rows((q @ k.mT / math.sqrt(d))[None], allowed)
+    return written(layer, weights @ v), weights
+
+
+def native_sparse(layer, x, memory=None, causal=True, turn=lambda x: x):
+    """Eqs. 5 to 12 token by token, with means for the compression."""
+    spec, n, d, groups = layer.spec, x.shape[1], layer.head_dim, layer.num_key_value_groups
+    size, scale = spec.block_size, layer.head_dim**-0.5
+    q, k = turn(split_heads(layer.q_proj(x), d))[0], turn(split_heads(layer.k_proj(x), d))[0]
+    v, gates = split_heads(layer.v_proj(x), d)[0], (1 / (1 + torch.exp(-layer.branch_proj(x))))[0].view(n, HEADS, 3)
+    weights, blocks = torch.zeros(1, HEADS, n, n, dtype=torch.float64), -(-n // size)
+    for g in range(len(k)):
+        means = torch.stack([k[g, start : start + size].mean(0) for start in range(0, n, size)])
+        heads = range(g * groups, (g + 1) * groups)
+        for i in range(n):
+            own, over = i // size, (i + 1) // size
+            shares = [torch.softmax(means[:over] @ q[h, i] * scale, -1) for h in heads]
+            always = [c for c in dict.fromkeys((0, own, own - 1)) if c >= 0]
+            rest = sorted(set(range(over)) - set(always), key=lambda c: -float(sum(share[c] for share in shares)))
+            chosen = (always + rest)[: min(spec.num_blocks, blocks)]
+            seen = [j for j in range(i + 1) if j // size in chosen]
+            near = list(range(max(0, i - spec.window_size + 1), i + 1))
+            for h, share in zip(heads, shares):
+                for c in range(over):
+                    weights[0, h, i, c * size : (c + 1) * size] += gates[i, h, 0] * share[c] / size
+                for place, keys in ((1, seen), (2, near)):
+                    weights[0, h, i, keys] += gates[i, h, place] * torch.softmax(k[g, keys] @ q[h, i] * scale, -1)
+    return written(layer, weights @ v.repeat_interleave(groups, 0)), weights
+
+
 LATENT = {"kv_lora_rank": 7, "qk_nope_head_dim": 3, "qk_rope_head_dim": 4, "v_head_dim": 5}
 
 
@@ -94,6 +138,15 @@ REFERENCES = {
     }, causal=DECODER, fields=GATES),
     "forgetting band": Reference({"type": "band_attention", "window_size": 4}, partial(forgetting, reach=4),
                                  causal=DECODER, fields={**GATES, **GROUPED}),
+    **rows("moba", moba, "moba", {
+        "": ({"block_size": 3, "num_blocks": 2}, {"turns": True}),
+        "grouped": ({"block_size": 2, "num_blocks": 3, "bias": False}, {"fields": GROUPED}),
+        "own": ({"block_size": 4, "num_blocks": 1}, {"fields": WIDE}),
+    }, paths=("eager", "sdpa", "groups"), rounds=False),
+    **rows("native_sparse", native_sparse, "native_sparse_attention", {
+        "": ({"block_size": 2, "num_blocks": 4, "window_size": 3}, {"fields": GROUPED, "turns": True}),
+        "all": ({"block_size": 3, "num_blocks": 9, "window_size": 1, "bias": True},),
+    }, causal=DECODER, paths=("eager", "sdpa", "groups"), rounds=False),
     **rows("latent", latent, "multi_head_latent_attention", {
         "": (LATENT, {"bias": True, "turns": True}),
         "rank": ({**LATENT, "q_lora_rank": 6, "bias": True, "norm_eps": 0.1}, {"turns": True}),
