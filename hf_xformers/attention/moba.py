@@ -47,7 +47,7 @@ class MobaAttention(Attention):
     @torch.no_grad()
     def _choices(self, query: Tensor, key: Tensor, places: Places) -> Tensor:
         """[B, H, T, n]: the own block of each query and those that it has chosen, -1 where there are fewer."""
-        block, count = self.spec.block_size, places.count
+        block, count = self.spec.block_size, places.tokens
         (wide,) = widened(key)  # rounded means would choose others
         means = self.repeated(pooled_blocks(wide, block, None if places.order is None else count, "mean"))
         number = torch.arange(means.shape[2], device=key.device)

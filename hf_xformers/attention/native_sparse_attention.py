@@ -59,7 +59,7 @@ class NativeSparseAttention(Attention):
         gates = torch.sigmoid(self.branch_proj(hidden_states)).unflatten(-1, (self.num_heads, 3))
         places, block = places_of(context), self.spec.block_size
         keys, values = places.in_order(key), places.in_order(value)
-        count = None if places.order is None else places.count
+        count = None if places.order is None else places.tokens
         compressed = (pooled_blocks(keys, block, count, "mean"), pooled_blocks(values, block, count, "mean"))
         choices = self._choices(query, compressed[0], places)
         if self.wants_weights(context):

@@ -49,8 +49,8 @@ class Places(NamedTuple):
         return x.gather(2, self.order[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
 
     @property
-    def count(self) -> Tensor:
-        """[B or 1]: real tokens."""
+    def tokens(self) -> Tensor:
+        """[B or 1]: how many are real."""
         return self.real.sum(-1)
 
 
@@ -106,7 +106,7 @@ class _NoTerms(ScoreTerms):
 
 def _limit(places: Places, choices: Tensor, causal: bool) -> Tensor:
     """[B, T]: how many keys, in the order of tokens, a query may see."""
-    count = places.count[:, None]
+    count = places.tokens[:, None]
     seen = torch.minimum(places.query + 1, count) if causal else count.expand_as(places.query)
     return seen.expand(choices.shape[0], -1)
 
