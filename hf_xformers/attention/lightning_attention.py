@@ -28,6 +28,10 @@ class LayerDecay(Float32Module):
         part = 1 - self.layer_idx / (self.layers - 1 + 1e-5) + 1e-5
         init.copy_(self.log_decay, (-slopes * part).to(self.log_decay))
 
+    def forward(self, x: Tensor) -> Tensor:
+        """Of every token of x [B, T, D]: [B, H, T]"""
+        return self.log_decay[None, :, None].expand(x.shape[0], -1, x.shape[1])
+
 
 class LightningAttention(RecurrentAttention):
     """S_t = a_{h, l} S_{t-1} + k_t v_t^T,   y_t = W_o [sigmoid(W_g x_t) RMSNorm(S_t^T q_t)],   [q k v] = SiLU(W x).
@@ -49,8 +53,7 @@ class LightningAttention(RecurrentAttention):
         if self.short_conv is None:
             query, key, value = F.silu(query), F.silu(key), F.silu(value)
         query, key = self.turned(query, key, context)
-        log_decay = self.decay.log_decay[None, :, None].expand(value.shape[0], -1, value.shape[2])
-        return Tokens(query, key, value, log_decay), window
+        return Tokens(query, key, value, self.decay(hidden_states)), window
 
     def gated(self, output: Tensor, hidden_states: Tensor, tokens: Tokens) -> Tensor:
         assert self.gate_proj is not None

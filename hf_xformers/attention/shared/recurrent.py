@@ -253,7 +253,8 @@ class RecurrentAttention(Attention):
         dtype = tokens.query.dtype
         if dtype == torch.float16:  # sums over a text leave its range, and a norm follows
             tokens = tokens._replace(value=tokens.value.float())
-        weights, options = None, {"key_padding_mask": context.query_padding_mask, "segment_ids": context.segment_ids}
+        options: dict[str, Any] = {"key_padding_mask": context.query_padding_mask, "segment_ids": context.segment_ids}
+        weights = None
         held = state.get("memory")
         if self.wants_weights(context):
             output, held, weights = self._literal(tokens, held, options)
@@ -274,8 +275,8 @@ class RecurrentAttention(Attention):
         """Token by token: outputs, the state after, and weights [B, H, T, T], where no earlier text has a part."""
         dtype = tokens.value.dtype
         wide = accumulation_dtype(dtype)
-        query, key, value, log_decay, beta = (None if x is None else x.to(wide) for x in tokens[:5])
-        options = {**options, "beta": beta}
+        query, key, value, log_decay = (x.to(wide) for x in tokens[:4])
+        options = {**options, "beta": None if tokens.beta is None else tokens.beta.to(wide)}
         with without_autocast(tokens.value):
             output, after = gated_recurrence_reference(query, key, value, log_decay, state=state, **options)
             weights = None
