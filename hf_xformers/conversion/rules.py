@@ -125,6 +125,20 @@ def joined(theirs: str, ours: tuple[str, ...], widths: tuple[int, ...], name: st
     return Rule((theirs,), ours, Operation(name, divide, lambda tensors: [torch.cat(tensors)]))
 
 
+def joined_by_group(theirs: str, ours: tuple[str, ...], groups: int, widths: tuple[int, ...], name: str) -> Rule:
+    """One tensor of theirs whose rows stand in `groups`, each with `widths` rows of each of ours; name: for the
+    report."""
+
+    def divide(tensors: Tensors) -> Tensors:
+        parts = tensors[0].unflatten(0, (groups, -1)).split(widths, dim=1)
+        return [part.flatten(0, 1).contiguous() for part in parts]
+
+    def join(tensors: Tensors) -> Tensors:
+        return [torch.cat([part.unflatten(0, (groups, -1)) for part in tensors], dim=1).flatten(0, 1)]
+
+    return Rule((theirs,), ours, Operation(name, divide, join))
+
+
 def shared(theirs: tuple[str, ...], ours: tuple[str, ...]) -> Rule:
     """One tensor under several names; refused where they differ."""
     return Rule(theirs, ours, SHARED)

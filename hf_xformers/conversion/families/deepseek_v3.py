@@ -10,13 +10,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
 from transformers import PreTrainedConfig
 
 from ...configuration_xformer import XFormerConfig
 from ..base import Converter, decoder_heads, register
 from ..rotary import rope_parameters, rotary_of, rotation_fields
-from ..rules import Operation, Rule, Tensors, copied
+from ..rules import Rule, copied, joined_by_group
 from . import expert_layers, llama
 
 FIELDS = {mine: theirs for mine, theirs in llama.FIELDS.items() if mine != "num_key_value_heads"}
@@ -26,15 +25,6 @@ WIDTHS = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
 
 def attention_rules(config: XFormerConfig) -> tuple[Rule, ...]:
     own, ours, spec = "@layers.{i}.self_attn", "@trunk.layers.{i}.attention", config.layer(0).attention
-    heads, widths = config.num_attention_heads, (spec.qk_nope_head_dim, spec.v_head_dim)
-
-    def divide(tensors: Tensors) -> Tensors:
-        """Rows of keys and of values, which stand side by side in every head."""
-        return [part.flatten(0, 1) for part in tensors[0].unflatten(0, (heads, -1)).split(widths, dim=1)]
-
-    def join(tensors: Tensors) -> Tensors:
-        return [torch.cat([part.unflatten(0, (heads, -1)) for part in tensors], dim=1).flatten(0, 1)]
-
     queries: tuple[Rule, ...] = (copied(f"{own}.q_proj.weight", f"{ours}.q_proj.weight"),)
     if spec.q_lora_rank is not None:
         queries = (
@@ -46,10 +36,12 @@ def attention_rules(config: XFormerConfig) -> tuple[Rule, ...]:
         *queries,
         llama.linear(f"{own}.kv_a_proj_with_mqa", f"{ours}.kv_down_proj", spec.bias),
         copied(f"{own}.kv_a_layernorm.weight", f"{ours}.kv_down_norm.weight"),
-        Rule(
-            (f"{own}.kv_b_proj.weight",),
+        joined_by_group(
+            f"{own}.kv_b_proj.weight",
             (f"{ours}.k_proj.weight", f"{ours}.v_proj.weight"),
-            Operation("fused key and value of each head", divide, join),
+            config.num_attention_heads,
+            (spec.qk_nope_head_dim, spec.v_head_dim),
+            "fused key and value of each head",
         ),
         llama.linear(f"{own}.o_proj", f"{ours}.o_proj", spec.has_output_bias),
     )

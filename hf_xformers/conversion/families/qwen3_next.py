@@ -1,0 +1,168 @@
+"""Qwen3-Next: `qwen3_next` -> `xformer`. Gated delta networks in most layers and gated attention in the others, with
+experts and a gated network that all tokens share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from ...configuration_xformer import XFormerConfig
+from ..base import Converter, decoder_heads, register
+from ..rotary import rope_parameters, rotary_of, rotation_fields
+from ..rules import Operation, Rule, copied, joined_by_group
+from . import expert_layers, llama
+from .qwen2 import FIELDS
+
+KINDS = ("full_attention", "linear_attention")
+LINEAR = "gated_delta_net"
+TAPS = Operation("squeezed", lambda t: [t[0].squeeze(1)], lambda t: [t[0].unsqueeze(1)], plain=True)
+# What each of their fields for linear layers is here.
+WIDTHS = {
+    "key_heads": "linear_num_key_heads",
+    "value_heads": "linear_num_value_heads",
+    "key_width": "linear_key_head_dim",
+    "value_width": "linear_value_head_dim",
+    "conv": "linear_conv_kernel_dim",
+}
+
+
+def linear_rules(index: int, view: XFormerConfig) -> tuple[Rule, ...]:
+    """Of a layer with a state that decays."""
+    own, ours, spec = f"@layers.{index}.linear_attn", f"@trunk.layers.{index}.attention", view.attention
+    shared = spec.value_heads // spec.key_heads
+    values = shared * spec.value_width
+    return (
+        joined_by_group(
+            f"{own}.in_proj_qkvz.weight",
+            tuple(f"{ours}.{x}_proj.weight" for x in ("q", "k", "v", "gate")),
+            spec.key_heads,
+            (spec.key_width, spec.key_width, values, values),
+            "fused query, key, value and gate of each head",
+        ),
+        joined_by_group(
+            f"{own}.in_proj_ba.weight",
+            (f"{ours}.beta_proj.weight", f"{ours}.decay_proj.weight"),
+            spec.key_heads,
+            (shared, shared),
+            "fused strength and decay of each head",
+        ),
+        *shared_linear_rules(own, ours),
+    )
+
+
+def shared_linear_rules(own: str, ours: str) -> tuple[Rule, ...]:
+    return (
+        Rule((f"{own}.conv1d.weight",), (f"{ours}.short_conv.weight",), TAPS),
+        copied(f"{own}.A_log", f"{ours}.decay.A_log"),
+        copied(f"{own}.dt_bias", f"{ours}.decay.dt_bias"),
+        copied(f"{own}.norm.weight", f"{ours}.output_norm.weight"),
+        copied(f"{own}.out_proj.weight", f"{ours}.o_proj.weight"),
+    )
+
+
+def full_rules(index: int, view: XFormerConfig) -> tuple[Rule, ...]:
+    """Of a layer that reads all tokens, whose queries stand beside their gates."""
+    own, ours, bias = f"@layers.{index}.self_attn", f"@trunk.layers.{index}.attention", view.attention.bias
+    width = view.head_width
+    return (
+        *(
+            joined_by_group(
+                f"{own}.q_proj.{kind}",
+                (f"{ours}.q_proj.{kind}", f"{ours}.gate_proj.{kind}"),
+                view.num_attention_heads,
+                (width, width),
+                "fused query and gate of each head",
+            )
+            for kind in (("weight", "bias") if bias else ("weight",))
+        ),
+        *(llama.linear(f"{own}.{x}_proj", f"{ours}.{x}_proj", bias) for x in "kvo"),
+        *(copied(f"{own}.{x}_norm.weight", f"{ours}.{x}_norm.weight") for x in "qk"),
+    )
+
+
+def backbone(config: XFormerConfig) -> tuple[Rule, ...]:
+    rules: list[Rule] = []
+    for index in range(config.num_hidden_layers):
+        view = config.layer(index)
+        rules += (linear_rules if view.attention.type == LINEAR else full_rules)(index, view)
+    return (*rules, *expert_layers.rules(config), *llama.frame(config))
+
+
+def attentions(config: PreTrainedConfig) -> list[dict[str, Any]]:
+    """Our attention of every layer.
+
+    Raises:
+        ValueError: a kind of layer that does not convert, or an activation other than SiLU, which a convolution has.
+    """
+    llama.refuse_other(config, hidden_act="silu")
+    linear = {"type": LINEAR, **{mine: getattr(config, theirs) for mine, theirs in WIDTHS.items()}}
+    full = {"type": "dense", "bias": config.attention_bias, "query_key_norm": "head", "output_gate": "element"}
+    for kind in config.layer_types:
+        if kind not in KINDS:
+            raise ValueError(f"layer_types has {kind!r}, which does not convert; these do: {', '.join(KINDS)}.")
+    return [full if kind == "full_attention" else linear for kind in config.layer_types]
+
+
+def fields_of_attention(config: XFormerConfig) -> dict[str, Any]:
+    """The inverse of [`attentions`]."""
+    views = [config.layer(index) for index in range(config.num_hidden_layers)]
+    linear = next((view.attention for view in views if view.attention.type == LINEAR), None)
+    full = next((view.attention for view in views if view.attention.type != LINEAR), None)
+    return {
+        **llama.head_width(config),
+        **({} if linear is None else {theirs: getattr(linear, mine) for mine, theirs in WIDTHS.items()}),
+        **({} if full is None else {"attention_bias": full.bias}),
+        "layer_types": [KINDS[view.attention.type == LINEAR] for view in views],
+    }
+
+
+def to_ours(config: PreTrainedConfig) -> dict[str, Any]:
+    networks = expert_layers.networks(
+        config,
+        expert_layers.steps(config),
+        normalize=config.norm_topk_prob,
+        expert_size=config.moe_intermediate_size,
+        shared_size=config.shared_expert_intermediate_size,
+        shared_gate=True,
+    )
+    return {
+        **llama.DECODER,
+        **llama.by_layer(attentions(config), networks),
+        "normalization": {"type": "rms_norm", "from_zero": True},
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "position": {"type": "rotary", **rotation_fields(config.rope_parameters, partial=True)},
+    }
+
+
+def to_theirs(config: XFormerConfig) -> dict[str, Any]:
+    spec = expert_layers.experts_of(config)
+    return {
+        **fields_of_attention(config),
+        **expert_layers.count_fields(config),
+        **expert_layers.step_fields(config),
+        "norm_topk_prob": spec.normalize,
+        "moe_intermediate_size": spec.expert_size or config.intermediate_size,
+        "shared_expert_intermediate_size": spec.shared_size or config.intermediate_size,
+        "rope_parameters": rope_parameters(rotary_of(config), partial=True),
+    }
+
+
+CONVERTER = register(
+    Converter(
+        model_type="qwen3_next",
+        variant="xformer",
+        native=False,
+        fields=FIELDS,
+        to_ours=to_ours,
+        to_theirs=to_theirs,
+        groups={**llama.GROUPS, "backbone": backbone},
+        heads=decoder_heads("Qwen3Next", spans="transformer."),
+        components={**llama.COMPONENTS, "attention": ("dense", LINEAR)},
+        per_layer=True,
+        training_only=expert_layers.TRAINING,
+        # several steps may mean the same layers
+        unread=("rope_parameters", "decoder_sparse_step", "mlp_only_layers"),
+    )
+)
