@@ -5,13 +5,13 @@ import copy
 
 import pytest
 import torch
-from transformers import DeepseekV3Config, GptOssConfig, MixtralConfig, Qwen3NextConfig
+from transformers import DeepseekV3Config, GptOssConfig, MixtralConfig, Qwen3NextConfig, Trainer, TrainingArguments
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextSparseMoeBlock
 
-from hf_xformers import build_spec
+from hf_xformers import XFormerConfig, XFormerForCausalLM, build_spec
 from hf_xformers.feedforward import deepseek_moe, experts
 from tests.feedforward.expert_helpers import WIDTH, build, context, padded, vectors
 from tests.helpers import close, close_gradients, gradients
@@ -269,6 +269,25 @@ def test_a_copy_follows_its_own_optimizer():
     assert torch.equal(other.balance.bias, before)
     torch.optim.SGD(other.parameters(), lr=0.0).step()
     assert not torch.equal(other.balance.bias, before) and torch.equal(module.balance.bias, before)
+
+
+def test_trainer_of_transformers_moves_them(tmp_path):
+    """Once for each of its steps, of two batches."""
+    config = XFormerConfig(
+        **{"vocab_size": 20, "hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1},
+        feedforward={**PLAIN, "balance_rate": 0.01},
+    )
+    model = XFormerForCausalLM(config)
+    ids = torch.randint(0, 20, (8, 6), generator=torch.Generator().manual_seed(0))
+    arguments = TrainingArguments(
+        **{"output_dir": str(tmp_path), "max_steps": 2, "per_device_train_batch_size": 2, "report_to": []},
+        **{"gradient_accumulation_steps": 2, "use_cpu": True, "save_strategy": "no", "disable_tqdm": True},
+    )
+    rows = [{"input_ids": row, "labels": row} for row in ids]
+    Trainer(model, arguments, train_dataset=rows).train()
+    moved = model.model.trunk.layers[0].feedforward.balance.bias / 0.01
+    assert moved.abs().max() <= 2 + 1e-6 and moved.abs().sum() > 4
+    torch.testing.assert_close(moved, moved.round(), atol=1e-4, rtol=0)
 
 
 def test_loads_become_equal():

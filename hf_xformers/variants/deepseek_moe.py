@@ -1,0 +1,71 @@
+"""DeepSeekMoE (Dai et al. 2024): many narrow experts beside a shared one, balanced without a loss."""
+
+from __future__ import annotations
+
+from dataclasses import field
+
+from ..configuration_xformer import XFormerConfig
+from ..core.components import SpecLike
+from ..families import ALL_HEADS, VariantInfo, make_family
+
+
+class XFDeepSeekMoEConfig(XFormerConfig):
+    """DeepSeekMoE (Dai et al. 2024): many narrow experts beside a shared one, balanced without a loss."""
+
+    model_type = "xf_deepseek_moe"
+
+    hidden_dropout_prob: float | int = 0.0
+    attention_probs_dropout_prob: float | int = 0.0
+    layer_norm_eps: float = 1e-6
+    position: SpecLike = "rotary"
+    attention: SpecLike = field(default_factory=lambda: {"type": "dense", "bias": False})
+    normalization: SpecLike = "rms_norm"
+    residual: SpecLike = "pre_ln"
+    feedforward: SpecLike = field(
+        default_factory=lambda: {
+            "type": "deepseek_moe",
+            "num_experts": 16,
+            "topk": 4,
+            "expert_size": 512,
+            "shared_size": 512,
+        }
+    )
+
+
+INFO = VariantInfo(
+    section="5.3",
+    summary="the best k of many narrow gated experts, and one that all tokens share",
+    paper="Dai et al. 2024",
+    url="https://arxiv.org/abs/2401.06066",
+    equation=(
+        r"s = \sigma(W x), \quad C = \mathrm{top}_k(s + b), \qquad y = \mathrm{FFN}_0(x) + \sum_{e \in C}"
+        r" \frac{s_e}{\sum_{c \in C} s_c} \mathrm{FFN}_e(x)"
+    ),
+    cost=(
+        "time of a network as wide as k experts and the shared one, plus O(T E D) for the router; parameters of all"
+        " experts"
+    ),
+    notes=(
+        "Scores and biases are those of DeepSeek-V3 (arXiv 2412.19437): after each step of the optimizer the bias b_e"
+        " of an expert rises or falls by `balance_rate`, as fewer or more tokens than the mean have chosen it; no loss"
+        " balances them. `--feedforward.groups` bounds from where experts are chosen. DeepSpeed's optimizers hold"
+        " copies of the router, which the biases do not follow."
+    ),
+    bibtex="""@inproceedings{dai2024deepseekmoe,
+  title={{DeepSeekMoE}: Towards Ultimate Expert Specialization in Mixture-of-Experts Language Models},
+  author={Dai, Damai and Deng, Chengqi and Zhao, Chenggang and Xu, R. X. and Gao, Huazuo and Chen, Deli and Li, Jiashi
+    and Zeng, Wangding and Yu, Xingkai and Wu, Y. and others},
+  booktitle={Proceedings of the 62nd Annual Meeting of the Association for Computational Linguistics},
+  year={2024}
+}""",
+)
+
+_family = make_family(XFDeepSeekMoEConfig, "XFDeepSeekMoE", ALL_HEADS, INFO)
+XFDeepSeekMoEModel = _family["Model"]
+XFDeepSeekMoEForMaskedLM = _family["ForMaskedLM"]
+XFDeepSeekMoEForSequenceClassification = _family["ForSequenceClassification"]
+XFDeepSeekMoEForTokenClassification = _family["ForTokenClassification"]
+XFDeepSeekMoEForQuestionAnswering = _family["ForQuestionAnswering"]
+XFDeepSeekMoEForMultipleChoice = _family["ForMultipleChoice"]
+XFDeepSeekMoEForCausalLM = _family["ForCausalLM"]
+XFDeepSeekMoEForSeq2SeqLM = _family["ForSeq2SeqLM"]
