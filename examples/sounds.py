@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sounds that are made offline: words spelt in tones, with the transcript known, and WAV files by Python itself."""
 
 from __future__ import annotations

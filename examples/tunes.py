@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tunes as text, made offline: a line of ABC notation each, and what it sounds like.
 
     write_tunes("tunes.txt", 600)          # to pretrain on: hf-xformers pretrain --data tunes.txt

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Transformer variants of *A Survey of Transformers* as first-class citizens of the Hugging Face ecosystem.
 
 Importing this package makes all variants known to transformers' Auto classes. Names are loaded when they are first

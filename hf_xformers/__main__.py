@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`python -m hf_xformers` is the command `hf-xformers`."""
 
 import sys

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Makes every variant known to transformers' Auto classes and to peft as soon as those exist, without importing torch
 for it.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Enters the classes of a family in transformers' Auto classes."""
 
 from __future__ import annotations

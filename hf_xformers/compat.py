@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names of transformers, torch, accelerate, peft and datasets that no release promises to keep, all in this place.
 
 `from hf_xformers.compat import name` takes over a name of `BORROWED`. It is looked for when it is first asked for, so

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The configuration of X-formers that read sound."""
 
 from __future__ import annotations

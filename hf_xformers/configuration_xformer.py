@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The configuration of every X-former: standard geometry fields and one component spec per slot."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What components of your own are made of: stable names for modules outside of this package.
 
 ```python

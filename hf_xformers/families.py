@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Families: from one config class its model classes, named and registered with transformers' Auto classes.
 
 A family is made in the variant's own file:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every X-former class shares, from a tower to a model with a head."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One tower: embedding, position, layers and final norm, and the context that a call of it starts with."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The configurable model: one or two towers built from a config's components."""
 
 from __future__ import annotations

@@ -13,6 +13,8 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from hf_xformers.hub.flattening import LICENCE
+
 ROOT = Path(__file__).resolve().parent.parent
 
 USE = """
@@ -46,6 +48,13 @@ def test_wheel_works_outside_the_checkout(tmp_path):
         [sys.executable, "-c", USE, str(site)], capture_output=True, text=True, cwd=tmp_path, env=environment
     )
     assert done.returncode == 0 and "works" in done.stdout, done.stderr[-3000:]
+
+
+def test_every_file_says_its_licence():
+    """Those of `hf-xformers new` are their authors'."""
+    files = [path for path in (ROOT / "hf_xformers").rglob("*.py") if "templates" not in path.parts]
+    missing = [path.relative_to(ROOT).as_posix() for path in files if not path.read_text().startswith(LICENCE)]
+    assert len(files) > 500 and not missing, f"sed -i '1i {LICENCE.strip()}' {' '.join(missing)}"
 
 
 def test_it_brings_what_transformers_brings():

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adapters that `peft` does not have, several per model, by name: bottlenecks (Houlsby et al. 2019, Pfeiffer et al.
 2021), fusions of them, and networks beside the layers (K-Adapter, Wang et al. 2021).
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bottleneck adapters inside the residual frames of layers, one of several active at a time.
 
 An adapter is a(h) = h + act(h W_d + b_d) W_u + b_u. It is hooked into a layer's residual frames, so that neither the

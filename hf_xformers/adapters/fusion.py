@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """AdapterFusion (Pfeiffer et al. 2021, arXiv 2005.00247, section 3.2): attention over the outputs of several trained
 adapters, in each layer and for each token."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """K-Adapter (Wang et al. 2021, arXiv 2002.01808, section 3.1): a small network beside a frozen encoder, reading the
 states of some of its layers."""
 

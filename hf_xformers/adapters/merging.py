@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adapters whose maps can be added to the weights of their base."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adaptively sparse attention: alpha-entmax in the softmax's place, with an alpha that each head learns."""
 
 from __future__ import annotations

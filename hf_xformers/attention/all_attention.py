@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All-attention: learned keys and values beside those of the text take the feed-forward's place."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention with the arc-cosine kernel, estimated by random ReLU features."""
 
 from __future__ import annotations

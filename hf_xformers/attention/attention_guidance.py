@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention guidance: an auxiliary loss that draws some heads towards simple patterns."""
 
 from __future__ import annotations

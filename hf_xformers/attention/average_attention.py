@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Average attention: a decoder's token reads the mean of all tokens up to it, through a feed-forward and a gate."""
 
 from __future__ import annotations

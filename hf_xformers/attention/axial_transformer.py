@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Axial attention: a text as a grid, whose rows and columns attend one after the other."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """BigBird: a window of blocks, random blocks, and global tokens."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Blocks of tokens that read themselves and their neighbours."""
 
 from __future__ import annotations

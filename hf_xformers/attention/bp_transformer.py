@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """BP-Transformer: a token reads its neighbours, and spans that are the longer the farther away they are."""
 
 from __future__ import annotations

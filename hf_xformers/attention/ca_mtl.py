@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Conditional attention of CA-MTL: a bias on near tokens that depends on the task."""
 
 from __future__ import annotations

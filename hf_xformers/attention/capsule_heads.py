@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Heads as capsules, joined by dynamic or EM routing (Gu & Feng 2019)."""
 
 from __future__ import annotations

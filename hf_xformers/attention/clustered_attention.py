@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Clustered attention: queries that are alike share one row of attention, refined for the keys that matter most."""
 
 from __future__ import annotations

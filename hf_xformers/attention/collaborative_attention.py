@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Collaborative attention: heads share projections of queries and keys, and mix their channels."""
 
 from __future__ import annotations

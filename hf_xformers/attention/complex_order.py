@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention between complex states."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention with gates: which tokens ask, and which are read (conditional computation)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """CSALR: attention decomposed into what tokens take of a few landmarks and what landmarks read."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Delta networks: a linear attention whose state corrects what it holds for a key instead of adding to it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dense attention, the vanilla mechanism, through transformers' attention back-ends."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Differential attention: what one softmax weighs less what another one does."""
 
 from __future__ import annotations

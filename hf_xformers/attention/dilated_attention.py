@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A sliding window with holes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Disagreement of heads: an auxiliary loss that keeps heads from doing the same."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Linear attention with deterministic features (DPFP), summed or corrected by the delta rule."""
 
 from __future__ import annotations

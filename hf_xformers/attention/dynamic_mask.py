@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dynamic mask attention: how much a query sees at each distance is learned, and depends on what it says."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ETC: long tokens read a band and all global tokens, global tokens read everything."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention over the merged memories of earlier steps (the Feedback Transformer's mechanism)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gated linear attention: a decay of each token for every channel of a key."""
 
 from __future__ import annotations

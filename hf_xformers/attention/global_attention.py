@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A sliding window and global tokens."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hard-coded Gaussian attention: weights are fixed numbers by distance, without queries and keys."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hedgehog: learned feature maps that imitate the spiky weights of softmax attention."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Local attention of the Image Transformer: along the sequence of pixels, or on the plane."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Informer: queries whose attention is far from uniform attend, all others take the mean of the values."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kimi Delta Attention: the gated delta rule with a decay for every channel of a key."""
 
 from __future__ import annotations

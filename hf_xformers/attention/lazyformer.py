@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LazyFormer: one attention map for several layers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lightning attention: linear attention with a constant decay for each head and layer."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Linformer: keys and values projected to a short sequence by learned matrices over positions."""
 
 from __future__ import annotations

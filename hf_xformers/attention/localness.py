@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Localness modelling: every query predicts a window of the text, which scores outside of it fall away from."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LoLCATs: softmax over a sliding window and linear attention over what came before it, under one normaliser."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Longformer: a sliding window, and global tokens with projections of their own."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Low-rank and band attention: narrow queries and keys for what is far, a band for what is near."""
 
 from __future__ import annotations

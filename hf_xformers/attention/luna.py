@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Luna: attention nested through a short memory that travels from layer to layer."""
 
 from __future__ import annotations

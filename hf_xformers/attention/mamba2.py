@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mamba-2: a state space whose state decays by a time step of each token."""
 
 from __future__ import annotations

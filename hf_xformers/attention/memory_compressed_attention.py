@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory-compressed attention: layers that read blocks of tokens, and layers that read all blocks, each as one."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """In place of cross-attention: the vector of what is to be written, added to every token."""
 
 from __future__ import annotations

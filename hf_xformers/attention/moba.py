@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """MoBA: every query reads its own block and the few earlier ones whose mean key it likes best."""
 
 from __future__ import annotations

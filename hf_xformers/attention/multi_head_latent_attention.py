@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Multi-head latent attention (MLA): all heads read one short vector per token, which is all that a cache holds."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Multi-scale attention: windows of several widths, whose heads are shared out by layer."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Native sparse attention (NSA): means of all blocks, the tokens of a few blocks, and a window, joined by gates."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Nystromformer: softmax attention approximated through a few landmarks, and a convolution over the values."""
 
 from __future__ import annotations

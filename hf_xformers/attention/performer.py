@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FAVOR+ and its relatives: softmax attention estimated by products of random features."""
 
 from __future__ import annotations

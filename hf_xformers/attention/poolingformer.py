@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Poolingformer: a sliding window, and a wider one over pooled keys for what it gives."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Predictive and evolving attention: a convolution over the scores of one layer predicts those of the next."""
 
 from __future__ import annotations

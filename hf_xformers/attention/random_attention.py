@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Blocks of tokens that read a few other blocks, drawn once and for all."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """RealFormer: attention scores with a residual path from layer to layer."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Retention: linear attention with rotations and a constant decay for each head."""
 
 from __future__ import annotations

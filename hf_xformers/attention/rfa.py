@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random feature attention, with and without a gate that forgets."""
 
 from __future__ import annotations

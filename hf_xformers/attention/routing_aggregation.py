@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Heads joined by routing-by-agreement (Li et al. 2019)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Routing attention: local heads, and heads that attend inside clusters found by online k-means."""
 
 from __future__ import annotations

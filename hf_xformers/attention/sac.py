@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sparse adaptive connection: an LSTM chooses which tokens a token reads, and learns it from the task's loss."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Set Transformer: tokens read a few inducing points, which have read the tokens."""
 
 from __future__ import annotations

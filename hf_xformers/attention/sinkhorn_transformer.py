@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sparse Sinkhorn attention: blocks are sorted by a learned, relaxed permutation, and a query reads its own block and
 the one that was sorted to it."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A sliding window, and the first tokens of a text, which stay in sight."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Sparse Transformer's factorised attention: strided and fixed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Star-Transformer: each token reads its two neighbours and a relay, which reads all tokens."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Synthesizer: attention whose scores are made without comparing tokens."""
 
 from __future__ import annotations

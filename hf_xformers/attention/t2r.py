@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """T2R and SUPRA: learned ReLU features, with a denominator or with a norm in its place."""
 
 from __future__ import annotations

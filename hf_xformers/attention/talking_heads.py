@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Talking-heads attention: heads mix before and after the softmax."""
 
 from __future__ import annotations

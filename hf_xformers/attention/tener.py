@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """TENER's attention: scores that know direction as well as distance, unscaled, with the tokens themselves as keys."""
 
 from __future__ import annotations

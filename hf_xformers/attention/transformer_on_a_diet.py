@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Transformer on a Diet: a few keys per token, farther apart, or a wider window, from layer to layer."""
 
 from __future__ import annotations

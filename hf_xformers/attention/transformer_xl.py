@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Transformer-XL's attention: scores with relative positions, over the segment and what is remembered of earlier
 ones."""
 

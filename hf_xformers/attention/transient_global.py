@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LongT5's transient global attention: a sliding window, and summaries of all blocks of the text."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Jobs in processes of their own: what fails, hangs or takes too much memory there stops nothing here."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is compared: variants with changed components or fields, their shapes, and dense attention to compare with."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time and peak memory of callables, side by side in one run, as ratios to a baseline.
 
 Times are interleaved (A B C, A B C, ...) so that a machine whose speed drifts treats all alike; the figure is the

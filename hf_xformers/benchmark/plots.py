@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pictures of a comparison, with matplotlib (an extra: `pip install hf_xformers[plots]`): PNG and SVG of each."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a mechanism learns: a small model trained on a task, with its held-out loss and accuracy over time."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a comparison writes for people: `results.md`, the attention maps as SVG, and the plots."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A comparison: its cells one after the other, each in fresh processes, stored after every one so that it can be
 resumed."""
 

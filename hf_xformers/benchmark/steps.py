@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is timed: forward and backward of one attention layer, or of a whole model, as a callable."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Results as files: JSON for programs, a Markdown table for people."""
 
 from __future__ import annotations

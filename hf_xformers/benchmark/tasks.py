@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tasks with held-out rows that show what a mechanism can learn, and the form in which models of each shape get
 them."""
 

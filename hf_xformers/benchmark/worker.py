@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A fresh process that measures one thing: `python -m hf_xformers.benchmark.worker RESULT < JOB`, both JSON.
 
 RESULT holds `{"value": ...}`, or `{"status": "out of memory" or "failed", "error": one line}`.

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Slot `block`: how sublayers are arranged in a layer."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A layer is an ordered list of sublayers; a block component says which."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """BP-Transformer's layer: spans of the text go through its sublayers beside the tokens."""
 
 from __future__ import annotations

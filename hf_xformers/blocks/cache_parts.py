@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several attentions of a layer in one cache: each has keys and values of its own."""
 
 from __future__ import annotations

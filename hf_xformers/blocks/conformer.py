@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Conformer layers: attention and a convolution between two half feed-forward steps."""
 
 from __future__ import annotations

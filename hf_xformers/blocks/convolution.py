@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A convolution beside some layers, which reads what they read."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Conditional positional encoding: a depthwise convolution tells tokens where they stand."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DARTSformer: parts of the channels that change one after the other, by operations that a search has chosen."""
 
 from __future__ import annotations

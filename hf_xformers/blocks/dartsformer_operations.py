@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The operations among which DARTSformer's search chooses, each on a part of the channels."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeLighT: a deep and light transformation of each token before an attention of half the width."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Evolved Transformer's cells, which an evolutionary search has found."""
 
 from __future__ import annotations

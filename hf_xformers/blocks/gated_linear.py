@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A gated linear unit as a sublayer."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hi-Transformer's layer: words read their sentence, sentences their text, and words their sentence and the text."""
 
 from __future__ import annotations

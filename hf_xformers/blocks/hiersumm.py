@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """HierSumm's layers: those below read a paragraph, the last ones add what the other paragraphs say."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lite Transformer: long-short range attention, attention on one half of the channels and convolution on the other."""
 
 from __future__ import annotations

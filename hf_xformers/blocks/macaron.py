@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Macaron layers: attention between two half feed-forward steps."""
 
 from __future__ import annotations

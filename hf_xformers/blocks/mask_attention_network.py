@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mask attention network: dynamic mask attention, attention, feed-forward."""
 
 from __future__ import annotations

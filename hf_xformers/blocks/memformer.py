@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memformer's layer: tokens read the slots of a memory beside each other."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layers whose attention is of another width, or has other heads, than the config says."""
 
 from __future__ import annotations

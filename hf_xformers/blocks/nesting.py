@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A text as sentences of words: where each token stands, and the state bundles of both levels."""
 
 from __future__ import annotations

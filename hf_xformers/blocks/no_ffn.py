@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layers without a feed-forward sublayer."""
 
 from __future__ import annotations

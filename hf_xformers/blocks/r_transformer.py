@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """R-Transformer: a recurrent network over a short window before attention."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sandwich order: attention first, feed-forward last."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Separable convolutions over tokens, and a layer whose transition is made of two of them."""
 
 from __future__ import annotations

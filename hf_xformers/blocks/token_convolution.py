@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lightweight and dynamic convolution between two projections, as branches of layers have them."""
 
 from __future__ import annotations

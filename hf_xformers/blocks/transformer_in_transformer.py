@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """TNT's layer: a small Transformer over the pixels of every patch inside that over the patches."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The vanilla order of sublayers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What sublayers that read a short window of earlier tokens share: the window's inputs, padding, the state for
 decoding."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command `hf-xformers` (also `python -m hf_xformers`): one file of this folder per sub-command."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Command lines of the training commands: every Trainer flag, dotted component options, and YAML files.
 
 A YAML file is turned into the command line that says the same, so that both are checked by the same rules. What stands

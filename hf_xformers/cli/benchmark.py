@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`hf-xformers benchmark`: time, memory and quality of variants beside dense attention."""
 
 from __future__ import annotations

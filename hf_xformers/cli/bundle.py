@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`hf-xformers bundle`: a checkpoint with the code that it needs, for users without this package."""
 
 from __future__ import annotations

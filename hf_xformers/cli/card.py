@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`hf-xformers card`: the model card of a variant or of a checkpoint, with its attention map and measured figures."""
 
 from __future__ import annotations

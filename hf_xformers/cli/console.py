@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the commands print: results on standard output, messages on standard error, and only in the main process.
 
 A terminal gets text that is wrapped at its width; a pipe or a file gets one line for each thing, nothing cut, no

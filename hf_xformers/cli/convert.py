@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`hf-xformers convert`: checkpoints of transformers' own families as this package's variants and back, and other
 components for a trained model."""
 

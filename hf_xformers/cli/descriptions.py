@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What lists say about variants and components, taken from their classes."""
 
 from __future__ import annotations

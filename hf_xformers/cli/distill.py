@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`hf-xformers distill`: a small model that learns from a large one."""
 
 from __future__ import annotations

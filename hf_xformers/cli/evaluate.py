@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`hf-xformers evaluate`: loss, perplexity and token accuracy of a saved model on text."""
 
 from __future__ import annotations

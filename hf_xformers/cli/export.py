@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`hf-xformers export`: a saved model as an ONNX graph."""
 
 from __future__ import annotations

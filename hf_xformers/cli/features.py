@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`hf-xformers features`: hidden states of a model that stays as it is, to files; and a linear probe on them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the system says about files, disks, memory and packages, in a sentence: one place for all commands."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`hf-xformers finetune`: train a saved model, or a variant from random weights, on a task."""
 
 from __future__ import annotations

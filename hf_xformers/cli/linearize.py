@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`hf-xformers linearize`: a trained model with another attention, whose state for generation does not grow."""
 
 from __future__ import annotations

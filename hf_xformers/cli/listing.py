@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`hf-xformers list`: variants, components and objectives."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`hf-xformers new`: a component, objective or task to begin with, its test and a stub of its card."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How all commands read and explain their options."""
 
 from __future__ import annotations

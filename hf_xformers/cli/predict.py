@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`hf-xformers predict`: what a fine-tuned model says of new rows; and `evaluate` for such models."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`hf-xformers pretrain`: train a variant, or a free mix of components, on text or images."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`hf-xformers prune`: a trained model without some of its heads, layers or weights."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`hf-xformers push`: a checkpoint or an adapter to the Hub, with a card."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`hf-xformers quantize`: weights in 8 or 4 bits."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`hf-xformers search`: find the operations of a DARTSformer by gradient descent."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`hf-xformers finetune --task a=classification --task b=tagging ...`: a command line for each task, and a report."""
 
 from __future__ import annotations

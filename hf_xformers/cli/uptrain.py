@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`hf-xformers uptrain`: continue the pretraining of a model whose components were swapped."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Options as typed values: text from the command line, or a YAML value, to what a field's annotation says."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compression: a trained model made smaller or faster, and the account of what that cost.
 
 Every command of this room reads a model from a folder and writes one into another, so that they compose, and leaves

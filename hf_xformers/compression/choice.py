@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a pruning can be asked for."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A distillation from start to finish: teacher, student, the run, the table.
 
 student/             the student before it learns

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gates on heads that a training closes (Voita et al. 2019, arXiv 1905.09418, section 6).
 
 Each head has a hard-concrete gate g in [0, 1] with a learned location (Louizos, Welling and Kingma 2018, arXiv

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models of another geometry: fewer heads or layers, with the tensors that are left.
 
 A smaller model is built from its config, and takes every tensor from the larger one: as it is where shapes agree, and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention without some of its heads: the rows and columns of removed heads leave the projections, and with them
 whatever else a mechanism or a position keeps for single heads.
 

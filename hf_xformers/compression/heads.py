@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the heads of a model's attentions do in a pass: scores, values, and who sees whom, for losses that compare
 them."""
 

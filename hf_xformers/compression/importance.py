@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What heads and layers are worth to a trained model, on data.
 
 A head: I_h = E_x |dL(x) / d xi_h| at gates xi = 1, the scores of a layer divided by their l2 norm (Michel, Levy and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which layer of a teacher a layer of the student belongs to."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models with fewer layers: the ones that are left, numbered anew.
 
 Fan, Grave and Joulin 2020 (arXiv 1909.11556): a model trained with LayerDrop gives shallow models of its own layers.

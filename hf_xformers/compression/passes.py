@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Passes of student and teacher as a method of distillation needs them."""
 
 from __future__ import annotations

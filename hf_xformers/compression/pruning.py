@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model without some of its heads, layers or weights, from a folder into a folder.
 
 model.safetensors, config.json, tokenizer.json, training_summary.json, ...   the smaller model, as the source's folder

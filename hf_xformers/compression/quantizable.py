@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which modules of a model are quantised, which are left as they are, and why; and how to measure it.
 
 What stays was found with [`output_errors`] on small models of all families (`benchmarks/quantization.py`), with random

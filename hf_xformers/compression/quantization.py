@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights in 8 or 4 bits through torchao, saved so that `from_pretrained` reads them as they are; with a training
 beforehand that knows of it, if asked for.
 

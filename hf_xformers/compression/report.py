@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The table before and after a compression: parameters, size on disk, time of a batch, quality beside its floor.
 
 ```python

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Batches of rows that a saved model was trained on, or of others, with what its loss needs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The student before it learns: layers of its teacher, random weights, or a saved model."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A teacher's outputs on disk: computed once for the rows of a task, in their order, and read by the number of a row.
 
 about.json               what they are of; others are not read

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a teacher writes for each row, kept line by line in a file, so that an interrupted run goes on."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training a student beside its teacher: what is added to Trainer, and the learned maps that are no part of the
 result."""
 

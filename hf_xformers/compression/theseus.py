@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Module replacing: while a student learns, its layers take the place of blocks of a frozen teacher's by chance."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Matrices with zeros in them: by magnitude, by movement, or two in every four.
 
 magnitude   the largest |W| stay, in each matrix or over all of them (Gordon, Duh and Andrews 2020, arXiv 2002.08307)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints of transformers' own families in this package's layout, and back.
 
 One file per family (`families/bert.py`, ...) holds the whole correspondence as data, which both directions read:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Converters: how the config and the tensors of one of transformers' families correspond to one of our variants."""
 
 from __future__ import annotations

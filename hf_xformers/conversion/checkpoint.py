@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints: folders or Hub ids in, a complete folder out, or nothing at all."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the tensors of a swapped component are made of, where the old component's still have a meaning.
 
 A tensor that both components have under one name and in one shape is kept; no rule is needed for that. The rules here

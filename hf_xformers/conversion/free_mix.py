@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models of the free mix as those of a variant whose components they have."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GGUF files, read through transformers: it gives their packed weights back in full precision."""
 
 from __future__ import annotations

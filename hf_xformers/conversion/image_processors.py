@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Image processors of converted models: the size, the scale and the colours that a model has learnt to read."""
 
 from __future__ import annotations

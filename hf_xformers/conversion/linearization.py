@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The account of a linearisation: what a trained model's softmax attention became, stage by stage, and what each
 gained."""
 

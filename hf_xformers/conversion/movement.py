@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How far a change of a model moved its outputs, on a sample of text."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Families that convert and are near to one of transformers' that does not."""
 
 from __future__ import annotations

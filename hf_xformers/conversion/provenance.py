@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where a converted or swapped model came from: a small file in its folder, which training hands on."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sources that are refused before a weight of theirs is read: nothing here looks further than names, config.json and
 the headers of files."""
 

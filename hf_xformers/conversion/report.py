@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a conversion did with every tensor."""
 
 from __future__ import annotations

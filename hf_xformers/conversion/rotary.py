@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """transformers' `rope_parameters` and our rotary position."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The language of the weight tables: one list of rules per family, read in both directions.
 
 A rule names tensors of transformers' model and of ours, and an operation with its inverse. In names, `@` stands for

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What sentence-transformers keeps beside a model: the modules that make one vector of a text's states (pooling, dense
 layers, normalization), how much of a text is read, and prompts."""
 

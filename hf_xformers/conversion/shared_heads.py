@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Multi-head attention as collaborative attention: the tensor of all heads' scores, factorised."""
 
 from __future__ import annotations

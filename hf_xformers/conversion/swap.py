@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Other components for a trained model: what still has a meaning is kept, the rest starts anew, and a report says
 what.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The configuration of a model whose components are swapped: what was there, with the changes on top."""
 
 from __future__ import annotations

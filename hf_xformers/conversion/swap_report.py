@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The account of a swap: what became of every tensor, and how far the outputs moved."""
 
 from __future__ import annotations

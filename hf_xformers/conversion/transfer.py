@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Builds the counterpart of a loaded model: its config, its tensors, its generation settings, and the account of
 it."""
 

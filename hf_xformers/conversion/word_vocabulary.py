@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The pickled word vocabulary of Transformer-XL's checkpoints as a tokenizer of today; no code in it is run."""
 
 from __future__ import annotations

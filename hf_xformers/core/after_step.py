@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Modules that change by what they have counted, once per step of the optimizer that trains them."""
 
 from __future__ import annotations

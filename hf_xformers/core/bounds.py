@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bounds of single fields, declared where the field is: what a spec's number may be, whatever the other fields are."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Generation caches: one layer per execution step, of the kind that its mechanism declares."""
 
 from __future__ import annotations

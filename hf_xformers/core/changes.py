@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """These changes on top of what is there: components given by name or by some of their fields, merged with the ones
 that a config, a preset or a variant's defaults have."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Discrete choices that learn from the task's loss: how their probabilities travel, and the policy gradient.
 
 A component that draws choices in training (which tokens to read, say) is taught by no gradient of its output. It hands

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cross-entropy and divergence of logits over large vocabularies, some rows at a time."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Component slots, their specs and registries.
 
 An X-former is the vanilla Transformer with one or more *components* replaced. A component is described by a *spec*: a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What flows through a stack beside the hidden states: masks, positions, memories, and things prepared once per call.
 
 Bundling these lets length, positions and mask change inside a stack (pooling, hierarchies), and lets a layer be called

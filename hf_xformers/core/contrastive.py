@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Contrastive losses: one right answer against some wrong ones. All sums are in float32 at least.
 
 s+ [...] is the score of the right answer, s- [..., k] are those of wrong ones, drawn from a noise law q. Scores of

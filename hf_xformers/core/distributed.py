@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sums over all processes of a training run, for statistics that must be those of the whole batch."""
 
 from __future__ import annotations

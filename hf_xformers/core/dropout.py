@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dropout modules on the way of every token, which have nothing to do where a model is used."""
 
 from __future__ import annotations

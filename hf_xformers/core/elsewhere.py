@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A call's context on another device, for models whose layers are divided over several (Accelerate's `device_map`).
 
 Accelerate moves the arguments of every layer to the layer's device, the context by its `to`. What layers put into

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the tokens of one call stand among all that it may read, and which of these are real."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights that are numbers: a diverged model is refused where it is loaded, not trained on or measured."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gates that switch sublayers off token by token, and what they tell the stack that feeds them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Options of a command as dataclasses: which of them somebody has given."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What one component of a config makes for another one to read, declared by both and checked in one place."""
 
 from __future__ import annotations

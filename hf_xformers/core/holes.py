@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Texts with padding between their tokens, as peft makes them of its virtual tokens and a text padded on the left.
 
 Mechanisms count distances, windows and neighbours in slots, which are tokens where those of a row stand side by side.

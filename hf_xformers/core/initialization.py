@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How projections start, by the config's `initializer`; the generic rule N(0, initializer_range) needs no help."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which keyword arguments a model reads: an argument that nothing reads is an error, not silence."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Linear maps of which others have to know something: that they are no more than their weights, or that these are
 shared."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Losses of the heads."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the input `mask_modes` [B, 2] of stack 'mask_modes' holds: a mode, and the length of a first text."""
 
 MODES = "mask_modes"

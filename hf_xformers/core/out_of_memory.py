@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whether an error says that memory ran out: torch has a class for it on accelerators alone."""
 
 from __future__ import annotations

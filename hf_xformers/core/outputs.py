@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Outputs of transformers with one more field: the auxiliary losses collected inside the model, by name. They stand
 beside a loss, and wherever gradients are recorded."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Continuous batching: a row of tokens of many texts, whose keys and values lie in pages.
 
 At each step transformers' `generate_batch` puts new prompts and the next tokens of running texts into one row, [1, N].

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What may be split over processes in an X-former: transformers' `tp_plan`, `ep_plan` and `fsdp_plan`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One vector for a text."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is computed and kept in float32: modules that stay in it in half precision, and products on a GPU."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings of the heads that only pretraining has: one typed spec for each such head.
 
 A *pretraining spec* is a small frozen dataclass that stands in the file of the head that reads it and is registered

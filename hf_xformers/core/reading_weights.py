@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights that are read without calling the module that owns them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Imports the files of a room (a folder of components), which register themselves under their names."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files of saved models and runs: read with a word about what is wrong, written whole or not at all."""
 
 from __future__ import annotations

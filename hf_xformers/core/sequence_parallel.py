@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sequence parallelism: every process of a group holds a contiguous part of each text, and attention joins them.
 
 What looks at single tokens needs nothing for it. An attention says how it is computed from parts, or why it is not

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Context and sequence parallelism: which models may be given a part of every text in each process, and when they are.
 
 Each process then holds other tokens of the same texts, and attention alone may bring them together. What else looks

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Serving engines that run a model with an attention function of their own, such as vLLM.
 
 An engine registers the function with transformers' attention interface and keeps keys and values itself. Each call of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fewer layers than depths, or fewer attentions or feed-forward networks than layers: which runs where (Lan et al.
 2020, arXiv 1909.11942, section 3.1 and table 4; Takase and Kiyono 2021, arXiv 2104.06022, section 3)."""
 

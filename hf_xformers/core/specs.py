@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Typed specs and their registries: what components and objectives, or whatever else is looked up by name, share.
 
 A *spec* is a small dataclass whose fields are checked against their types. It stands in the same file as what it

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every function that a layer frames has: attention, feed-forward, and what a block adds of its own."""
 
 from __future__ import annotations

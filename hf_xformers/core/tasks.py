@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which task each text of a batch is of (model input `tasks` [B]), for components that are told."""
 
 from __future__ import annotations

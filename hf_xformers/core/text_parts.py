@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Texts that are divided over processes: where the parts stand, and how tensors of tokens and sums go between them.
 
 Every process holds one part of every row, all parts of one length and in the order of the processes. Each exchange

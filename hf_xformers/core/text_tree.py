@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The spans of a text that is cut in halves, and these again: which a call has, and where they stand."""
 
 from __future__ import annotations

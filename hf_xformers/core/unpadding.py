@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Padding removal: between attentions a batch is one row of its real tokens, so that padding costs nothing there.
 
 Effective Transformer (ByteDance 2020) and NVIDIA's FasterTransformer 2.1 gather the real tokens before the first layer

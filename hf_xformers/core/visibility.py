@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who may attend to whom: padding, documents, causal order and prepared masks together, for all pairs or some."""
 
 from __future__ import annotations

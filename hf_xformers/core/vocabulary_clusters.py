@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A vocabulary in clusters, from frequent words to rare ones, each with vectors of its own width."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which parameters weight decay leaves alone: what has a meaning of its own that zero is not, as norms and biases
 are."""
 

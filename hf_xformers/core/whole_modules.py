@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which modules of a model are kept whole: by device maps, and by Accelerate where it shards a model (FSDP)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Text in, rows of tokens out: an embedded corpus, sources, tokenizers, packing, batching and synthetic tasks.
 
     splits = load_text_dataset("stdlib")                         # or a file, a folder, a glob, a Hub id

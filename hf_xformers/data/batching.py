@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Batches without waste for texts of different lengths: similar lengths together, up to a budget of tokens.
 
 A batch costs rows x longest row, padding included. With a fixed number of rows, short texts fill only a part of the

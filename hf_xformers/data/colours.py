@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Colours as tokens: clusters of pixels, which are stored with a model, and pictures of what it writes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Text files line by line, and CSV and TSV before they are read as tables: what a lenient reader guesses at is refused
 here, with the number of the line."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Graphs as model inputs: nodes are tokens, and all pairs of them have a path length and the edges of such a path."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The image processor of models with one channel. Imported, it is known to `AutoImageProcessor` by its name."""
 
 from __future__ import annotations

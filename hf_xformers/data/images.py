@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Images to train on: folders, saved datasets, Parquet files and the Hub, in splits with the one column `image`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which local files a text source names, and which split each of them belongs to."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Packing: tokenised documents into rows of one exact length.
 
 Packing treats the documents as one endless sequence, each followed by a separator token, and cuts it every `capacity`

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parallel text: sentences in two languages that say the same, from two files, two columns, or made by rule."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Image processors of models that read patches."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A small parallel corpus that is made by rule: English sentences and what they are in German.
 
 For tests and first runs of what reads two languages. The sentences depend on nothing but their number.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Long documents in parts: divided once into training and validation text, and cut into pieces that a tokenizer can
 take."""
 

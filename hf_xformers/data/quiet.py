@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Errors that are told in one sentence are not told by `datasets` before it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Documents as sentences: cutting text, and rows of tokens that say which sentence each token is of."""
 
 from __future__ import annotations

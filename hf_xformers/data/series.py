@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time series: regular times and their features, windows of a past and a future, and forecasts that need no model."""
 
 from __future__ import annotations

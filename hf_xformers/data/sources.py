@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One door to text: the embedded corpus, local files or a Hub dataset, as train and validation splits of `text`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The one rule by which a document is held out for validation: a hash of its text or name, never its position.
 
 A position-based rule gives other splits when a dataset is streamed, sharded over workers or reordered, and so lets

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An English corpus that every Python installation carries: the documentation inside the standard library.
 
 The documents are the docstrings of the modules named in `sys.stdlib_module_names` and the help topics of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small generated tasks with known answers, for tests, benchmarks and first experiments.
 
 Every function is deterministic in its arguments and returns a `datasets.Dataset` with the columns `input_ids` and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tokenizers: train one on a corpus, load one by name, and check that a tokenizer and a model configuration agree.
 
 A trained tokenizer has the special tokens of the models that it is for: BERT's (the class token is also `bos`, the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From texts to rows of tokens, one row per document, for map-style and streaming datasets."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The three trainers behind `train_tokenizer`: texts in, a `tokenizers.Tokenizer` with a fixed numbering out."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A tokenizer of whole words that gives their characters, too, for models that read both."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adaptive input embedding: rare words have narrow vectors, which are projected onto the model's width."""
 
 from __future__ import annotations

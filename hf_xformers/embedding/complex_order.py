@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Complex word embeddings: a word is a function of its place."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Factorised token embedding: a narrow table and a projection onto the model's width."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FixNorm: token vectors of unit length."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Frames of sound in place of tokens: features of short pieces, four of which become one state."""
 
 from __future__ import annotations

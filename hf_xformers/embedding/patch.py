@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Patch embedding: an image as a sequence of its patches."""
 
 from __future__ import annotations

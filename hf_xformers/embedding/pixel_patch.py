@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Patch embedding at two levels: the pixels inside each patch, and the patches."""
 
 from __future__ import annotations

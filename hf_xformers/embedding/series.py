@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time series: numbers of several channels, and features of their times, in place of tokens."""
 
 from __future__ import annotations

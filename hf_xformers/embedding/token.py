@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Token embedding: one vector per token, plus type and position terms."""
 
 from __future__ import annotations

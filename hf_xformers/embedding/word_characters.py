@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Words together with their characters: what a small encoder reads in a word's spelling, beside its vector."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models as graphs for runtimes without Python: of whole texts ([`export_onnx`]), and of one step of a decoder, with
 its state among inputs and outputs ([`export_step`], [`export_step_onnx`])."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A step's graph beside the model that it was made of, under torch and under onnxruntime."""
 
 from __future__ import annotations

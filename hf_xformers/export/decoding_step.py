@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a step of a decoder is as a graph, and how states go in and out of it."""
 
 from __future__ import annotations

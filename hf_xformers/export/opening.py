@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The state before a decoder's first token, as a graph of the text that its encoder reads."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a decoder keeps between steps, seen from outside: named tensors, and counters of tokens.
 
 A cache is an object of objects, of a kind for each mechanism. A graph reads and gives tensors alone. So the state is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One step of a decoder as a graph: a token and the state so far go in, logits and the next state come out.
 
 ```python

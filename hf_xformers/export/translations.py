@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ONNX forms of operators that torch does not translate by itself. Its function needs onnxscript."""
 
 from __future__ import annotations

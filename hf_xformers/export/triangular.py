@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The inverse of a unit triangular matrix in ONNX's operators, for matrices whose size is known at run time alone.
 
 Its module needs onnxscript, which reads the function's text: control flow in it becomes ONNX's."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models of whole texts, images or sounds as ONNX graphs, for runtimes without Python.
 
 ```python

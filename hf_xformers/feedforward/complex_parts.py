@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Feed-forward of complex states: the same network on real and imaginary parts."""
 
 from __future__ import annotations

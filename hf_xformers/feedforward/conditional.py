@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A feed-forward sublayer in gated parts (conditional computation)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dense position-wise feed-forward sublayers, plain and gated."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Evolved Transformer's feed-forward: a ReLU in encoders, a Swish and a norm in decoders."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Expert prototyping: experts in groups, each token goes to the best of every group."""
 
 from __future__ import annotations

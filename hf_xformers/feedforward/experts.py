@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What mixtures of experts share: stacked experts, a router in full precision, queues with a capacity, balance losses.
 
 Tokens are flat here, [N, D] with N = B * T. An assignment of token n to expert `num_experts` means "nowhere": it costs

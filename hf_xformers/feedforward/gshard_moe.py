@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GShard: each token goes to its best expert, and at random to its second best, up to a capacity."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hash layers: the token's id, not a router, says which expert it goes to."""
 
 from __future__ import annotations

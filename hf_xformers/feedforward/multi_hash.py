@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Experts in slices: several hashes put the network of a token together."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Product-key memory: a very large key-value memory in place of a feed-forward, read sparsely."""
 
 from __future__ import annotations

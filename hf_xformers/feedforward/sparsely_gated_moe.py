@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The sparsely-gated mixture of experts: noisy top-k gating with losses on importance and load."""
 
 from __future__ import annotations

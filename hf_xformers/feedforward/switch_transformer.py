@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Switch Transformer: each token goes to one expert, up to a capacity."""
 
 from __future__ import annotations

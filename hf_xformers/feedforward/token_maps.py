@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fixed maps from the words of a vocabulary to experts (Roller et al. 2021, arXiv 2106.04426, section 3.1)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fine-tuning: tasks (what rows mean, what is measured), their data, models with a new head, PEFT, and the run itself.
 
 Names are imported when they are first used: `datasets`, `peft` and transformers' Trainer are slow to load.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Losses in which rare classes count more: the usual remedy where one class has nearly all examples, as in tagging."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a classifier that exits early is worth at each setting of its rule: accuracy, depth and time."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What features are read off: which layers of which model, and the model that reads texts."""
 
 from __future__ import annotations

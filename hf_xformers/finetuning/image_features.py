@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What `features` reads where a model reads images: pixels in patches, or colours as tokens."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows of images: from folders with a folder for each class, and from whatever else rows come from."""
 
 from __future__ import annotations

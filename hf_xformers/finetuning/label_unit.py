@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Regression whatever the unit of its labels: the last layer begins at their mean and learns in steps of their spread.
 
 It is as if labels were shifted and divided to mean 0 and variance 1, but weights, and so all that is saved of a run,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fine-tuning layer by layer, as ULMFiT does (Howard and Ruder 2018, arXiv 1801.06146, sections 3.2 and 3.3): rates
 that fall from layer to layer, layers that join from the top, and the slanted triangular schedule."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models for a task: a saved one with its head or a new one, or a variant from random weights; and their
 tokenizers."""
 

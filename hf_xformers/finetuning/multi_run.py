@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fine-tuning on several tasks at once: a request for each task, one tokenizer, one encoder, one Trainer.
 
 RUN/checkpoint-<step>/     encoder and heads, as Trainer goes on from them

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One encoder with a head for each of several tasks (Liu et al. 2019, arXiv 1901.11504, MT-DNN): model, rows and
 the order in which they are read."""
 

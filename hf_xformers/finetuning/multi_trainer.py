@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The trainer of several tasks at once: batches of one task each, evaluation of all in turn."""
 
 from __future__ import annotations

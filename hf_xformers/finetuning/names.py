@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names that users and data sets commonly give: to tasks, and to the columns that a task reads."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a fine-tuning can be asked for: one dataclass each for the model, the data, the task and the run."""
 
 from __future__ import annotations

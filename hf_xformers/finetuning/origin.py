@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where a row comes from: its file and line, kept beside the columns so that a message about a row can name both."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parameter-efficient fine-tuning through `peft`, with target modules that fit this package's models, and bottleneck
 adapters."""
 

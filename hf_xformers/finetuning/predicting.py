@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a fine-tuned model says of new rows, and how right it is, beside what can be said without a model."""
 
 from __future__ import annotations

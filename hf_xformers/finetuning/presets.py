@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training settings that suit fine-tuning, by task, width and method."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A linear probe: what can be read off features without training the model."""
 
 from __future__ import annotations

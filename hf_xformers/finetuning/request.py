@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a fine-tuning is asked for: a start, a task, ways to train; and what of it does not go together."""
 
 from __future__ import annotations

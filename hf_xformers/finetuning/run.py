@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A fine-tuning from start to finish: data, labels, tokenizer, model, Trainer, predictions, results."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Self-ensemble and self-distillation (Xu et al. 2020, arXiv 2002.10345): the last steps of a fine-tuning as a mean
 to use, or as a teacher to learn from.
 

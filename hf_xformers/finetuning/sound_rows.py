@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows of sound: from tables of paths, and from folders with a transcript beside each file."""
 
 from __future__ import annotations

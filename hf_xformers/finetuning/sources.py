@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows of a task from files or the Hub, as splits `train`, `validation`, `test` with the columns that the source
 has."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One table of rows from one file: CSV, TSV, JSON, JSONL or Parquet. What a lenient reader would guess at is refused,
 with the number of the line."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A fine-tuned model as its run left it: the task, the weights (whole, or an adapter on its base) and the
 tokenizer."""
 

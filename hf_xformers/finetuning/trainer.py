@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The trainer of tasks: evaluates in rows of the task, with generation where the task generates."""
 
 from __future__ import annotations

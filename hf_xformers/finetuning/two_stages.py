@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fine-tuning in two stages: on an intermediate task, then from its encoder on the target task (Phang et al. 2018,
 arXiv 1811.01088, STILTs; Sun et al. 2019, arXiv 1905.05583, for more pretraining on texts of the task)."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sampling of several tasks by uncertainty (Pilault, Elhattami, Pal 2021, arXiv 2009.09139, section 2.3, algorithm
 1): of candidates of all tasks those are trained on whose answers the model knows least."""
 

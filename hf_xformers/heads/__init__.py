@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Slot `head`: from hidden states to vocabulary logits."""

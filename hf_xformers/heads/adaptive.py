@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adaptive softmax: rare words stand in clusters, which are predicted first and have narrow vectors."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A language-model head whose output vectors have unit length."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Forecasts: the numbers of future time steps, or the parameters of their distribution."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """InDIGO's head: which word comes next, and where it is inserted."""
 
 from __future__ import annotations

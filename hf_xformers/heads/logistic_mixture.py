@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A mixture of discretised logistic distributions over intensities."""
 
 from __future__ import annotations

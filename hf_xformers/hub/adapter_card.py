@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adapters on the Hub: what their folders say of the model that they adapt, and what of that is for others to read."""
 
 from __future__ import annotations

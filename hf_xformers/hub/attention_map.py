@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A small picture of who attends to whom: the attention weights of an untrained model, drawn as SVG."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Self-contained checkpoints: the code of the model goes with its weights, and nothing but transformers is needed to
 use it."""
 

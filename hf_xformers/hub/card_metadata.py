@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Metadata of a checkpoint's card that the Hub reads: its task, an example to try, the metrics."""
 
 from __future__ import annotations

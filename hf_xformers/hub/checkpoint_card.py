@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The card of one checkpoint: what it is, how it was trained, how good it is, how to load it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which files of a folder are the checkpoint, and which are the run's own."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a checkpoint's card says of its compression: what was done, step by step, and what it cost."""
 
 from __future__ import annotations

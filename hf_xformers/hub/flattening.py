@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Python files of a package as files of one folder, which import each other as `from .name import ...`.
 
 transformers' loader of remote code copies a checkpoint's file and what it imports relatively, as far as it finds it:
@@ -17,6 +18,7 @@ from .joining import homes, may_join
 
 PACKAGE = __package__.partition(".")[0]
 _FUTURE = "from __future__ import annotations"
+LICENCE = "# SPDX-License-Identifier: Apache-2.0\n"
 # What the loader reads (transformers/dynamic_module_utils.py, get_relative_imports).
 VISIBLE = re.compile(r"^\s*from\s+\.(\S+)\s+import", flags=re.MULTILINE)
 
@@ -94,7 +96,7 @@ class Flattener:
                 f"The code of module {module!r} stands in no Python file of its own, so that it cannot go with the"
                 " checkpoint; define components and variants in an importable file."
             )
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8").removeprefix(LICENCE)  # the files say it in a header of their own
 
     def _imports(self, module: str) -> list[tuple[ast.ImportFrom, str]]:
         return package_imports(module, self.sources[module])

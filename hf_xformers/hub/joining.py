@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which modules of a package may stand in one file: those of a room, where no name means two things."""
 
 from __future__ import annotations

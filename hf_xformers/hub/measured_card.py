@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A card with what `hf-xformers benchmark` measured, of a variant or of a checkpoint folder."""
 
 from __future__ import annotations

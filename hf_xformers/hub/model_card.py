@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Model cards, generated from the code: what a variant is, what it changes, its cost, how to use it, how to cite
 it."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cards of objectives: what each predicts, corrupts and needs, its settings, and one corrupted example."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a checkpoint's card says of components that are not its family's own: what they are, and what they were put in
 place of."""
 

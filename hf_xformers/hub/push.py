@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints and adapters to the Hub: what belongs to them, with a card, in one commit."""
 
 from __future__ import annotations

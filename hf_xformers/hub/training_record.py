@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a checkpoint's folder knows about its training: this package's summary, or what Trainer's scripts leave
 there."""
 

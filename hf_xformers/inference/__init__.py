@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trained models in use: the three projections of attention as one, layers compiled one by one, and padded batches of
 texts of like lengths.
 

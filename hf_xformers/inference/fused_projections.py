@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Queries, keys and values from one matrix product in place of three (FasterTransformer, section "encoder").
 
 ```python

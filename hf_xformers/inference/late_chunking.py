@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Late chunking: one pass reads a long text, and each of its passages gets a vector from the states of its tokens
 (Günther et al. 2024, arXiv 2409.04701, section 3).
 

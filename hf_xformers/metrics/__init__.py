@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Metrics of fine-tuning tasks, from the packages that define them (extra `train`). None needs the network."""
 
 from .extractive import greedy_oracle

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which sentences of a document say what its summary says."""
 
 from __future__ import annotations

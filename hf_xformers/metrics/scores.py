@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`compute(name, predictions, references)`: each metric under the names and in the units that summaries have."""
 
 from __future__ import annotations

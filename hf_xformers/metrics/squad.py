@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Exact match and token F1 of answers (Rajpurkar et al. 2016, section 6.1; 2018 for questions without an answer)."""
 
 from __future__ import annotations

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """What stands on the trunk: language models, classifiers, sentence pairs and images."""

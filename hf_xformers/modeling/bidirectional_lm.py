@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two language models over one text, from its beginning and from its end (ELMo)."""
 
 from __future__ import annotations

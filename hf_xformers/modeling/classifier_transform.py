@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What stands between the states of a trunk and the labels of a classifier."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Classifiers: of texts, of their tokens, of spans of them and of choices. Each class says which shape it needs."""
 
 from __future__ import annotations

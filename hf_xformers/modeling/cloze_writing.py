@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writing with an encoder under the mask of source and target: a mask at the end is told, and becomes the next token.
 
 Dong et al. 2019 (UniLM, arXiv 1905.03197), section 2.5.

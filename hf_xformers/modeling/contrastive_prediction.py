@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Masked language modelling and contrastive predictive coding of sentences at once."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A linear chain over tags: a conditional random field, its loss and its best sequences."""
 
 from __future__ import annotations

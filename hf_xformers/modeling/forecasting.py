@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Forecasting of time series: an encoder reads the past, and a decoder writes all future steps at once."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The classes that every family's heads derive from, by head name. A checkpoint that carries its code has a shorter
 table: that of its own heads."""
 

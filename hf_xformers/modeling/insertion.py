@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Generation by insertion: decoding, and the search for the order in which a text is generated (InDIGO)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The linear map from a state to numbers for the labels of a task."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Language models: masked, causal and sequence to sequence. Each class says which shape (encoder, causal decoder,
 encoder-decoder) it needs."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Masked language modelling and a class of the whole text at once."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Masked image modelling: patches are hidden, and the model says what their pixels were."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Masked sentences: an encoder's state of a sentence, from which a decoder writes what stood there."""
 
 from __future__ import annotations

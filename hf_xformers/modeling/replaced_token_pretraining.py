@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ELECTRA's pretraining: a small generator puts tokens into a text, and an encoder finds them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Detection of replaced tokens: which tokens of a text a generator has put there."""
 
 from __future__ import annotations

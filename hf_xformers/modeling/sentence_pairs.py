@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models of pairs of sentences, with and without masked tokens."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Masked language modelling and the tokens of a span from its two neighbours: SpanBERT's objectives."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Vectors of texts that are told apart from those of other texts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a classifier and the adapters of peft on it tell each other: the task and the labels."""
 
 from __future__ import annotations

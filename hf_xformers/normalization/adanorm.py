@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """AdaNorm: layer normalisation whose scale depends on the normalised vector, not on parameters."""
 
 from __future__ import annotations

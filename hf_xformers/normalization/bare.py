@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A residual sum without normalisation, for sublayers that normalise inside."""
 
 from __future__ import annotations

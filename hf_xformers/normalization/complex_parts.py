@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layer norm of complex states: real and imaginary parts each for themselves."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Conditional layer normalisation of CA-MTL: the gain of a norm after the sum depends on the task."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dynamic tanh (DyT): a squashing function in the place of a norm."""
 
 from __future__ import annotations

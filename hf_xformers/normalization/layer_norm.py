@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Layer normalisation and its variant without mean."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A frame without a residual sum: what a sublayer gives takes the place of what it read."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Residual frames that normalise what a sublayer gives."""
 
 from __future__ import annotations

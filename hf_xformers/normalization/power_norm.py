@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """PowerNorm: division by a running quadratic mean over tokens, with a running estimate in the backward pass."""
 
 from __future__ import annotations

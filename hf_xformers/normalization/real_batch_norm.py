@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Batch normalisation whose statistics are those of real tokens alone."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where a sublayer normalises and how its output joins the residual stream."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ReZero: a learned gate that starts at zero in place of any normalisation."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ScaleNorm: every vector gets the same learned length."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pretraining objectives: a spec per objective, its data collator, and the noise in two functions (draw, apply)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """BART's denoising (Lewis et al. 2020, section 2.2): five kinds of noise, and a decoder that writes the whole text.
 
 Token masking, token deletion and text infilling are one draw of spans with other settings, as in the released code;

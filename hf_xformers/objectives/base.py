@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every pretraining objective shares: the spec, its registry, and a data collator whose noise is keyed by row.
 
 An objective is a small strict dataclass (its fields are the settings of the paper). It makes a data collator, and it

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bidirectional language modelling (Peters et al. 2018, ELMo, arXiv 1802.05365, section 3.1): each token from those
 before it, and by another model from those behind it."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Causal language modelling: predict each token from those before it (Radford et al. 2018, equation 1)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Two views of a text, told apart from views of other texts.
 
 Sources: van den Oord, Li and Vinyals 2018 (InfoNCE, arXiv 1807.03748), Collobert and Weston 2008 (ranking), Gutmann

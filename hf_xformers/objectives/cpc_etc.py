@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Contrastive predictive coding of sentences beside masked words (ETC).
 
 Source: Ainslie et al. 2020 (ETC, arXiv 2004.08483), section 2.3.

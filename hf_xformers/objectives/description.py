@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an objective says of itself: what it needs, and what its settings mean."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Masking of words, phrases and entities as wholes, ERNIE's knowledge masking.
 
 Source: Sun et al. 2019 (arXiv 1904.09223), section 3.2, and the released code.

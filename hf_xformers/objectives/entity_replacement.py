@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which names of entities were replaced by others of their type: weakly supervised knowledge (WKLM).
 
 Source: Xiong et al. 2020 (arXiv 1912.09637), section 2.

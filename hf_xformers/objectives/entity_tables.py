@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tables of entities: types, and the names of each."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Words in an order other than the text's, each inserted at its place (Gu, Liu and Cho 2019, arXiv 1902.01370)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Masked language modelling with the four selection rules in use, per token or per whole word.
 
 Sources: Devlin et al. 2019 (3.1, task 1; appendix A.1 and C.2), Liu et al. 2019 (4.1, dynamic masking), Lan et al.

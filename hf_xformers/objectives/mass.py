@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """MASS, masked sequence to sequence pretraining: a fragment of a text is masked, and the decoder writes it.
 
 Source: Song et al. 2019 (arXiv 1905.02450), section 3.2, and the released code.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names and phrases in rows of tokens: finding those of a list, and finding phrases that come up by themselves."""
 
 from __future__ import annotations

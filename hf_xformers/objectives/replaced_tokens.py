@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Replaced token detection (Clark et al. 2020, ELECTRA, arXiv 2003.10555): which tokens did a generator put there?
 
 The corrupted text is made in two steps. This file masks tokens for the generator; what it then draws from the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Segment reordering with masked tokens: the parts of a document are shuffled, and their order is predicted.
 
 Source: Ding et al. 2021 (ERNIE-Doc, arXiv 2012.15688), section 3.4.

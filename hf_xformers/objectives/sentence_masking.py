@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sentence masking (Zhang, Wei and Zhou 2019, arXiv 1905.06566, section 3.2): write the sentences that are masked."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Next sentence prediction (Devlin et al. 2019, 3.1 task 2) and sentence order prediction (Lan et al. 2020, 3.1).
 
 `sentence_pairs` turns documents cut in sentences into rows [CLS] A [SEP] B [SEP] with a label; the collator pads them

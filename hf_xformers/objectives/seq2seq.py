@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the objectives of encoder-decoders share: a batch of corrupted rows and of the targets that go with them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SpanBERT's pretraining (Joshi et al. 2020, arXiv 1907.10529, sections 3 and 4): masked spans of random length, told
 by their own states and by those of the tokens around them."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """T5 span corruption (Raffel et al. 2020, JMLR 21, sections 3.1.4 and 3.3.4): drop spans, predict them."""
 
 from __future__ import annotations

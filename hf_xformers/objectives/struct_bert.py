@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Word and sentence structure (Wang W. et al. 2020, StructBERT, arXiv 1908.04577, sections 2.2 and 2.3).
 
 Tokens that are masked, the order of shuffled trigrams, and whether a text comes after another one, before it, or is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Objectives of texts in several languages: masked tokens of a sentence and its translation, and of single streams.
 
 Source: Conneau and Lample 2019 (XLM, arXiv 1901.07291), section 3.1 to 3.4, and its code: `concat_batches` (the row of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cloze prediction under four masks (Dong et al. 2019, UniLM, arXiv 1905.03197, sections 2.2 to 2.5).
 
 A row [SOS] S1 [EOS] S2 [EOS] is read from both sides, as source and target, or as one text from the left or the right.

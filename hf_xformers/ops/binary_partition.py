@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention over a binary partitioning of a text: leaves are its tokens, nodes of level e cover 2^e of them.
 
 Node u of level e covers the leaves u 2^e .. (u + 1) 2^e - 1, as far as there are so many. Leaves and nodes of higher

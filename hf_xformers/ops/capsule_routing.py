@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Routing by agreement: input capsules vote for output capsules, and votes that agree count more.
 
 Votes are [N, I, O, w]: what input capsule i of I says about output capsule o of O, for N tokens by themselves. All in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Softmax attention of each query over a few blocks of consecutive keys, which every query chooses for itself.
 
 Blocks are counted in the order of a row's real tokens, so that padding moves none. Queries that have chosen the same

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Softmax attention of each query over a short list of keys of its own."""
 
 from __future__ import annotations

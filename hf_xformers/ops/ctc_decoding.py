@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From the probabilities of labels at each frame to a text of labels: connectionist temporal classification."""
 
 from __future__ import annotations

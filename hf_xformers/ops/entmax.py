@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """alpha-entmax: softmax's relatives whose small weights are zero.
 
     entmax_alpha(s) = argmax over the simplex of p s + sum_j (p_j - p_j^alpha) / (alpha (alpha - 1))

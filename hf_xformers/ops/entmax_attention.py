@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention with alpha-entmax in the softmax's place, some rows of scores of one head at a time.
 
 What is kept for the backward pass beside the inputs is each row's largest score and its threshold, from which one

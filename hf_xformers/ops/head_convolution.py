@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A convolution over the sequence with one kernel for each head, as products of matrices.
 
 The usual kernels for such a convolution multiply a number at a time. Here a block of tokens is multiplied with the

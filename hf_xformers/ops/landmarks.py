@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention through landmarks: a few means of consecutive queries and keys stand for all of them.
 
 Three attentions are small in one direction: of queries to landmarks, of landmarks to landmarks, and of landmarks to

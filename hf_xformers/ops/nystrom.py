@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Nystrom attention: softmax attention approximated through a few landmarks.
 
 Xiong et al., "Nystromformer: A Nystrom-based Algorithm for Approximating Self-Attention", AAAI 2021, equations 12-14:

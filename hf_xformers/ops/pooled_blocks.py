@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Blocks of consecutive tokens, each made one vector."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Short sequences made of windows over tokens: where the windows of padded rows are, and how they are pooled.
 
 Tokens are counted from a row's first real one: token t belongs to group t // stride, and window p holds the `kernel`

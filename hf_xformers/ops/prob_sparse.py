@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ProbSparse attention: queries whose scores stand out attend to all keys, the others take the mean of all values.
 
 How far the scores of a query stand out is measured on a few keys (Zhou et al. 2021, arXiv 2012.07436, section 3.1).

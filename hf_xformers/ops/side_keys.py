@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Softmax attention to a few keys that have no place among the tokens, and its union with attention to others."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sorting of blocks by a relaxed permutation, and attention to the sorted block beside a query's own.
 
 Tay, Bahri, Yang, Metzler and Juan 2020, "Sparse Sinkhorn Attention" (arXiv 2002.11296), section 3. Texts come in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ALiBi: scores fall linearly with distance, in every head at a slope of its own that is not learned."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Axial positions: a long text as a grid, with one table for each of its axes."""
 
 from __future__ import annotations

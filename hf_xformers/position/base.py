@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The position contract.
 
 A position component acts in one or more of six ways (`PositionSpec.acts`):

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeBERTa's disentangled attention."""
 
 from __future__ import annotations

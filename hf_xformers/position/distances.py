@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Score terms that depend on the distance of a pair alone, beside what one of its tokens brings."""
 
 from __future__ import annotations

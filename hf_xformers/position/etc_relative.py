@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ETC's relative positions: labels of pairs, with vectors of their own for long and for global tokens."""
 
 from __future__ import annotations

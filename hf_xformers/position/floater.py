@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FLOATER: positions as the path of a learned differential equation."""
 
 from __future__ import annotations

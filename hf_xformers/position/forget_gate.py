@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Forget gates: scores fall with what tokens in between say is to be forgotten."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Gaussian Transformer's prior: scores fall with the square of the distance, at a rate that every head learns."""
 
 from __future__ import annotations

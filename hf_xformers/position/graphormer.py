@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Graphormer's position: scores get a number for the distance of two nodes, and one for the edges between them."""
 
 from __future__ import annotations

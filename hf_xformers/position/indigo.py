@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """InDIGO: tokens in the order of their generation, which know of each other who stands left and who right."""
 
 from __future__ import annotations

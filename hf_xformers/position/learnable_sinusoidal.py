@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sinusoids whose frequencies are learned, at the input or between pairs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Learned absolute positions."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Music Transformer's relative positions: one vector per distance to the past, placed by skewing."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Positions added to the input of every layer."""
 
 from __future__ import annotations

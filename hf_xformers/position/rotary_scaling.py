@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How rotary frequencies are stretched for texts longer than those of pretraining.
 
 Pair i of r rotated channels turns by m * f_i at position m, plainly with f_i = theta^(-2i/r). Each form here gives

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Score terms of self-attention: the call's context says who sees whom, and what follows from distances alone."""
 
 from __future__ import annotations

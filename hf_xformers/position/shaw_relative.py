@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Relative position representations of Shaw et al."""
 
 from __future__ import annotations

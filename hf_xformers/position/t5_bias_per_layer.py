@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A relative position bias of T5's kind with a table of its own in every layer."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """T5's relative position bias."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """TUPE: positions that attend to positions, untied from words."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Axial Transformer's decoder: whole rows above, and the tokens before in the same row."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The stack contract: the driver of the depth loop."""
 
 from __future__ import annotations

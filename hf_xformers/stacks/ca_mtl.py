@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The stack of CA-MTL: states are aligned for their task, and leave through a bottleneck that knows it."""
 
 from __future__ import annotations

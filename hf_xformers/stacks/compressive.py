@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Compressive Transformer's stack: what leaves the segment memory is compressed instead of forgotten."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Conditional computation: a budget for gates that switch sublayers off token by token."""
 
 from __future__ import annotations

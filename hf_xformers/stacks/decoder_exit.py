@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tokens of a decoder that leave at different depths: their states are copied to the layers above."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Informer's encoder: between layers a convolution and a maximum over neighbours halve the sequence."""
 
 from __future__ import annotations

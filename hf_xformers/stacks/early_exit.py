@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Early exit: a row of the batch leaves the depth loop as soon as a classifier inside it is sure enough."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeBERTa's enhanced mask decoder: absolute positions enter right before masked tokens are predicted."""
 
 from __future__ import annotations

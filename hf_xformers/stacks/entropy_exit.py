@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Early exit by entropy: DeeBERT's off-ramps."""
 
 from __future__ import annotations

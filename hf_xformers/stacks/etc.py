@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ETC's two streams: a text, and global tokens that stand for its parts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The classifiers inside an early-exit stack, and what they decide during one call."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Feedback Transformer's stack: over time first, so that every layer reads what all layers made of earlier
 steps."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Funnel-Transformer's stack: the sequence is halved from block to block, and brought back to its length at the
 end."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Learned global tokens beside the text (the external nodes of ETC and BigBird-ETC)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """HAN's stack for translating documents: layers over a sentence, then attention to the sentences before it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hi-Transformer's stack: a text as sentences of words, so that layers can work at both levels."""
 
 from __future__ import annotations

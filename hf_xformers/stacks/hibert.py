@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """HIBERT's stack: a sentence encoder, and a document encoder over the sentences' vectors."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """HierSumm's stack: several texts, or the paragraphs of one, as rows of words."""
 
 from __future__ import annotations

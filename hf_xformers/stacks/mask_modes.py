@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """UniLM's four masks: one encoder that reads a text from both sides, from one of them, or as source and target."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memformer's stack: memory slots that are read in every layer and written after the last."""
 
 from __future__ import annotations

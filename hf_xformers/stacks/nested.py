@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What stacks share that read a text as sentences (or paragraphs) of words."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Early exit by patience: PABEE's classifiers that confirm one another."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Windows of a text that a causal model reads one after the other, with one key and value carried from each to the
 next."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reversible residual layers: activations are computed again from the outputs instead of being kept."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The segment-recurrent stack: every layer also reads what went into it, or came out of it, in earlier segments."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A text that is longer than a segment, cut in segments within one call."""
 
 from __future__ import annotations

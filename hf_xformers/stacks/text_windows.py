@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where each text of a batch stands in its current window, what it carries from the last one, and the generation cache
 of both."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Early exit of single tokens, or of sentences, in sequence labelling."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Transparent attention: every decoder layer reads its own mixture of all encoder layers."""
 
 from __future__ import annotations

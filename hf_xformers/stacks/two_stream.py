@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """XLNet's two streams: a stream of contents, and one of queries that do not know what stands at their places."""
 
 from __future__ import annotations

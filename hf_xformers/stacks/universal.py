@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Universal Transformer's stack: the same layers at every depth, with per-token halting."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Early exit by votes: classifiers inside the stack that outvote one another."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training: Trainer with exact metrics and resumption, size presets, and pretraining from text to a saved model.
 
 Names are imported when they are first used: `datasets` and transformers' Trainer are slow to load.

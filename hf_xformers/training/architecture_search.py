@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Differentiable architecture search: which operation each part of a DARTSformer's layer has (Zhao et al. 2021)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention transfer: every chosen layer learns to give what the softmax attention in whose place it stands gave.
 
 One forward pass serves all layers: each new attention reads its input and is compared with the source's attention on

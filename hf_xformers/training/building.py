@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From what a user asks for (variant, objective, size, options) to a configuration and a model that can be trained."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trainer callbacks of pretraining."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which checkpoint of a run a resume may start from. A save that was interrupted leaves one that it may not."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training with a teacher: a frozen model whose predictions and states the student follows beside its own
 objective."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a new run in an old one's folder takes the place of: kept until nothing can be refused any more."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The encoder of a trained encoder-decoder as a model of its own (McCann et al. 2017, arXiv 1708.00107, CoVe: what was
 learned by translating serves other tasks).
 

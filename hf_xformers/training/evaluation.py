@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Token-level metrics of language models: loss, perplexity, accuracy. Exact over batches, devices and padding.
 
 A mean of batch means weighs tokens differently, depending on how rows fall into batches. Here every row brings its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training of mixtures whose experts stand in different processes of a run."""
 
 from __future__ import annotations

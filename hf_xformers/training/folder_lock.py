@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One run at a time in a folder: two that write their checkpoints into the same one would lose one result."""
 
 from __future__ import annotations

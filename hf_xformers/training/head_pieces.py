@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Predictions over a large vocabulary without the logits of all tokens: the head reads a few tokens at a time."""
 
 from __future__ import annotations

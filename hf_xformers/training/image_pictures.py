@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pictures of what a model of images has learned: held-out images beside what it makes of a part of them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pretraining on images: by patches, of which some are hidden, or by colours of pixels, which are tokens."""
 
 from __future__ import annotations

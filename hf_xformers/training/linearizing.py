@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From a trained softmax model to one with a constant state, in stages: the swap, attention transfer, distillation,
 LoRA.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a linearisation is asked for: the model, its layers, and how long each stage trains."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Terms of a loss beside that of the task, such as what a teacher adds."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a run takes in memory before it reads anything: said where that matters."""
 
 from __future__ import annotations

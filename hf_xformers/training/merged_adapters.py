@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LoRA in a model while it trains, and in its weights when it is done: what is saved at the end is a plain
 checkpoint."""
 

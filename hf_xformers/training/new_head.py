@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A head that a saved model does not have, for an objective that needs it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows of tokens from parallel text: pairs of translations side by side, and streams of one language."""
 
 from __future__ import annotations

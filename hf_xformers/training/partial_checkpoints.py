@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints of a run that trains a part of a model: they hold that part, and the rest is read from where the run
 started."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a pretraining is asked for, and what is settled before a weight is made: configuration, tokenizer, rows."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Size presets: geometry, vocabulary, row length and training settings that go together."""
 
 from __future__ import annotations

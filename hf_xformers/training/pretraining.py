@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pretraining from start to finish: data, tokenizer, configuration, model, Trainer, results."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keeping the global random generators where they are."""
 
 from __future__ import annotations

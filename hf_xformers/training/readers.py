@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which processes of a run read the same batch: those of a text that is divided, and those of a model that is."""
 
 from __future__ import annotations

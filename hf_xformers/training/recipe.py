@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The training recipe of the original Transformer (Vaswani et al. 2017, arXiv 1706.03762, section 5).
 
 It stands beside Trainer's own options: Adam's are `--adam_beta1 0.9 --adam_beta2 0.98 --adam_epsilon 1e-9`, smoothing

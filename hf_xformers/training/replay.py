@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory replay back-propagation: gradients through many segments of a text, with the activations of one.
 
 Wu et al. 2022 (Memformer, arXiv 2010.06891, section 3.6, algorithm 1): all segments are read once without a graph, and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What all runs do alike, whatever they train or make: take a folder, go on where it was stopped, train, finish."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The folder of a run: what it is, so that a resume cannot silently be another run, and saves that are whole or not
 there.
 

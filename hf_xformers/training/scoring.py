@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loss, perplexity and accuracy of a saved language model on text."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training on long texts segment by segment: rows in contiguous streams, and a memory carried from batch to batch."""
 
 from __future__ import annotations

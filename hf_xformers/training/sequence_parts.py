@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training on texts that are divided over the processes of a run: over all, or over rows of some."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From a text source to rows of tokens, as `pretrain` and `evaluate` need them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """transformers' Trainer for pretraining: exact metrics, auxiliary losses by name, evaluation that leaves no trace."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a Trainer measures: losses and accuracies over all labelled tokens, beside what their frequencies reach."""
 
 from __future__ import annotations

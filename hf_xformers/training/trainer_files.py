@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a Trainer writes and reads again: checkpoints that are whole or none, of one process or of parts of a model."""
 
 from __future__ import annotations

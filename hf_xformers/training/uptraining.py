@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Continued pretraining of a model that has been changed, alone or with a teacher."""
 
 from __future__ import annotations

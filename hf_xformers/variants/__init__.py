@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Named X-formers: one file each, holding a config preset, its family and its citation.
 
 The file name is the ledger id; the model type is `xf_<file name>` (the free mix is `xformer` itself).

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """AdaNorm (Xu et al. 2019): layer normalisation whose scale depends on its input and which has no parameters."""
 
 from __future__ import annotations

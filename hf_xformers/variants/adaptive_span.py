@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adaptive attention span (Sukhbaatar et al. 2019): every head learns how far back it reads."""
 
 from __future__ import annotations

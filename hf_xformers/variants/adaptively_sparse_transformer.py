@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adaptively Sparse Transformer (Correia et al. 2019): alpha-entmax attention with learned alphas."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Admin (Liu et al. 2020): post-norm layers whose shortcuts start with a weight that keeps deep stacks stable."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ALBERT (Lan et al. 2020): a BERT whose layers share their weights, over a narrow token table."""
 
 from __future__ import annotations

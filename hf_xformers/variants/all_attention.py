@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All-attention (Sukhbaatar et al. 2019): learned keys and values in attention replace the feed-forward."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Arc-cosine attention (Choromanski et al. 2021, Peng et al. 2021): random ReLU features instead of a softmax."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention guidance (Deshpande & Narasimhan 2020): some heads are drawn to simple patterns."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Average Attention Network (Zhang et al. 2018): a decoder whose tokens read the mean of all tokens up to them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Axial Transformer (Ho et al. 2019): rows and columns of a grid attend by turns."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """BART (Lewis et al. 2020): an encoder-decoder pretrained by denoising."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """BERT (Devlin et al. 2019): a bidirectional encoder pretrained by masked language modelling and sentence pairs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """BigBird (Zaheer et al. 2020): a window of blocks, random blocks and global blocks."""
 
 from __future__ import annotations

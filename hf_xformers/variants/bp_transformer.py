@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """BP-Transformer (Ye et al. 2019): near tokens one by one, and far ones as ever longer spans."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The attention of CA-MTL (Pilault et al. 2021): a bias on near tokens that depends on the task."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Capsule heads (Gu & Feng 2019): heads are capsules, joined by dynamic or EM routing."""
 
 from __future__ import annotations

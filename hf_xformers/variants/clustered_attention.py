@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Clustered attention (Vyas et al. 2020): queries that are alike share one row of attention."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Collaborative attention (Cordonnier et al. 2020): heads share queries and keys and mix their channels."""
 
 from __future__ import annotations

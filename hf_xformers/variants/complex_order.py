@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Complex word embeddings (Wang et al. 2020): a word is a function of its place, and so is everything above it."""
 
 from __future__ import annotations

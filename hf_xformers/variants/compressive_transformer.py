@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compressive Transformer (Rae et al. 2020): what leaves the segment memory is compressed, not forgotten."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Conditional Computation Transformer (Bapna et al. 2020): gates that spend computation where it helps."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Conformer (Gulati et al. 2020): attention and convolution between two half feed-forward steps, for speech."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """CSALR (Chen et al. 2020): attention decomposed through the attention of a few landmarks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DARTSformer (Zhao et al. 2021): parts of the channels change in turn, by operations that a search has chosen."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeBERTa (He et al. 2021): content and relative position attend to each other, absolute positions come last."""
 
 from __future__ import annotations

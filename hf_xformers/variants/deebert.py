@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeeBERT (Xin et al. 2020): BERT with a classifier on every layer, and texts that leave at the first sure one."""
 
 from __future__ import annotations

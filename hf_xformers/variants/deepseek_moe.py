@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSeekMoE (Dai et al. 2024): many narrow experts beside a shared one, balanced without a loss."""
 
 from __future__ import annotations

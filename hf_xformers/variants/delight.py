@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeLighT (Mehta et al. 2021): deep and light transformations of tokens before attention of half the width."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Delta networks (Schlag, Irie, Schmidhuber 2021): linear attention that overwrites what it holds for a key."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Depth-Adaptive Transformer (Elbayad et al. 2020): an encoder-decoder whose tokens leave at different depths."""
 
 from __future__ import annotations

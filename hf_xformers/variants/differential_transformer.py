@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Differential Transformer (Ye et al. 2025): attention is the difference of two softmaxes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Disagreement regularisation (Li et al. 2018): heads are paid for reading different things."""
 
 from __future__ import annotations

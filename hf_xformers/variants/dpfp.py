@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Linear attention with DPFP (Schlag, Irie, Schmidhuber 2021): deterministic features without parameters."""
 
 from __future__ import annotations

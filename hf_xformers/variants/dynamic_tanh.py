@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dynamic tanh (Zhu et al. 2025): a Transformer without normalisation."""
 
 from __future__ import annotations

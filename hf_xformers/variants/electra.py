@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ELECTRA (Clark et al. 2020): a BERT that finds the tokens which a small generator put into its text."""
 
 from __future__ import annotations

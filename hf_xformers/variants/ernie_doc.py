@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ERNIE-Doc (Ding et al. 2021): long documents in segments, whose memory is what the same layer gave before."""
 
 from __future__ import annotations

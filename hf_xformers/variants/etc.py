@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ETC (Ainslie et al. 2020): a long text beside global tokens that stand for its parts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Evolved Transformer (So et al. 2019): cells found by an evolutionary search, with gates and convolutions."""
 
 from __future__ import annotations

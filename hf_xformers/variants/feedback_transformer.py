@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Feedback Transformer (Fan et al. 2020): every layer reads what all layers made of earlier tokens."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """FLOATER (Liu et al. 2020): positions from a learned differential equation, in every layer."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Forgetting Transformer (Lin et al. 2025): softmax attention with forget gates in place of positions."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Funnel-Transformer (Dai et al. 2020): the sequence is pooled from block to block."""
 
 from __future__ import annotations

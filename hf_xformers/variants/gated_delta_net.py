@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gated delta networks (Yang, Kautz, Hatamizadeh 2024): the delta rule with a state that decays."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gaussian Transformer (Guo et al. 2019): scores fall with the square of the distance, at a learned rate."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GPT (Radford et al. 2018): a post-LN causal decoder."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GPT-3 (Brown et al. 2020): dense and locally banded layers by turns."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Graphormer (Ying et al. 2021): a Transformer over the nodes of a graph, whose scores know the paths between them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GShard (Lepikhin et al. 2020): each token goes to its best expert and, at random, to its second best."""
 
 from __future__ import annotations

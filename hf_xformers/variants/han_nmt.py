@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """HAN (Miculicich et al. 2018): translation of documents with hierarchical attention to the sentences before."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hard-coded Gaussian attention (You et al. 2020): every head looks at a neighbour, with fixed weights around it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hash layers (Roller et al. 2021): a fixed map from token ids to experts in place of a router."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hi-Transformer (Wu et al. 2021): sentence and document Transformers in turn, for long texts."""
 
 from __future__ import annotations

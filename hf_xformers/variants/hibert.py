@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """HIBERT (Zhang et al. 2019): a document encoder over sentence vectors, pretrained by writing masked sentences."""
 
 from __future__ import annotations

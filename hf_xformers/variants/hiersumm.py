@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """HierSumm (Liu and Lapata 2019): summaries of several documents, with attention between paragraphs."""
 
 from __future__ import annotations

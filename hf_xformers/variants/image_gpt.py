@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Image GPT (Chen et al. 2020): a causal decoder over the colours of an image's pixels."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Image Transformer (Parmar et al. 2018): an image as a text of intensities, with local attention."""
 
 from __future__ import annotations

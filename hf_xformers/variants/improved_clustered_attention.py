@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Improved clustered attention (Vyas et al. 2020): shared rows of attention, exact for the largest keys."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """InDIGO (Gu et al. 2019): decoding by insertion, with positions known only relative to each other."""
 
 from __future__ import annotations

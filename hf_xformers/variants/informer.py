@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Informer (Zhou et al. 2021): few queries attend, the encoder halves its sequence, and the decoder writes at once."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Kimi Delta Attention (Kimi Team 2025): the gated delta rule with a decay for each channel of a key."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LazyFormer (Ying et al. 2021): several layers share one attention map."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sinusoids with learned frequencies (Wang et al. 2021): few parameters, any length, invariant to shifts."""
 
 from __future__ import annotations

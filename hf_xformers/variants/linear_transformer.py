@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Linear Transformer (Katharopoulos et al. 2020): weights are products of features, so a decoder is a recurrent
 network."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Linformer (Wang et al. 2020): keys and values are projected over positions to a short sequence."""
 
 from __future__ import annotations

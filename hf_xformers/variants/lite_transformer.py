@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lite Transformer (Wu et al. 2020): attention on half of the channels, dynamic convolution on the others."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Localness modelling (Yang et al. 2018): every query predicts a window of the text, which scores fall away from."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Longformer (Beltagy et al. 2020): a sliding window, and global tokens that see and are seen by all."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Low-rank and band attention (Guo et al. 2019): a narrow attention for the whole text, a band for what is near."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Luna (Ma et al. 2021): a short memory, packed from the text in every layer, is what tokens read."""
 
 from __future__ import annotations

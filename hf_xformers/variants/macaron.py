@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Macaron (Lu et al. 2019): each layer is attention between two half feed-forward steps."""
 
 from __future__ import annotations

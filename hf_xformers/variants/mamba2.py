@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mamba-2 (Dao, Gu 2024): a state space with a scalar decay of each token."""
 
 from __future__ import annotations

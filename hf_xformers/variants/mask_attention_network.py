@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mask attention network (Fan et al. 2021): attention with dynamic masks before self-attention."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Megatron-LM (Shoeybi et al. 2019): BERT and GPT-2 with the norms before the sublayers, which deep models need."""
 
 from __future__ import annotations

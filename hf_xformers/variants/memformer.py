@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memformer (Wu et al. 2022): memory slots that are read in every layer and written after each segment."""
 
 from __future__ import annotations

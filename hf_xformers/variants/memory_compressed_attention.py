@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """T-DMCA (Liu et al. 2018): local layers by turns with layers that read the text compressed by a convolution."""
 
 from __future__ import annotations

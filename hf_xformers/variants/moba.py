@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """MoBA (Lu et al. 2025): each token reads its own block and the few earlier ones that it likes best."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Multi-head latent attention (DeepSeek-AI 2024): a cache of one short vector per token."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Multi-query attention (Shazeer 2019): one head of keys and values for all heads of queries."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Multi-Scale Transformer (Guo et al. 2020): heads with windows of several widths."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Music Transformer (Huang et al. 2019): relative attention over the past, its terms placed by skewing."""
 
 from __future__ import annotations

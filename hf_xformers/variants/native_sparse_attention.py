@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Native sparse attention (Yuan et al. 2025): means of blocks, a few chosen blocks, and a window."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decoder without feed-forward (Yang et al. 2020): layers of self-attention and cross-attention alone."""
 
 from __future__ import annotations

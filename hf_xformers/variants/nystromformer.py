@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Nystromformer (Xiong et al. 2021): softmax attention approximated through a few landmarks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """PABEE (Zhou et al. 2020): BERT with a classifier on every layer, and texts that leave once several agree."""
 
 from __future__ import annotations

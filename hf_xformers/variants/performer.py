@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Performer (Choromanski et al. 2021): softmax attention in linear time, estimated by positive random features."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Performer, first version (Choromanski et al. 2020): softmax attention estimated by trigonometric random features."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Poolingformer (Zhang et al. 2021): a sliding window, and attention over pooled keys of a wider one."""
 
 from __future__ import annotations

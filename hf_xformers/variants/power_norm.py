@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """PowerNorm (Shen et al. 2020): division by a running quadratic mean over tokens, not by each token's own."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Evolving attention (Wang et al. 2021): a convolution over the scores of one layer predicts those of the next."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Product-key memory (Lample et al. 2019): one feed-forward is a very large memory, read sparsely."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """RealFormer (He et al. 2020): attention scores add up from layer to layer."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recurrence added to a pretrained language model (Yoshida et al. 2020): windows that carry one key and value."""
 
 from __future__ import annotations

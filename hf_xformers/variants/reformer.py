@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reformer (Kitaev, Kaiser, Levskaya 2020): attention inside hash buckets, and reversible layers."""
 
 from __future__ import annotations

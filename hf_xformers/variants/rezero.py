@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ReZero (Bachlechner et al. 2020): residual branches gated by a scalar that starts at zero, without normalisation."""
 
 from __future__ import annotations

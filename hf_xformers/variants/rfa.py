@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random feature attention (Peng et al. 2021): random Fourier features of queries and keys of length one."""
 
 from __future__ import annotations

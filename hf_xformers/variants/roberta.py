@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """RoBERTa (Liu et al. 2019): BERT's architecture trained longer, with dynamic masks and without sentence pairs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """RoFormer (Su et al. 2021): queries and keys rotated by their position."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Routing-by-agreement aggregation (Li et al. 2019): heads vote for the parts of a layer's output."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Routing Transformer (Roy et al. 2021): half of the heads attend inside clusters found by online k-means."""
 
 from __future__ import annotations

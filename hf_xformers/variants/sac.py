@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SAC (Li et al. 2020): tokens read the few others that a predictor trained by reinforcement connects them to."""
 
 from __future__ import annotations

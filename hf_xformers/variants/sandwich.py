@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sandwich Transformer (Press et al. 2020): attention sublayers first, feed-forward sublayers last."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ScaleNorm (Nguyen and Salazar 2019): vectors of one learned length, token vectors of unit length."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Set Transformer (Lee et al. 2019): attention through inducing points, and pooling by attention."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Relative position representations (Shaw et al. 2018): a learned vector per clipped distance."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sinkhorn Transformer (Tay et al. 2020): attention to the own block and to one that is sorted to it."""
 
 from __future__ import annotations

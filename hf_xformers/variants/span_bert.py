@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SpanBERT (Joshi et al. 2020): BERT's encoder, trained on spans that their two neighbours have to tell."""
 
 from __future__ import annotations

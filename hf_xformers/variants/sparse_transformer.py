@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sparse Transformer (Child et al. 2019): factorised attention in O(T sqrt(T))."""
 
 from __future__ import annotations

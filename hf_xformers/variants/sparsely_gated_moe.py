@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sparsely-gated mixture of experts (Shazeer et al. 2017): the best k of many experts by noisy gates."""
 
 from __future__ import annotations

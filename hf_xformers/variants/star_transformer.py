@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Star-Transformer (Guo et al. 2019): a ring of tokens around a relay."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Switch Transformer (Fedus et al. 2022): each token chooses one of many feed-forward experts."""
 
 from __future__ import annotations

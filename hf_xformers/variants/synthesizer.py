@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Synthesizer (Tay et al. 2021): attention scores that each token makes alone, without queries and keys."""
 
 from __future__ import annotations

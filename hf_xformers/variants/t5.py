@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """T5 (Raffel et al. 2020): an encoder-decoder with relative position biases, pretrained by span corruption."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Talking-heads attention (Shazeer et al. 2020): learned mixing of heads before and after the softmax."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """TENER (Yan et al. 2019): a Transformer encoder for named entities."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Token-level early exit (Li et al. 2021): BERT whose tokens halt once their tags are certain."""
 
 from __future__ import annotations

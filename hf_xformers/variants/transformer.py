@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The vanilla Transformer (Vaswani et al. 2017): the encoder-decoder that every X-former modifies."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Transformer in Transformer (Han et al. 2021): an encoder of images that reads the pixels inside its patches."""
 
 from __future__ import annotations

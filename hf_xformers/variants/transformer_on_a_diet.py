@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Transformer on a Diet (Wang et al. 2020): a few keys per token, chosen by the layer."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Transformer-XL (Dai et al. 2019): segments that read the states of earlier segments, with relative positions."""
 
 from __future__ import annotations

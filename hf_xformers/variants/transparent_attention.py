@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Transparent attention (Bapna et al. 2018): decoder layers read learned mixtures of all encoder layers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """TUPE (Ke et al. 2021): positions attend to positions, untied from words, and [CLS] has no place."""
 
 from __future__ import annotations

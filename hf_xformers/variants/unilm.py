@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """UniLM (Dong et al. 2019): BERT's encoder under four masks, which reads texts and writes them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Universal Transformer (Dehghani et al. 2019): one layer at every depth, and tokens that halt when they are done."""
 
 from __future__ import annotations

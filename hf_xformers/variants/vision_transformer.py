@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Vision Transformer (Dosovitskiy et al. 2021): an encoder that reads an image as a sequence of patches."""
 
 from __future__ import annotations

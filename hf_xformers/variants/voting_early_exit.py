@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Voting early exit (Sun et al. 2021): BERT with a classifier on every layer, and texts that leave by vote."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The free mix: any component in any slot."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """XLNet (Yang et al. 2019): permuted language modelling with two streams over relative positions."""
 
 from __future__ import annotations

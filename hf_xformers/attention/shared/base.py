@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The attention contract and what all mechanisms share: projections, rotation, cache, cross-attention."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention whose scores are made by the mechanism itself, for a block of queries at a time."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention over a fixed pattern of positions."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What mechanisms that sort tokens into buckets share: the cache of labels, and short queries over a long cache."""
 
 from __future__ import annotations

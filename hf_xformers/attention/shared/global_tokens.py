@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tokens that a caller makes global: they see and are seen by all."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Linear attention whose feature maps are learned: one small linear map for each head, and what is made of it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What mechanisms whose weights are products of features share: the paths, the state for decoding, cross-attention."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The block that a Set Transformer is made of, in attention through inducing points and in pooling."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What specs of attention over a pattern of positions share: their base, their checks, fields by layer and head."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What mechanisms with explicit scores share: softmax over what is visible, and a loop over blocks of queries.
 
 A mechanism that changes scores in a way no fused kernel knows needs them written out. Block by block over the queries,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the queries of attention with relative positions stand among its keys."""
 
 from __future__ import annotations

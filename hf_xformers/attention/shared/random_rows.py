@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Random rows that features are made with: how they are drawn, kept, and drawn anew."""
 
 from __future__ import annotations

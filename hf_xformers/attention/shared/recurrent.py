@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What mechanisms whose state decays share: their parts, the paths, the state for decoding."""
 
 from __future__ import annotations

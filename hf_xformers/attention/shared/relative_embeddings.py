@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Learned vectors of distances and of token types, which all layers of a tower read."""
 
 from __future__ import annotations

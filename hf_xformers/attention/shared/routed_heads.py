@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Heads joined by routing: what heads have read votes for the parts of a layer's output."""
 
 from __future__ import annotations

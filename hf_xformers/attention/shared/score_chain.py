@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What mechanisms share whose layers hand their scores, or their weights, on to the next ones."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Linear attention where every process holds a part of each text: states of parts, joined to those of texts.
 
 What goes between processes is the state of a head, [F, d + 1] numbers, whatever the length. Log scales, which keep

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention whose scores have terms of their own: the loop over heads and queries on every device."""
 
 from __future__ import annotations

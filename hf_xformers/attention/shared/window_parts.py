@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention over a pattern of positions where every process holds a part of each text.
 
 A part reads what its windows reach beyond its borders from the processes that hold it. Keys that all tokens read

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Methods of distillation: one file each. A method knows which parts of two passes it compares, and what it needs of
 the models.
 

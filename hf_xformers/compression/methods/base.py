@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every method of distillation shares: its contract, and errors of states and of attention."""
 
 from __future__ import annotations

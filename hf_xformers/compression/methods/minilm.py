@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """MiniLM: attention and value relations of one layer."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """MobileBERT: feature maps and attention of every layer, and predictions."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Patient knowledge distillation: the first token's states after several layers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sequence-level distillation: the student is trained on what the teacher writes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """BERT-of-Theseus: layers of the student take the place of blocks of the teacher's, more and more often."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """TinyBERT: embeddings, states and attention scores of mapped layers, and then predictions."""
 
 from __future__ import annotations

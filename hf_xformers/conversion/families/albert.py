@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ALBERT: `albert` <-> `xf_albert`, whose stack `universal` runs its layers again and again.
 
 `num_hidden_layers` counts runs here, which are `inner_group_num` times the steps that it counts there. Class 0 of

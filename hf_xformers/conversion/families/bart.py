@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """BART: `bart` <-> `xf_bart`, and what its relatives (mBART, Marian, PEGASUS, M2M-100) have in common with it.
 
 Without `position_ids`, transformers counts padding on the left as positions and ours does not. `final_logits_bias` is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """BERT: `bert` <-> `xf_bert`.
 
 A checkpoint with `position_embedding_type` `relative_key` or `relative_key_query` becomes an `xf_bert` with the

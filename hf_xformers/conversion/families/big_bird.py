@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """BigBird: `big_bird` <-> `xf_bigbird`.
 
 transformers reads texts of at most (5 + 2 r) b tokens whole, for r random blocks of b tokens: `dense_length` here. In

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """BigBird-Pegasus: `bigbird_pegasus` <-> the free mix, an mBART whose encoder is a BigBird.
 
 What BART's and BigBird's texts say holds here, too. The one norm of a tower, its last, has the name

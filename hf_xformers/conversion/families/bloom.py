@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """BLOOM: `bloom` <-> a free mix with ALiBi (`xformer`).
 
 transformers adds slope * (place of the key), ours -slope * (distance): the same softmax. It has no dropout after the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Command R: `cohere` -> `xformer`. Attention and network side by side behind one norm, pairs of neighbouring channels
 that turn, and a factor on logits."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Command R7B and Command A: `cohere2` -> `xformer`. Command R whose layers read a sliding window and turn, or read
 all tokens and know no positions."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeBERTa, first version: `deberta` <-> `xf_deberta`.
 
 Query, key and value have one projection there, head by head, and keys no bias. What is said of the second version's

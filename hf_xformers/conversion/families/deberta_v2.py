@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeBERTa, second version (its settings of v2 and v3): `deberta-v2` <-> `xf_deberta`.
 
 transformers predicts masked tokens from the last layer's states, without the paper's enhanced mask decoder: the stack

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSeek-V2: `deepseek_v2` -> `xformer`. Multi-head latent attention, and experts chosen by a softmax, with shared
 ones, in all layers but the first."""
 

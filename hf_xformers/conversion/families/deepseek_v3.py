@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSeek-V3 and R1: `deepseek_v3` -> `xformer`. Multi-head latent attention, and experts with a shared one in all
 layers but the first.
 

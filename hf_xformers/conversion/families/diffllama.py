@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DiffLlama: `diffllama` -> `xformer`. Llama with differential attention."""
 
 from __future__ import annotations

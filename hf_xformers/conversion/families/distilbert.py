@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DistilBERT: `distilbert` <-> the free mix.
 
 Where a dense layer with ReLU stands before a classifier of texts or of choices, it is our pooler. With

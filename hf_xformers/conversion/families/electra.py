@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ELECTRA, generators and discriminators: `electra` <-> `xf_electra`.
 
 The discriminator, which says of every token whether it was replaced, is `ForReplacedTokenDetection`. Where a dense

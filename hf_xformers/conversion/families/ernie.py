@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ERNIE: `ernie` <-> `xf_bert`.
 
 With `use_task_id` a vector for the task is added to every token's: an `id_tables` of the embedding, whose input has

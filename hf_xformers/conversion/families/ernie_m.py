@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ERNIE-M: `ernie_m` -> `xf_bert` without token types; one way, since transformers has no class for it any more.
 
 Positions count from the third row of their table. Without `attention_mask` its class in transformers 4 hid padding

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """EuroBERT: `eurobert` -> `xformer`. Llama that reads both sides.
 
 Its classifier of texts has a hidden layer before the labels; with `classifier_pooling="bos"` it reads the first slot,

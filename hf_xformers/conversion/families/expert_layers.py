@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What decoders with gated experts share: which layers have them, and their tensors. No family of its own."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Falcon: `falcon` <-> a free mix with rotary positions and, mostly, parallel sublayers (`xformer`).
 
 Their config has several ways to say the same (`new_decoder_architecture` with one norm, and without it); a model comes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Funnel-Transformer: `funnel` <-> `xf_funnel_transformer`, with the layers after up-sampling or without ("base").
 
 transformers pools padding with the token before it, ours does not: the two agree in rows without padding. Its two

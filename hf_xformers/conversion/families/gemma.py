@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gemma: `gemma` -> `xformer`. Llama with norms whose weights are added to 1, and scaled token vectors."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Gemma 2: `gemma2` -> `xformer`. Sublayers are normalised on both sides, by weights that are added to 1; scores and
 logits are capped; every other layer reads a sliding window.
 

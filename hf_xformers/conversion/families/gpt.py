@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GPT: `openai-gpt` <-> `xf_gpt`. Positions and padding as for GPT-2."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GPT-2: `gpt2` <-> `xf_gpt2`.
 
 Without `position_ids`, transformers counts padding on the left as positions and ours does not; with the position ids

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GPT-BigCode (SantaCoder, StarCoder): `gpt_bigcode` <-> a free mix with one head of keys and values (`xformer`).
 
 Without `position_ids`, transformers counts padding on the left as positions and ours does not; with the position ids

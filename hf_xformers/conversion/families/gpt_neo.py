@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GPT-Neo: `gpt_neo` <-> a free mix of dense and banded layers (`xformer`).
 
 Scores are not divided by anything. Without `position_ids`, transformers counts padding on the left as positions and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GPT-NeoX and Pythia: `gpt_neox` <-> a free mix with parallel sublayers (`xformer`).
 
 Without `position_ids`, transformers counts padding on the left as positions; rotary scores depend on distances alone,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """GPT-OSS: `gpt_oss` -> `xformer`. Layers that read all tokens or a sliding window, with learned sinks, and experts
 with biases whose gates are clamped."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Granite 3: `granite` -> `xformer`. Llama with factors on token vectors, on what sublayers add, on scores and on
 logits."""
 

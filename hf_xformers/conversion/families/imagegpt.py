@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Image GPT: `imagegpt` <-> `xf_image_gpt`.
 
 The last id starts an image and is never predicted. Classifiers read the mean of all tokens; ours leaves padding out of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LED: `led` <-> `xf_longformer` with two towers, a BART whose encoder is a Longformer.
 
 What BART's text says holds here, too. The decoder reads everything in both. Global tokens are the input

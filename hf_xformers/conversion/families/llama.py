@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Llama: `llama` -> `xformer`; and what its many relatives share.
 
 Without `position_ids`, transformers counts padding on the left as positions and ours does not; rotary scores depend on

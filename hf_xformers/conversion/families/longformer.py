@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Longformer: `longformer` <-> `xf_longformer`.
 
 Positions count from `pad_token_id + 1`, as in RoBERTa. transformers pads texts to a multiple of the window, which no

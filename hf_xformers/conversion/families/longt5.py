@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """LongT5: `longt5` <-> the free mix, a T5 whose encoder reads a band of tokens, and perhaps summaries of blocks.
 
 Blocks of transient global attention (`encoder_attention_type="transient-global"`) begin at a text's first real token;

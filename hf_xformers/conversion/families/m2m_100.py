@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """M2M-100 and NLLB-200's dense models: `m2m_100` <-> the free mix, an mBART with fairseq's sinusoids.
 
 Those are tensor2tensor's: omega_i = 10000^(-i / (D / 2 - 1)), all sines first, and the first token stands at the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Marian: `marian` <-> the free mix, a BART with sinusoids in place of learned positions and no norm after them.
 
 What BART's text says holds here, too. transformers stores the sinusoids as tables that do not learn; ours computes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """mBART: `mbart` <-> the free mix, a BART that normalises before its sublayers and after its towers.
 
 What BART's text says holds here, too. Without `decoder_input_ids` transformers starts the decoder with the last token

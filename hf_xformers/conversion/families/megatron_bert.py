@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Megatron-BERT: `megatron-bert` <-> `xf_megatron`, a BERT with the norms before the sublayers and one at the end."""
 
 from __future__ import annotations

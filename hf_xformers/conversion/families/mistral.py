@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mistral: `mistral` -> `xformer`. Llama whose layers all read a sliding window, where it has one."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mixtral: `mixtral` -> `xformer`. Mistral with experts in every layer.
 
 With `output_router_logits` transformers adds a loss that balances the experts of all layers at once: refused.

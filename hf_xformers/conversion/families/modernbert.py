@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ModernBERT: `modernbert` -> `xformer`. Layers read all tokens or a window to both sides, and turn by a theta for
 either kind; the first attention reads the normalised embedding as it is.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """MPNet: `mpnet` <-> the free mix with learned absolute positions and T5's bias.
 
 transformers numbers positions from 2 on and counts the tokens that are not token 1, whatever `pad_token_id` says; ours

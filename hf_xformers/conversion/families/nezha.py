@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """NEZHA: `nezha` -> `xf_bert` with the positions of Shaw et al., whose vectors are sinusoids; one way, since
 transformers has no class for it any more.
 

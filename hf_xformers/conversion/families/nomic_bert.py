@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """NomicBERT: `nomic_bert` <-> `xformer`, BERT with rotary positions and gated feed-forwards, without most biases.
 
 The bare model has no pooler unless it is loaded with one, which is left behind.

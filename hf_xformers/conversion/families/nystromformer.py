@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Nystromformer: `nystromformer` <-> `xf_nystromformer`.
 
 transformers takes landmarks as means over `segment_means_seq_len` places, padding among them, which texts must then be

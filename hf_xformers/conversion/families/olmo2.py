@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """OLMo 2: `olmo2` -> `xformer`. Llama that normalises what sublayers give and not what they read, and queries and keys
 over all heads."""
 

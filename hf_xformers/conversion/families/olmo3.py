@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """OLMo 3: `olmo3` -> `xformer`. OLMo 2 whose layers read all tokens or a sliding window, with a rotation for each."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """OPT: `opt` <-> a free mix with norms before sublayers or, for the 350 million one, after them (`xformer`).
 
 Where the token table is narrower than the model (`word_embed_proj_dim`), transformers leads every state back to the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Phi 1, 1.5 and 2: `phi` -> `xformer`. Attention and network side by side behind one layer norm, biases everywhere,
 and partly rotated heads."""
 

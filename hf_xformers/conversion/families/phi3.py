@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Phi-3 and Phi-4 mini: `phi3` -> `xformer`. Llama with fused projections, LongRoPE and partly rotated heads.
 
 Where a text outgrows `original_max_position_embeddings` while it is generated, transformers reads it anew; ours turns

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Qwen 2 and 2.5: `qwen2` -> `xformer`. Llama with biases on queries, keys and values alone; layers read all tokens or
 a sliding window, as `layer_types` says."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Qwen 1.5 and 2 with experts: `qwen2_moe` -> `xformer`. Qwen 2 with experts, and a gated network that all tokens
 share, in all layers or some."""
 

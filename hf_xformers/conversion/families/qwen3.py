@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Qwen 3: `qwen3` -> `xformer`. Llama that normalises the queries and keys of each head; layers read all tokens or a
 sliding window, as `layer_types` says."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Qwen 3.5, its language model: `qwen3_5_text` -> `xformer`. Qwen3-Next without experts, and with projections of
 linear layers that stand apart. A text has one position in all of a rotation's sections for images."""
 

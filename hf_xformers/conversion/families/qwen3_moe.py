@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Qwen 3 with experts: `qwen3_moe` -> `xformer`. Qwen 3 with experts in all layers or some; all layers read a sliding
 window, where there is one."""
 

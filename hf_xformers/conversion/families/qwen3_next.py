@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Qwen3-Next: `qwen3_next` -> `xformer`. Gated delta networks in most layers and gated attention in the others, with
 experts and a gated network that all tokens share."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reformer: `reformer` <-> `xf_reformer`, with LSH layers, local layers, or both.
 
 LSH layers read what transformers' do where both hash with the same rotations: with a `hash_seed`, which draws the same

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """RoBERTa: `roberta` <-> `xf_roberta`.
 
 transformers numbers positions from `pad_token_id + 1` and counts the tokens that are not the padding token; ours

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """RoFormer: `roformer` <-> `xf_roformer`.
 
 transformers keeps the sines and cosines as a frozen table; ours computes them, for any length. Its classifier for

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SmolLM 3: `smollm3` -> `xformer`. Llama some of whose layers know no positions; layers may read a sliding window."""
 
 from __future__ import annotations

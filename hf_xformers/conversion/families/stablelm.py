@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """StableLM: `stablelm` -> `xformer`. Llama with layer normalisation and partly rotated heads; the second generation
 has norms of single heads and sublayers side by side."""
 

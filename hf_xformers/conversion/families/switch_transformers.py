@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Switch Transformers: `switch_transformers` <-> `xf_switch_transformer`.
 
 transformers bounds an expert by a number of tokens of a row (`expert_capacity`), in evaluation too and in every call

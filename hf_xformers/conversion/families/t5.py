@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """T5 (v1.0 and v1.1) and mT5: `t5` and `mt5` <-> `xf_t5`; what their relatives have in common with them.
 
 transformers says whether decoder outputs are scaled by hidden_size^-0.5 (`scale_decoder_outputs`, v1.0), and ties the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Transformer-XL: `transfo-xl` -> `xf_transformer_xl` with an adaptive vocabulary; one way, since transformers has no
 class for it any more.
 

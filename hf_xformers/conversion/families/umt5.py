@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """UMT5: `umt5` <-> the free mix, a T5 with a table of position biases in every layer. Outputs are always scaled."""
 
 from __future__ import annotations

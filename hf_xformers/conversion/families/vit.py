@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Vision Transformers: `vit` and `deit` <-> `xf_vision_transformer`.
 
 transformers' hidden states end with what the last layer gives, ours with what the final norm makes of it. Heads that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """XLM: `xlm` <-> the free mix, with learned positions or sinusoids.
 
 Languages are an `id_tables` of the embedding, with transformers' name `langs` for the input; without that input no

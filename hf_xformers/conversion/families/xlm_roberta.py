@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """XLM-RoBERTa and CamemBERT: RoBERTa under other names, `xlm-roberta` and `camembert` <-> `xf_roberta`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """XLNet: `xlnet` <-> `xf_xlnet`, with Transformer-XL's attention, its segment term, and both streams.
 
 `perm_mask` and `target_mapping` mean the same on both sides, but for a target that sees no token at all: in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The layout of ERNIE-M checkpoints, as transformers 4 wrote them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What layouts of BERT's relatives share."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The layout of Transformer-XL's published checkpoint (`transfo-xl-wt103`), as transformers 4 wrote it."""
 
 from __future__ import annotations

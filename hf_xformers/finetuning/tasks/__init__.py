@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The tasks: one file each. A task knows what its rows mean, what the model reads, and what is measured."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Extractive question answering: the span of a context that answers a question, with windows over long contexts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every task shares: its contract, finding columns, and class labels that agree with a saved model's."""
 
 from __future__ import annotations

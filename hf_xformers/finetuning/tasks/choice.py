@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Multiple choice: which of several texts goes with a first one."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Classification and regression of a text, or of a pair of texts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Source and target in one row, for an encoder that writes by telling masks (UniLM)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Classification of images by models whose tokens are colours."""
 
 from __future__ import annotations

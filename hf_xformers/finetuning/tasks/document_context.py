@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The sentences before a row, for models that translate a sentence of a document."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Forecasting: the coming steps of a time series, all at once."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tasks that generate a text from a text: summarisation and translation, with an encoder-decoder, or an encoder that
 writes by telling masks."""
 

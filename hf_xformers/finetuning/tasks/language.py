@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Language modelling on new text: masked, causal or span corruption, continued from a saved model."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Classification of a text, or of a pair of texts, with any number of labels per row."""
 
 from __future__ import annotations

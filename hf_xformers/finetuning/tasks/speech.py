@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Speech recognition: a transcript of each sound."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Token classification: a tag for every word, such as entities or parts of speech."""
 
 from __future__ import annotations

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention over patterns of positions, block by block."""

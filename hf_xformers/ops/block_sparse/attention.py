@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Softmax attention over a position-based pattern, at the cost of the pattern and not of T x T.
 
 [`block_sparse_attention`] is the fast engine, [`block_sparse_reference`] the literal dense equation with the same

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The engine as tensor operations alone, for graphs that other runtimes read and that take texts of any length.
 
 Queries stand in blocks of a fixed size. With each block goes one list of keys: those around it, as many as the pattern

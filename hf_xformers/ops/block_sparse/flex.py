@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Block-sparse attention on CUDA with FlexAttention and the same predicates.
 
 The block mask is built from the pattern's arithmetic on block ends, because `create_block_mask` evaluates all T x T

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The arithmetic of block-sparse attention: one softmax over all parts of a plan, forward and backward, in tiles.
 
 Every query keeps the running logarithm of its softmax denominator, so parts (window, gathered blocks, columns, side

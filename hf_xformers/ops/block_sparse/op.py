@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The block-sparse engine as PyTorch custom operators, which `torch.compile` takes whole and autograd knows.
 
 A pattern enters as its integer key, because an operator cannot take Python objects; everything that depends on the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The atoms of the pattern algebra. Users make them with the functions of
 [`hf_xformers.ops.block_sparse.patterns`]."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The algebra of position-based attention patterns: what a pattern is, and how patterns combine.
 
 A pattern answers three questions about *absolute* positions and never looks at the content of a token:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Patterns of images as sequences: blocks of queries that read what is near them along the sequence or on the plane.
 
 Image Transformer (Parmar et al. 2018, arXiv 1802.05751), sections 3.2 and 3.3.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Position-based attention patterns: which keys a query may read.
 
 A pattern is a pure function of the absolute positions of query and key; it never looks at the content of a token.

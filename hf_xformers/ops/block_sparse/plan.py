@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How the block-sparse engine walks a pattern: parts with disjoint key sets, each a list of equal-shaped tiles.
 
 A tile is a small dense problem, `rows` queries against `width` keys. Tiles of equal shape whose positions form an

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention over a pattern as the dense equation says it: the oracle of the fast engine, and the path with weights."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Softmax attention among tokens that share a bucket: sort by content, attend in chunks, scatter back.
 
 Every token carries one label (bucket, cluster) per round. In a round, tokens are ordered by (label, position) and read

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention inside clusters that chose their tokens, forward and backward, as PyTorch custom operators.
 
 Every cluster of every head is a small dense attention between the rows it gathers and those it adds its results to. A

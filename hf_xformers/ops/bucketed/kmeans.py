@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tokens and the centroids of k-means near to them: who is nearest, what clusters hold, and how far it is.
 
 Names: R heads with centroids of their own, K centroids per head.

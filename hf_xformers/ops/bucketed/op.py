@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The bucketed engine's forward and backward pass as PyTorch custom operators, which ``torch.compile`` takes whole.
 
 Rows (one batch entry, one head) are independent. For each row and round, tokens stand in the round's order and are cut

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Queries in clusters: which belongs to which, by k-means among hashes; their means; and blocks of one cluster each.
 
 Vyas, Katharopoulos and Fleuret 2020 (arXiv 2007.04825), section 3.2. Every row of a batch and every head is clustered

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention in buckets and clusters over all pairs, counting how often each key is in a query's sets."""
 
 from __future__ import annotations

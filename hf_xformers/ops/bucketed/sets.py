@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which tokens a query reads in the order of a round."""
 
 from __future__ import annotations

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small helpers that several engines use."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small constants that stay on the device where they were wanted once: copying one waits for the device."""
 
 from __future__ import annotations

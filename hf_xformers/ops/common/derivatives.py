@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Backward passes that are no functions to differentiate again, in the types of their forward passes."""
 
 from __future__ import annotations

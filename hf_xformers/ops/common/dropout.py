@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dropout that a backward pass can draw again."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The exponential function where scores and features are many."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a scan may ask of a feature map."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Working on some heads at a time, so that what lies between a mechanism's inputs and its output is never there at
 once."""
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors that are made once and kept for later calls."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names of the compute engines' operators in `torch.ops`, and what is said of all of them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which tokens of a text are real."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Products of queries and keys with the range and the digits that a softmax over them needs."""
 
 from __future__ import annotations

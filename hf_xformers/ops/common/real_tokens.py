@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where the real tokens of padded rows are. Every mask is boolean [B, S], True = real; padding may be anywhere."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sinusoids of signed distances."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows of a tensor by their index, and sums of rows at an index.
 
 `gather` and `scatter_add` look an index up for every number, and walk the numbers of a row far apart. With the leading

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cutting a long sequence into a few segments, so that working memory stays a fraction of the inputs.
 
 A scan keeps chunks (the quadratic blocks) and segments apart: all chunks of one segment are computed together in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reading pieces of tensors without gradients that are as large as the whole.
 
 The derivative of a slice is a tensor of zeros of full size with the piece's gradient in it. A loop over blocks of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A sequence as a grid of tokens: which row and column each of its places has."""
 
 from __future__ import annotations

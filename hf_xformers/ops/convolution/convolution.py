@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lightweight and dynamic convolution: a kernel for each head, given or made anew for each token.
 
     out_{t, c} = sum_{j < k} w_{t, g(c), j} x_{t + j, c},

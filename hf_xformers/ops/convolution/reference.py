@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The convolutions' equation, one tap at a time."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A causal convolution of a few taps for every channel by itself, before a recurrence.
 
     out_{t, c} = f(sum_{j < k} w_{c, j} x_{t - k + 1 + j, c} + b_c),    f the identity or SiLU,

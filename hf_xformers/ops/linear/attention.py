@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Normalised kernel attention in linear time, from feature-mapped queries and keys.
 
 With positive (or at least mostly positive) features `phi` of width `F`,

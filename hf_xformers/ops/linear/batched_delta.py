@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The delta rule for devices that want few and large operations: all chunks at once, apart from states between them.
 
 With `T` the inverse of the triangular system of a chunk (see `delta_rule`), all that a chunk does to the state S

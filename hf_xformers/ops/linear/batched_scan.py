@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The causal scan of linear attention for devices that want few and large operations: all chunks at once.
 
 Numbers and meaning are those of `kernels.CausalScan`. A denominator is a numerator whose values are 1, so it comes as

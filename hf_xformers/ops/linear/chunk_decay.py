@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decays between the tokens of a chunk, as factors that are never above 1.
 
 A state that decays by e^{l_t} at token t brings what token j has written to token i > j times e^{l_{j+1} + ... + l_i}.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Linear attention whose state decays: retention, state space duality, gated linear attention.
 
     S_t = Diag(a_t) S_{t-1} + k_t^T v_t,    out_t = q_t S_t,    a_t = e^{log_decay_t},

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The delta rule: a linear attention whose state is corrected instead of summed.
 
 Each key first reads what the state `S` holds for it and then writes the difference to its value, with strength beta:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Feature maps `phi` of kernel attention, and the random matrices some of them need.
 
 A map takes `[..., d]` to non-negative (unless said otherwise) features `[..., F]`. Maps with an exponential in them

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Feature maps that know their own pullback, for scans that evaluate a map again in their backward pass.
 
 A scan asks a [`MapWithPullback`] for features and pullback at once; any other map is differentiated by

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The kernels of flash-linear-attention (fla), where they are asked for and installed: bfloat16 on a CUDA device.
 
 `HF_XFORMERS_FLA=1` asks for them: Triton tunes them for minutes when they first run. They are then compared with the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bidirectional linear attention with the projections of values and outputs folded into its sums.
 
 With features phi(x) = elu(x) + 1 of H heads, as wide as they are, and states x_j of which the values W_v x_j + b_v are

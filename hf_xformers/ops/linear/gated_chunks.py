@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A state that decays, and is added to or corrected, in chunks: what `decayed_scan` and `gated_delta` compute.
 
 With D the decays between the tokens of a chunk, e^b those from its start to a token, e^c those from a token to its end

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The gated delta rule: a state that decays before it is corrected.
 
     S_t = (I - beta_t k_t^T k_t) Diag(a_t) S_{t-1} + beta_t k_t^T v_t,    out_t = q_t S_t,    a_t = e^{log_decay_t},

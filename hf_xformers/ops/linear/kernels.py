@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The three autograd functions behind linear attention: sum over keys, read by queries, causal scan.
 
 Gradients are written out by hand so that the backward pass keeps nothing but the inputs, the output, the denominators

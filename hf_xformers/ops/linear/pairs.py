@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bidirectional linear attention over all pairs of a short text.
 
 Sums of `F x dv` numbers for every head are more work than `T x S` products while a text is shorter than features are

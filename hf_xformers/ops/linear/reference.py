@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention through feature maps as the equations say it: over all pairs, or token by token."""
 
 from __future__ import annotations

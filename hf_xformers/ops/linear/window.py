@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Softmax over a sliding window and linear attention over everything beyond it, under one normaliser.
 
 With `W_i` the keys nearer to query `i` than `window` tokens (among those that it may see), `c_i` its largest score in

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention whose scores have terms of their own."""

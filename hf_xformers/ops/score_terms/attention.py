@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Softmax attention whose scores have terms of their own.
 
 [`term_attention`] takes any terms, a block of queries at a time; [`diagonal_attention`] terms that are numbers by

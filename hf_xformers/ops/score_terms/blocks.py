@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Softmax attention whose scores have terms of their own, which a function makes block by block.
 
 No fused kernel knows the derivative of such terms. Here a block of queries has its terms made, handed to the

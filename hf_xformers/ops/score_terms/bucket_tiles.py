@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Buckets and clusters whose scores have terms of their own, as tiles for [`tile_attention`]."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Softmax attention whose scores gain a number for each distance and further products of the pair.
 
 Such scores are never laid out. Read along diagonals, a row of numbers by distance is a matrix whose rows start one

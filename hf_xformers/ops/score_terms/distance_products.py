@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scores that are products of a query, or of a key, with one vector for each distance.
 
 No vector is looked up for a pair. A tile of queries is multiplied with the vectors of all its distances at once; read

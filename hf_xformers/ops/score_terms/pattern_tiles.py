@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The pairs of a pattern of positions as tiles for [`tile_attention`], from the plan of the block-sparse engine."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Attention with terms of its own as the equations say it, from the matrix of all scores."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What engines read of terms that are added to attention scores, and the words in which terms are said."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Softmax attention whose scores have terms of their own, over tiles of gathered queries and keys.
 
 What [`term_attention`] is to all pairs this is to a sparse set of them: a pattern of positions, or buckets found by

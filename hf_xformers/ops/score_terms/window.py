@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Softmax attention over a window that moves with the query, with products and a bias by distance.
 
     score_ij = q_i k_j + q_i p_(i-j) + b_h(i-j),   i - j in a fixed interval; out_i = sum_j softmax_j(score_ij) v_j.
