@@ -200,3 +200,23 @@ def test_bfloat16_operands_are_summed_in_float32(name, monkeypatch):
         found = [x.inner for x in (out, *torch.autograd.grad(out, moved, OnGPU(grad)))]
     for x, y in zip(found, wanted, strict=True):
         assert ((x.double() - y).norm() / y.norm()).item() < 1.5e-2
+
+
+class _NoGradient(torch.autograd.Function):
+    """Its input has no gradient, which torch tells as None."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
+
+
+def test_a_result_that_needs_no_gradient(at_once):
+    """What reads it says so with None: the inputs have none, or zeros, from there."""
+    inputs = [draw(B, H, 40, F), draw(B, H, 40, F), draw(B, H, 40, DV)]
+    out = delta_rule(*inputs, torch.rand(B, H, 40, dtype=torch.float64))
+    (_NoGradient.apply(out).sum() + sum(x.sum() for x in inputs)).backward()
+    assert all((x.grad == 1.0).all() for x in inputs)

@@ -32,7 +32,10 @@ def first_derivative_only(what: str, remedy: str = "") -> Callable[[Callable[...
             if torch.is_grad_enabled():  # only where a derivative of the result is asked for (`create_graph=True`)
                 way = f"; for one, {remedy}" if remedy else ""
                 raise RuntimeError(f"{what} has no second derivative on this path{way}.")
-            with without_autocast(next(grad for grad in grads if grad is not None)):
+            given = next((grad for grad in grads if grad is not None), None)
+            if given is None:  # what reads the results has no gradient for any of them
+                return (None,) * len(ctx.needs_input_grad)
+            with without_autocast(given):
                 return backward(ctx, *grads)
 
         return checked
