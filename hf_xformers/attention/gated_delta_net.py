@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ..core.components import bounded, register
 from ..core.context import LayerContext
+from ..ops.common.products import widened
 from .shared.recurrent import DecayRates, GatedNorm, RecurrentAttention, RecurrentSpec, Tokens, unit_length
 
 
@@ -45,7 +46,8 @@ class GatedDeltaNetAttention(RecurrentAttention):
     def tokens(self, hidden_states: Tensor, context: LayerContext, window: Tensor | None):
         query, key, value, window = self.query_key_value(hidden_states, context, window)
         query, key = self.turned(unit_length(query) * self.scaling, unit_length(key), context)
-        beta = torch.sigmoid(self.beta_proj(hidden_states)).transpose(1, 2)
+        (strength,) = widened(self.beta_proj(hidden_states))  # whose gradients may leave float16's range
+        beta = torch.sigmoid(strength).transpose(1, 2)
         beta = 2 * beta if self.spec.negative else beta
         return Tokens(query, key, value, self.log_decay(hidden_states), beta), window
 

@@ -19,15 +19,17 @@ class LayerDecay(Float32Module):
 
     def __init__(self, heads: int, layer_idx: int, layers: int):
         super().__init__()
-        self.register_buffer("log_decay", torch.empty(heads))
+        self.heads, self.layer_idx, self.layers = heads, layer_idx, layers
+        self.register_buffer("log_decay", self._start().to(torch.empty(0).device))
         self.log_decay: Tensor
-        self.layer_idx, self.layers = layer_idx, layers
+
+    def _start(self) -> Tensor:
+        with torch.device("cpu"):
+            slopes = torch.exp2(-8.0 * torch.arange(1, self.heads + 1, dtype=torch.float64) / self.heads)
+        return (-slopes * (1 - self.layer_idx / (self.layers - 1 + 1e-5) + 1e-5)).float()
 
     def initialize(self, config, init) -> None:
-        heads = self.log_decay.shape[0]
-        slopes = torch.exp2(-8.0 * torch.arange(1, heads + 1, dtype=torch.float64) / heads)
-        part = 1 - self.layer_idx / (self.layers - 1 + 1e-5) + 1e-5
-        init.copy_(self.log_decay, (-slopes * part).to(self.log_decay))
+        init.copy_(self.log_decay, self._start().to(self.log_decay))
 
     def forward(self, x: Tensor) -> Tensor:
         """Of every token of x [B, T, D]: [B, H, T]"""

@@ -34,7 +34,7 @@ class XFLightningAttentionConfig(XFormerConfig):
 
 INFO = VariantInfo(
     section="successors",
-    summary="linear attention of activated queries, keys and values, with a constant decay for each head and layer",
+    summary="linear attention with a constant decay for each head and layer",
     paper="MiniMax 2025",
     url="https://arxiv.org/abs/2501.08313",
     equation=r"S_t = a_{h,l} S_{t-1} + k_t v_t^\top, \qquad [q\ k\ v] = \mathrm{SiLU}(W x), \qquad "

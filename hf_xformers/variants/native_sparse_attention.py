@@ -19,7 +19,6 @@ class XFNativeSparseAttentionConfig(XFormerConfig):
     attention_probs_dropout_prob: float | int = 0.0
     intermediate_size: int = 2048
     max_position_embeddings: int = 8192
-    num_key_value_heads: int | None = 4
     is_decoder: bool = True
     position: SpecLike = "rotary"
     attention: SpecLike = "native_sparse_attention"

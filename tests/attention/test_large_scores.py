@@ -41,7 +41,10 @@ SMALL = {  # sizes at which a text of 21 tokens has several chunks, clusters, la
     "image_transformer": {"block_length": 4, "memory_length": 3},
     "sinkhorn_transformer": {"block_size": 4},
     "transient_global": {"window_size": 4, "block_size": 4},
+    "gated_delta_net": {"chunk_size": 8},
+    "retnet": {"chunk_size": 8},
 }
+NORMED = ("gated_delta_net", "retnet")  # what heads have read: small values would have large gradients
 IN_STACKS = {
     "bp_transformer",
     "conditional",
@@ -64,8 +67,8 @@ TERMS = (
 LIMITS = {torch.float32: 1e-4, torch.float16: 0.1, torch.bfloat16: 0.2}
 
 
-def signed_permutations(layer, generator):
-    """Each linear map takes a channel to another one of its head, and the values are small."""
+def signed_permutations(layer, generator, values=2.0**-6):
+    """Each linear map takes a channel to another one of its head, and `values` is the size of values."""
     width = WIDTH // HEADS
     for name, module in layer.named_modules():
         if not isinstance(module, nn.Linear):
@@ -75,7 +78,7 @@ def signed_permutations(layer, generator):
         signs = torch.randint(0, 2, (rows,), generator=generator) * 2.0 - 1
         weight = torch.zeros(rows, columns)
         weight[torch.arange(rows), torch.cat(heads)[:rows] % columns] = signs
-        module.weight.data.copy_(weight * (2.0**-6 if name.endswith("v_proj") else 1.0))
+        module.weight.data.copy_(weight * (values if name.endswith("v_proj") else 1.0))
         if module.bias is not None:
             module.bias.data.zero_()
 
@@ -106,7 +109,7 @@ def check(attention, causal, position="none"):
     generator = torch.Generator().manual_seed(0)
     spec = {"type": attention, **SMALL.get(attention, {})}
     (layer,) = build_layers(spec, 1, causal, position=position)
-    signed_permutations(layer, generator)
+    signed_permutations(layer, generator, 1.0 if attention in NORMED else 2.0**-6)
     table = None
     if position != "none":
         table = layer.config.position.build(layer.config)

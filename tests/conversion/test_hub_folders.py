@@ -156,7 +156,7 @@ TABLED = [
     (name, field)
     for name, entry in ALL.items()
     for field in ACTIVATIONS
-    if hasattr(entry.config(), field) and entry.ours == "xformer"
+    if hasattr(entry.config(), field) and entry.ours == "xformer" and name != "gpt_oss"  # which reads none
 ]
 
 
@@ -164,12 +164,13 @@ TABLED = [
 def test_an_activation_that_converts_converts_back(name, field):
     for value in ("relu", "gelu", "gelu_new", "quick_gelu", "silu", "relu2", "sigmoid", "linear"):
         converter = converter_for(ALL[name].model_type)
+        theirs = ALL[name].config(**{field: value})  # Gemma's changes what old files say
         try:
-            ours = converter.config_to_ours(ALL[name].config(**{field: value}))
+            ours = converter.config_to_ours(theirs)
         except ValueError:
             continue
         back = getattr(converter.config_to_theirs(ours), field)
-        assert activation_name(back) == activation_name(value)
+        assert activation_name(back) == activation_name(getattr(theirs, field))
 
 
 @pytest.mark.parametrize(

@@ -224,7 +224,10 @@ class RecurrentAttention(Attention):
         parts = [project(hidden_states) for project in (self.q_proj, self.k_proj, self.v_proj)]
         if self.short_conv is not None:
             order = ["qkv".index(name) for name in self.conv_order]
-            joined, window = self.short_conv(torch.cat([parts[which] for which in order], dim=-1), context, window)
+            joined = torch.cat([parts[which] for which in order], dim=-1)
+            # SiLU brings numbers near zero, which divided by their length have gradients out of float16's range.
+            joined = joined.float() if joined.dtype == torch.float16 else joined
+            joined, window = self.short_conv(joined, context, window)
             split = joined.split([parts[which].shape[-1] for which in order], dim=-1)
             parts = [split[self.conv_order.index(name)] for name in "qkv"]
         widths = self.key_width, self.key_width, self.value_width
@@ -251,7 +254,7 @@ class RecurrentAttention(Attention):
         layer = state_layer(past_key_values, self.layer_idx if step is None else step)
         state = {} if layer is None else layer.state
         tokens, window = self.tokens(hidden_states, context, state.get("window"))
-        dtype = tokens.query.dtype
+        dtype = hidden_states.dtype
         if dtype == torch.float16:  # sums over a text leave its range, and a norm follows
             tokens = tokens._replace(value=tokens.value.float())
         options: dict[str, Any] = {"key_padding_mask": context.query_padding_mask, "segment_ids": context.segment_ids}

@@ -11,7 +11,7 @@ class LearnedScaleHead(LanguageModelHead):
     """logits = exp(s) W h, with one learned s."""
 
     def __init__(self, config, spec):
-        super().__init__(config, transform=None, bias=False, scale=False)
+        super().__init__(config, transform=None, bias=False, scale=None)
         self.spec = spec
         self.log_scale = torch.nn.Parameter(torch.empty(1))
 
