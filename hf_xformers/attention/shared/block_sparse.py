@@ -14,7 +14,8 @@ from transformers.cache_utils import Cache
 from ...core.context import LayerContext
 from ...core.visibility import visible_pairs
 from ...ops.block_sparse.attention import block_sparse_attention
-from ...ops.block_sparse.pattern_base import Pattern, same_pattern
+from ...ops.block_sparse.pattern_base import same_pattern
+from ...ops.block_sparse.patterns import Pattern
 from ...ops.common.padding import row_spans
 from ...ops.common.real_tokens import from_first_real, real_first
 from ...ops.score_terms.attention import take, tile_attention
