@@ -1,6 +1,6 @@
-"""Decoders most of whose layers have a state that decays: Qwen3-Next and Qwen 3.5."""
+"""Decoders whose layers, or most of them, have a state that decays."""
 
-from tests.conversion.architectures import Architecture
+from tests.conversion.architectures import VOCAB, Architecture
 from tests.conversion.architectures.experts import EXPERTS, ROUTING, SPARSE_OTHERS
 from tests.conversion.architectures.llama import BASE, TINY, heads
 
@@ -17,7 +17,6 @@ HYBRID_OTHERS = {
     "rope_parameters": {**PARTLY, "partial_rotary_factor": 0.25},
     "layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"],
 }
-
 ARCHITECTURES = (
     Architecture(
         model_type="qwen3_next",
@@ -49,5 +48,37 @@ ARCHITECTURES = (
         refused=frozenset({"hidden_act"}),
         other_values=HYBRID_OTHERS,
         tolerance=5e-5,  # a state of sums over a text, in float32
+    ),
+    Architecture(
+        model_type="mamba2",
+        ours="xf_mamba2",
+        tiny={
+            **{"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 3, "num_heads": 4, "head_dim": 16},
+            **{"state_size": 6, "n_groups": 2, "conv_kernel": 3, "chunk_size": 4, "initializer_range": 0.2},
+            "pad_token_id": 0,
+        },
+        heads={"Mamba2Model": "Model", "Mamba2ForCausalLM": "ForCausalLM"},
+        variations={
+            "published": {"n_groups": 1, "conv_kernel": 4, "tie_word_embeddings": True},
+            "biases": {"use_bias": True, "chunk_size": 256},
+            "wide": {"expand": 3, "head_dim": 24, "layer_norm_epsilon": 1e-3},
+            "bounds": {"time_step_limit": (0.3, 0.9)},
+        },
+        base={
+            **{"vocab_size": 50288, "hidden_size": 768, "num_hidden_layers": 24, "num_heads": 24, "n_groups": 1},
+            "tie_word_embeddings": True,
+        },
+        refused=frozenset({"hidden_act", "use_conv_bias", "num_heads", "head_dim", "hidden_size", "expand"}),
+        unread=frozenset(
+            {
+                *("time_step_rank", "time_step_min", "time_step_max", "time_step_floor", "rescale_prenorm_residual"),
+                "residual_in_fp32",
+            }
+        ),
+        other_values={"time_step_limit": (0.1, 0.5), "time_step_rank": 7},
+        # theirs begin behind the first layer, and have the last one twice, without the final norm and with it
+        renamed={f"hidden_states.{index}": f"hidden_states.{index + 1}" for index in range(7)},
+        raw_last_state=True,
+        tolerance=5e-5,
     ),
 )
