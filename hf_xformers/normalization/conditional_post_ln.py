@@ -44,15 +44,15 @@ class TaskGain(nn.Module):
 class ConditionalPostNorm(PostNorm):
     """y = CLN(x + f(x); z), CLN a layer norm with [`TaskGain`]."""
 
-    def __init__(self, config, scale: float = 1.0):
-        super().__init__(config, scale)
+    def __init__(self, config, scale: float = 1.0, stream_scale: float = 1.0):
+        super().__init__(config, scale, stream_scale)
         self.gain = TaskGain(config.hidden_size, config.hidden_size)
 
     def inputs(self, context: LayerContext) -> dict[str, Any]:
         return {"task": context.streams[STREAM]}
 
     def leave(self, hidden_states: Tensor, output: Tensor, gate: Tensor | None = None, **inputs: Any) -> Tensor:
-        return self.gain.after(self.norm, hidden_states + self.branch(output, gate), inputs["task"])
+        return self.gain.after(self.norm, self.summed(hidden_states, output, gate), inputs["task"])
 
 
 @register("residual", "conditional_post_ln", aliases=("conditional_layer_norm",))
@@ -77,7 +77,8 @@ class ConditionalPostLNSpec(PostLNSpec):
     def build(self, config, **where) -> Residual:
         first = config.num_hidden_layers // 2 if self.layers == "upper" else 0
         knows = where.get("layer_idx", -1) >= first
-        return (ConditionalPostNorm if knows else PostNorm)(config, scale=where.get("scale", 1.0))
+        made = ConditionalPostNorm if knows else PostNorm
+        return made(config, scale=where.get("scale", 1.0), stream_scale=self.stream_scale)
 
 
 __all__ = ["ConditionalPostLNSpec", "ConditionalPostNorm", "TaskGain"]

@@ -53,10 +53,12 @@ class PlainSum(Residual):
 
 
 class PostNorm(Residual):
-    """y = LN(x + f(x)) (Vaswani et al. 2017, section 3.1)."""
+    """y = LN(a x + f(x)), a = `stream_scale` (Vaswani et al. 2017, section 3.1: 1; Wang et al. 2022, arXiv 2203.00555,
+    section 3)."""
 
-    def __init__(self, config, scale: float = 1.0):
+    def __init__(self, config, scale: float = 1.0, stream_scale: float = 1.0):
         super().__init__(config, scale)
+        self.stream_scale = stream_scale
         self.normalization: NormSpec = config.normalization
         self.norm = config.normalization.build(config)
 
@@ -64,7 +66,12 @@ class PostNorm(Residual):
         return norm_inputs(self.normalization, context) if self.normalization.over_tokens else {}
 
     def leave(self, hidden_states: Tensor, output: Tensor, gate: Tensor | None = None, **inputs: Any) -> Tensor:
-        return self.norm(hidden_states + self.branch(output, gate), **inputs)
+        return self.norm(self.summed(hidden_states, output, gate), **inputs)
+
+    def summed(self, hidden_states: Tensor, output: Tensor, gate: Tensor | None) -> Tensor:
+        """What is normalised."""
+        stream = hidden_states if self.stream_scale == 1.0 else hidden_states * self.stream_scale
+        return stream + self.branch(output, gate)
 
 
 class PreNorm(Residual):
@@ -120,14 +127,19 @@ class ResidualSpec(Spec):
 
 @register("residual", "post_ln", aliases=("post",))
 class PostLNSpec(ResidualSpec):
-    """final_norm: also normalise after the last layer (off in the paper)."""
+    """final_norm: also normalise after the last layer (off in the paper). stream_scale: factor on the residual stream
+    in every sum (DeepNorm's alpha, 1 in the paper; MiniMax)."""
 
     context_parallel = True
     summary = "normalise after the residual sum"
-    module = PostNorm
+    module: ClassVar[type[PostNorm]] = PostNorm
     enters_as_is = True
 
     final_norm: bool = False
+    stream_scale: float | int = bounded(1.0, above=0)
+
+    def build(self, config, **where) -> Residual:
+        return self.module(config, scale=where.get("scale", 1.0), stream_scale=self.stream_scale)
 
     def build_final(self, config) -> nn.Module | None:
         return final_norm(config) if self.final_norm else None

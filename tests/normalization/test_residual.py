@@ -53,6 +53,12 @@ def test_a_factor_on_every_branch():
         close(made.leave(states, 2 * states), states + 0.15 * 2 * states)
 
 
+def test_a_factor_on_the_stream():
+    states = vectors(2, 3)
+    made = frame("post_ln", 0.5, stream_scale=1.7)
+    close(made.leave(states, 2 * states), made.norm(1.7 * states + 0.5 * 2 * states))
+
+
 def test_dropout_acts_before_the_sum():
     """The branch is dropped, the residual stream is not."""
     config = XFormerConfig(**GEOMETRY, hidden_dropout_prob=0.5, residual="pre_ln")

@@ -2,7 +2,7 @@
 
 from tests.conversion.architectures import VOCAB, Architecture
 from tests.conversion.architectures.experts import EXPERTS, ROUTING, SPARSE_OTHERS
-from tests.conversion.architectures.llama import BASE, TINY, heads
+from tests.conversion.architectures.llama import BASE, OTHERS, TINY, heads
 
 LINEAR = {
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6},
@@ -17,6 +17,8 @@ HYBRID_OTHERS = {
     "rope_parameters": {**PARTLY, "partial_rotary_factor": 0.25},
     "layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"],
 }
+FACTORS = ("full_attn_alpha_factor", "linear_attn_alpha_factor", "mlp_alpha_factor")
+
 ARCHITECTURES = (
     Architecture(
         model_type="qwen3_next",
@@ -79,6 +81,27 @@ ARCHITECTURES = (
         # theirs begin behind the first layer, and have the last one twice, without the final norm and with it
         renamed={f"hidden_states.{index}": f"hidden_states.{index + 1}" for index in range(7)},
         raw_last_state=True,
+        tolerance=5e-5,
+    ),
+    Architecture(
+        model_type="minimax",
+        ours="xformer",
+        tiny={
+            **{**TINY, "num_hidden_layers": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "block_size": 4},
+            **dict.fromkeys(FACTORS, 1.7),
+        },
+        heads=heads("MiniMax", "ForTokenClassification", "ForQuestionAnswering"),
+        variations={
+            "published": {"block_size": 256, "layer_types": [*["linear_attention"] * 3, "full_attention"]},
+            "plain": {**dict.fromkeys(FACTORS, 1.0), "tie_word_embeddings": True, "head_dim": 12},
+            "three_of_five": {"num_local_experts": 5, "num_experts_per_tok": 3, "num_key_value_heads": 1},
+        },
+        base={**BASE, "num_key_value_heads": 4, "num_local_experts": 4},
+        noted=ROUTING["noted"] | {"router_jitter_noise"},
+        refused=ROUTING["refused"]
+        | {"hidden_act", "sliding_window", *FACTORS, *(name.replace("alpha", "beta") for name in FACTORS)},
+        other_values={**OTHERS, "head_dim": 12, "layer_types": ["linear_attention", *["full_attention"] * 3]},
+        uncompared=tuple(f"hidden_states.{index}" for index in range(8)),  # theirs are not normalised
         tolerance=5e-5,
     ),
 )
