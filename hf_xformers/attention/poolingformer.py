@@ -191,6 +191,7 @@ class PoolingformerSpec(BlockSparseSpec):
     the layers, in the middle). level2_input: what level 2 reads, level 1's output or the layer's input ("mix" in the
     paper). share_projections: level 2 has the projections of level 1."""
 
+    keeps_numbers = False
     summary = "a sliding window, and a second level of attention over pooled keys of a wider one"
     normalizes_heads = False
     explicit_mask = False

@@ -189,6 +189,7 @@ FORMS = {
     "conditional": {"stack": "conditional_computation", "feedforward": "conditional"},
     "synthesizer": {"attention": {"type": "synthesizer", "kind": "random+dot", "max_length": 24}},
     "talking_heads": {"attention": {"type": "talking_heads", "num_key_heads": 2, "dynamic": ("m2l", "x2w")}},
+    "multi_head_latent_attention": {"attention": {"type": "multi_head_latent_attention", "qk_rope_head_dim": 8}},
     "sliding_window": {"attention": {"type": "sliding_window", "sinks": 0, "window_size": 4}},
 }
 
