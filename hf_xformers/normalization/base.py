@@ -25,7 +25,7 @@ class NormSpec(Spec):
     any_width: ClassVar[bool] = True
     knows_heads: ClassVar[bool] = False
 
-    def build_for_heads(self, config, heads: int) -> nn.Module:
+    def build_for_heads(self, config: Any, heads: int) -> nn.Module:
         """The norm of single heads [..., heads, d], each with a gain of its own."""
         raise NotImplementedError
 
