@@ -20,13 +20,13 @@ class LayerDecay(Float32Module):
     def __init__(self, heads: int, layer_idx: int, layers: int):
         super().__init__()
         self.heads, self.layer_idx, self.layers = heads, layer_idx, layers
-        self.register_buffer("log_decay", self._start().to(torch.empty(0).device))
+        self.register_buffer("log_decay", self._start().to(torch.empty(0)))
         self.log_decay: Tensor
 
     def _start(self) -> Tensor:
         with torch.device("cpu"):
             slopes = torch.exp2(-8.0 * torch.arange(1, self.heads + 1, dtype=torch.float64) / self.heads)
-        return (-slopes * (1 - self.layer_idx / (self.layers - 1 + 1e-5) + 1e-5)).float()
+        return -slopes * (1 - self.layer_idx / (self.layers - 1 + 1e-5) + 1e-5)
 
     def initialize(self, config, init) -> None:
         init.copy_(self.log_decay, self._start().to(self.log_decay))
