@@ -73,7 +73,8 @@ def run(argv: Sequence[str]) -> int:
     folder, name, kind = Path(arguments.to).expanduser(), arguments.name, KINDS[arguments.kind]
     if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name):
         raise ValueError(
-            f"NAME {name!r} is none that a file and a config can have; take one such as 'my_{kind.room[:4]}'"
+            f"NAME {name!r} is no name for a module: use lower-case letters, digits and single underscores, such as"
+            f" 'my_{arguments.kind}'"
         )
     checkout = (folder / "hf_xformers" / "extend.py").is_file()
     if not checkout and importlib.util.find_spec(name) is not None and not (folder / f"{name}.py").exists():
