@@ -292,7 +292,8 @@ NEAR = {
     **{"persimmon": "stablelm", "codegen": "gptj", "gpt_neox_japanese": "gpt_neox", "gemma3n_text": "gemma3_text"},
     **{"helium": "llama", "exaone4": "qwen2", "granitemoe": "granite", "plbart": "bart", "pegasus_x": "pegasus"},
     **{"blenderbot": "bart", "bert-generation": "bert", "xlm-roberta-xl": "xlm-roberta", "rembert": "bert"},
-    **dict.fromkeys(("mpt", "falcon_mamba", "jamba", "clip", "whisper", "rwkv"), None),
+    "falcon_mamba": "mamba2",
+    **dict.fromkeys(("mpt", "jamba", "clip", "whisper", "rwkv"), None),
 }
 
 
