@@ -23,11 +23,11 @@ In a checkout of hf_xformers they go where the package, its tests and cards have
 import what hf_xformers makes public."""
 
 
-class Kind(NamedTuple):
-    """What can be made. room: its folder in the package. example: the name that the template has, and the command and
+class Component(NamedTuple):
+    """What can be made. folder: of it in the package. example: the name that the template has, and the command and
     code that use it."""
 
-    room: str
+    folder: str
     example: str
     option: str
     use: str
@@ -43,19 +43,19 @@ def _of_model(slot: str) -> tuple[str, str]:
     return f"pretrain --{slot} {{name}}", _MODEL.replace("{slot}", slot)
 
 
-KINDS = {
-    "attention": Kind("attention", "distance_decay", *_of_model("attention")),
-    "stateful_attention": Kind("attention", "gated_mean", *_of_model("attention")),
-    "position": Kind("position", "log_distance", *_of_model("position")),
-    "stack": Kind("stacks", "repeated", *_of_model("stack")),
-    "head": Kind("heads", "learned_scale", *_of_model("head")),
-    "objective": Kind(
+TYPES = {
+    "attention": Component("attention", "distance_decay", *_of_model("attention")),
+    "stateful_attention": Component("attention", "gated_mean", *_of_model("attention")),
+    "position": Component("position", "log_distance", *_of_model("position")),
+    "stack": Component("stacks", "repeated", *_of_model("stack")),
+    "head": Component("heads", "learned_scale", *_of_model("head")),
+    "objective": Component(
         "objectives",
         "last_tokens",
         "pretrain --objective {name}",
         'from hf_xformers.objectives import build_objective\n\nobjective = build_objective("{name}")',
     ),
-    "task": Kind(
+    "task": Component(
         "finetuning/tasks",
         "grading",
         "finetune --task {name}",
@@ -66,20 +66,20 @@ KINDS = {
 
 def run(argv: Sequence[str]) -> int:
     parser = CommandParser(prog="hf-xformers new", description=_DESCRIPTION)
-    parser.add_argument("kind", metavar="KIND", choices=list(KINDS), help=", ".join(KINDS))
+    parser.add_argument("type", metavar="TYPE", choices=list(TYPES), help=", ".join(TYPES))
     parser.add_argument("name", metavar="NAME", help="as configs will have it, such as my_attention")
     parser.add_argument("--to", metavar="FOLDER", default=".", help="a folder, or a checkout; default: this folder")
     arguments = parser.parse_args(list(argv))
-    folder, name, kind = Path(arguments.to).expanduser(), arguments.name, KINDS[arguments.kind]
+    folder, name = Path(arguments.to).expanduser(), arguments.name
     if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name):
         raise ValueError(
             f"NAME {name!r} is no name for a module: use lower-case letters, digits and single underscores, such as"
-            f" 'my_{arguments.kind}'"
+            f" 'my_{arguments.type}'"
         )
     checkout = (folder / "hf_xformers" / "extend.py").is_file()
     if not checkout and importlib.util.find_spec(name) is not None and not (folder / f"{name}.py").exists():
         raise ValueError(f"there is a module {name!r} already, which yours would hide; take another name")
-    written = texts(arguments.kind, name, checkout)
+    written = texts(arguments.type, name, checkout)
     for place in written:
         if (folder / place).exists():
             raise ValueError(f"{str(folder / place)!r} exists already; take another name or folder")
@@ -87,7 +87,7 @@ def run(argv: Sequence[str]) -> int:
         (folder / place).parent.mkdir(parents=True, exist_ok=True)
         write_text(folder / place, text)
         say(str(folder / place))
-    command = kind.option.format(name=name)
+    command = TYPES[arguments.type].option.format(name=name)
     if checkout:
         say(f"hf-xformers {command} ... uses it; CONTRIBUTING.md says what is left to do.")
     else:
@@ -99,15 +99,15 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def texts(kind: str, name: str, checkout: bool) -> dict[Path, str]:
-    """File -> text of a kind under a name; checkout: as the package, its tests and cards have them."""
-    room, example, _, use = KINDS[kind]
+def texts(made: str, name: str, checkout: bool) -> dict[Path, str]:
+    """File -> text of what is `made`, one of `TYPES`; checkout: as the package, its tests and cards have them."""
+    home, example, _, use = TYPES[made]
     module, test, card = Path(f"{name}.py"), Path(f"test_{name}.py"), Path(f"{name}.md")
     imported = name
     if checkout:
-        module, test = Path("hf_xformers", room, module), Path("tests", room, test)
-        card, imported = Path("model_cards", "components", card), ".".join(["hf_xformers", *room.split("/"), name])
-    code, checks = (_renamed(_template(f"{file}.py"), example, name) for file in (kind, f"test_{kind}"))
+        module, test = Path("hf_xformers", home, module), Path("tests", home, test)
+        card, imported = Path("model_cards", "components", card), ".".join(["hf_xformers", *home.split("/"), name])
+    code, checks = (_renamed(_template(f"{file}.py"), example, name) for file in (made, f"test_{made}"))
     to_card = "../" * (len(test.parts) - 1) + card.as_posix()
     checks = checks.replace("own_module", imported).replace("own_card", to_card)
     first = next(node for node in ast.parse(code).body if isinstance(node, ast.ClassDef))

@@ -10,7 +10,7 @@ import pytest
 from huggingface_hub import ModelCard
 
 from hf_xformers.cli import main
-from hf_xformers.cli.new import KINDS, in_package, texts
+from hf_xformers.cli.new import TYPES, in_package, texts
 from tests.test_contributing import examples
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,14 +22,14 @@ def process(folder, *arguments, path=None):
 
 
 def make_all(folder):
-    for kind in KINDS:
+    for kind in TYPES:
         assert main(["new", kind, f"my_{kind}", "--to", str(folder)]) == 0
 
 
 def test_in_a_folder_of_its_own(tmp_path, capsys):
     make_all(tmp_path)
     assert "--import my_attention" in capsys.readouterr().err
-    for kind in KINDS:
+    for kind in TYPES:
         card = ModelCard.load(tmp_path / f"my_{kind}.md")
         assert card.data.library_name == "hf_xformers" and "{" not in card.text.partition("## Use")[0]
     done = process(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", ".")
@@ -58,10 +58,10 @@ def test_in_a_checkout(tmp_path):
     assert done.returncode == 0, done.stdout[-4000:]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", TYPES)
 def test_the_guide_has_the_same(kind):
     """CONTRIBUTING explains what is written."""
-    room, example, *_ = KINDS[kind]
+    room, example, *_ = TYPES[kind]
     assert examples()[f"{room}/{example}"] == texts(kind, example, True)[Path("hf_xformers", room, f"{example}.py")]
 
 
@@ -70,7 +70,7 @@ def test_refusals(tmp_path, capsys):
         assert main(["new", *argv, "--to", str(tmp_path)]) == 2
         return capsys.readouterr().err
 
-    assert "NAME 'My-Stack' is none" in refused("stack", "My-Stack")
+    assert "NAME 'My-Stack' is no name for a module" in refused("stack", "My-Stack")
     assert "there is a module 'json' already" in refused("stack", "json")
     assert main(["new", "stack", "mine", "--to", str(tmp_path)]) == 0
     assert "mine.py' exists already" in refused("stack", "mine")

@@ -18,7 +18,7 @@ from ..base import Converter, decoder_heads, register
 from ..rotary import rope_parameters, rotary_of, rotation_fields
 from ..rules import Operation, Rule, copied, joined_by_group
 from . import expert_layers, llama
-from .qwen3_next import KINDS
+from .qwen3_next import LAYER_TYPES
 
 LINEAR = "lightning_attention"
 STREAM = tuple(f"{part}_alpha_factor" for part in ("full_attn", "linear_attn", "mlp"))
@@ -80,7 +80,7 @@ def to_ours(config: PreTrainedConfig) -> dict[str, Any]:
     """Our fields.
 
     Raises:
-        ValueError: a window, another activation than SiLU, which lightning attention has, a kind of layer that does
+        ValueError: a window, another activation than SiLU, which lightning attention has, a type of layer that does
             not convert, or sublayers with different factors.
     """
     llama.refuse_other(config, hidden_act="silu", sliding_window=None, **dict.fromkeys(BRANCH, 1))
@@ -91,11 +91,11 @@ def to_ours(config: PreTrainedConfig) -> dict[str, Any]:
     linear = {"type": LINEAR, "key_heads": config.num_attention_heads, "chunk_size": config.block_size}
     full = {"type": "dense", "bias": False}
     for kind in config.layer_types:
-        if kind not in KINDS:
-            raise ValueError(f"layer_types has {kind!r}, which does not convert; these do: {', '.join(KINDS)}.")
+        if kind not in LAYER_TYPES:
+            raise ValueError(f"layer_types has {kind!r}, which does not convert; these do: {', '.join(LAYER_TYPES)}.")
     return {
         **llama.DECODER,
-        **llama.by_layer([full if kind == KINDS[0] else linear for kind in config.layer_types]),
+        **llama.by_layer([full if kind == LAYER_TYPES[0] else linear for kind in config.layer_types]),
         "head_dim": llama.own_width(config),
         "embedding": {"type": "token", "normalize": True},
         "residual": {"type": "post_ln", "stream_scale": llama.factor_of(config, "mlp_alpha_factor")},
@@ -113,7 +113,7 @@ def to_theirs(config: XFormerConfig) -> dict[str, Any]:
         **dict.fromkeys(STREAM, config.residual.stream_scale),
         **({} if linear is None else {"block_size": linear.chunk_size}),
         "num_key_value_heads": config.key_value_heads,
-        "layer_types": [KINDS[view.attention.type == LINEAR] for view in views],
+        "layer_types": [LAYER_TYPES[view.attention.type == LINEAR] for view in views],
         "rope_parameters": rope_parameters(rotary_of(config)),
     }
 

@@ -15,7 +15,7 @@ from ..rules import Operation, Rule, copied, joined_by_group
 from . import expert_layers, llama
 from .qwen2 import FIELDS
 
-KINDS = ("full_attention", "linear_attention")
+LAYER_TYPES = ("full_attention", "linear_attention")
 LINEAR = "gated_delta_net"
 TAPS = Operation("squeezed", lambda t: [t[0].squeeze(1)], lambda t: [t[0].unsqueeze(1)], plain=True)
 # What each of their fields for linear layers is here.
@@ -94,14 +94,14 @@ def attentions(config: PreTrainedConfig) -> list[dict[str, Any]]:
     """Our attention of every layer.
 
     Raises:
-        ValueError: a kind of layer that does not convert, or an activation other than SiLU, which a convolution has.
+        ValueError: a type of layer that does not convert, or an activation other than SiLU, which a convolution has.
     """
     llama.refuse_other(config, hidden_act="silu")
     linear = {"type": LINEAR, **{mine: getattr(config, theirs) for mine, theirs in WIDTHS.items()}}
     full = {"type": "dense", "bias": config.attention_bias, "query_key_norm": "head", "output_gate": "element"}
     for kind in config.layer_types:
-        if kind not in KINDS:
-            raise ValueError(f"layer_types has {kind!r}, which does not convert; these do: {', '.join(KINDS)}.")
+        if kind not in LAYER_TYPES:
+            raise ValueError(f"layer_types has {kind!r}, which does not convert; these do: {', '.join(LAYER_TYPES)}.")
     return [full if kind == "full_attention" else linear for kind in config.layer_types]
 
 
@@ -114,7 +114,7 @@ def fields_of_attention(config: XFormerConfig) -> dict[str, Any]:
         **llama.head_width(config),
         **({} if linear is None else {theirs: getattr(linear, mine) for mine, theirs in WIDTHS.items()}),
         **({} if full is None else {"attention_bias": full.bias}),
-        "layer_types": [KINDS[view.attention.type == LINEAR] for view in views],
+        "layer_types": [LAYER_TYPES[view.attention.type == LINEAR] for view in views],
     }
 
 
