@@ -36,7 +36,7 @@ _REMEDIES = {
 }
 
 
-_OF_TRAIN = ("accelerate", "datasets", "peft", "psutil", *PACKAGES)  # what the extra has
+_OF_TRAIN = ("accelerate", "datasets", "evaluate", "peft", "psutil", *PACKAGES)  # what the extra has
 
 
 def explain(error: BaseException) -> str | None:
