@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -125,18 +127,23 @@ class NativeSparseAttention(Attention):
 
     def _of_window(self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext) -> Tensor:
         """What queries read of the last tokens, their own included, [B, T, H, d]."""
-        read = block_sparse_attention(
-            query,
-            key,
-            value,
-            self.pattern,
-            key_padding_mask=context.padding_mask,
-            query_offset=key.shape[2] - query.shape[2] if not context.static else int(context.query_index[0]),
-            causal=True,
-            scale=self.scaling,
-            dropout=self._dropout,
+        if context.static:  # where the queries stand is a number on the device
+            near, keys, values = self._near(context), self.repeated(key), self.repeated(value)
+            read = F.scaled_dot_product_attention(
+                query, keys, values, attn_mask=near, dropout_p=self._dropout, scale=self.scaling
+            )
+            return read.transpose(1, 2)
+        options: Any = {"key_padding_mask": context.padding_mask, "scale": self.scaling, "dropout": self._dropout}
+        offset = key.shape[2] - query.shape[2]
+        found: Any = block_sparse_attention(
+            query, key, value, self.pattern, query_offset=offset, causal=True, **options
         )
-        return read.transpose(1, 2)  # type: ignore[union-attr]
+        return found.transpose(1, 2)
+
+    def _near(self, context: LayerContext) -> Tensor:
+        """[B or 1, 1, T, S]: the keys in the window of each query."""
+        distance = context.query_index[None, :, None] - context.key_index[None, None]
+        return ((distance >= 0) & (distance < self.spec.window_size) & places_of(context).real[:, None])[:, None]
 
     def _literal(
         self,
@@ -150,11 +157,9 @@ class NativeSparseAttention(Attention):
     ) -> tuple[Tensor, Tensor]:
         """Three masked softmaxes; the weight of a block's mean is shared by its tokens."""
         places, block = places_of(context), self.spec.block_size
-        distance = context.query_index[None, :, None] - context.key_index[None, None]
-        near = ((distance >= 0) & (distance < self.spec.window_size) & places.real[:, None])[:, None]
         of_tokens = [
             literal_softmax_attention(query, key, value, mask, None, self.scaling, self._dropout)
-            for mask in (chosen_block_mask(choices, places, block, True), near)
+            for mask in (chosen_block_mask(choices, places, block, True), self._near(context))
         ]
         over = self._over(places, compressed[0].shape[2])
         read, of_blocks = literal_softmax_attention(query, *compressed, over, None, self.scaling, self._dropout)
