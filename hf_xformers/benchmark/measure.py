@@ -23,6 +23,7 @@ from typing import Any
 
 import psutil
 import torch
+from torch import Tensor
 
 # glibc moves the size from which a block gets pages of its own (and gives them back when freed) upwards as a program
 # runs; then what a call freed stays with the heap and hides in the next call's growth.
@@ -138,6 +139,19 @@ def ratios(seconds: Mapping[str, list[float]], baseline: str) -> dict[str, float
 
 
 # ------------------------------------------------------------------------------------------------ memory
+
+
+def state_tensors(cache: Any) -> list[Tensor]:
+    """What a generation cache keeps of the texts so far: its floating-point tensors."""
+
+    def inside(value: Any) -> list[Tensor]:
+        if isinstance(value, Tensor):
+            return [value] if value.is_floating_point() else []
+        parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+        return [tensor for part in parts for tensor in inside(part)]
+
+    found = [tensor for layer in cache.layers for tensor in inside(vars(layer))]
+    return list({id(tensor): tensor for tensor in found}.values())
 
 
 def process_status(field: str) -> int:
