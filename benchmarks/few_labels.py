@@ -59,14 +59,14 @@ KEY = ("objective", "steps", "labels", "seeds", "draws")
 
 @dataclass(frozen=True)
 class Accuracies:
-    """Of one draw of labelled sentences."""
+    """Of one draw of labeled sentences."""
 
     probe: float
     tuned: float
 
 
 class Task:
-    """SST-2 with few labels, as one tokenizer reads it. labels: the numbers of labelled sentences."""
+    """SST-2 with few labels, as one tokenizer reads it. labels: the numbers of labeled sentences."""
 
     def __init__(self, tokenizer: Any, tuning_steps: int) -> None:
         self.pad = tokenizer.pad_token_id
@@ -82,7 +82,7 @@ class Task:
         return max(share, 1 - share)
 
     def worth(self, model: nn.Module, labels: int, draw: int) -> Accuracies:
-        """Of a model, which is changed, with so many labelled sentences."""
+        """Of a model, which is changed, with so many labeled sentences."""
         chosen = torch.randperm(len(self.rows), generator=torch.Generator().manual_seed(draw))[:labels]
         train = [self.rows[index] for index in chosen.tolist()], self.labels[chosen]
         return Accuracies(
@@ -183,7 +183,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--objectives", default="clm,mlm")
     parser.add_argument("--steps", type=int, default=2000, help="of pretraining, 16 rows of 64 tokens each")
-    parser.add_argument("--labels", default="100,500,2000", help="numbers of labelled sentences")
+    parser.add_argument("--labels", default="100,500,2000", help="numbers of labeled sentences")
     parser.add_argument("--draws", type=int, default=5)
     parser.add_argument("--seeds", type=int, default=1, help="of pretraining, each with all draws")
     parser.add_argument("--tuning_steps", type=int, default=100)

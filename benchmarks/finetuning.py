@@ -145,7 +145,7 @@ def digits(folder: Path) -> dict[str, Any]:
     images = raw_rows.digits(_scratch() / "digits")
     return {
         "head": "ForImageClassification",
-        "colours": "ForSequenceClassification",  # of variants whose tokens are colours
+        "colours": "ForSequenceClassification",  # of variants whose tokens are colors
         "variants": ("vision_transformer", "transformer_in_transformer", "image_gpt"),
         "options": ["--task", "image-classification", "--data", images],
         "patches": ["--image_size", "8", "--patch_size", "2"],

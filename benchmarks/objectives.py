@@ -95,7 +95,7 @@ SET_UPS: dict[str, dict[str, str]] = {
     "pre-LN": {"residual": "pre_ln"},
     "own": {},
 }
-# Convolutions know neighbours from the first step on, which rotary positions have to learn: after 400 steps masked LM
+# Convolutions know neighbors from the first step on, which rotary positions have to learn: after 400 steps masked LM
 # is at 4.81 with the first, at 5.57 with the second. For those that need it; UniLM's masks hide tokens from attention
 # alone, and take none.
 CONVOLUTIONS = {"convolutions, pre-LN": {"block": "cpe", "position": "none", "residual": "pre_ln"}}
@@ -219,7 +219,7 @@ def features(model: nn.Module, rows: list[Tensor], pad: int) -> Tensor:
 
 
 def probe(model: nn.Module, train: tuple, dev: tuple, pad: int) -> float:
-    """Accuracy of a logistic regression on frozen states, standardised."""
+    """Accuracy of a logistic regression on frozen states, standardized."""
     (train_rows, labels), (dev_rows, wanted) = train, dev
     known, unseen = features(model, train_rows, pad), features(model, dev_rows, pad)
     mean, deviation = known.mean(0), known.std(0) + 1e-6

@@ -4,8 +4,8 @@
 
 Bytes are counted as they go into the exchanges of `torch.distributed` (gloo on one machine) while a model with two
 layers and one with one make a training step; the difference is a layer. An exchange of n bytes between P processes
-counts as what a ring sends of it: (P - 1) n for an all-gather, 2 (P - 1) / P n for an all-reduce, n from neighbour to
-neighbour. The largest of all processes is given. Dense attention is not measured: its floor is keys and values that
+counts as what a ring sends of it: (P - 1) n for an all-gather, 2 (P - 1) / P n for an all-reduce, n from neighbor to
+neighbor. The largest of all processes is given. Dense attention is not measured: its floor is keys and values that
 are gathered once, and their gradients that are scattered once.
 """
 

@@ -5,7 +5,7 @@ python benchmarks/series_and_graphs.py [--seeds 2] [--part series]
 Series: weekly carbon dioxide on Mauna Loa, which comes with the package `statsmodels` (`pip install --no-deps
 statsmodels` is enough; gaps are filled with the week before), and hours with two waves and noise of known strength.
 The last tenth is forecast by the command `hf-xformers finetune --task forecasting`, with its weights after the last
-step. Graphs: whether nodes form one ring or two, which no count of neighbours tells, and whether there is a triangle
+step. Graphs: whether nodes form one ring or two, which no count of neighbors tells, and whether there is a triangle
 among as many random edges. Each model stands beside its twins without what the paper adds, and beside what needs no
 model.
 """

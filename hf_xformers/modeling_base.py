@@ -126,8 +126,8 @@ class XFormerPreTrainedModel(PreTrainedModel):
 
     def no_weight_decay(self) -> set[str]:
         """Names of the parameters that weight decay must leave alone: what components declare ([`Undecayed`]), and the
-        biases and norms that Trainer leaves out by itself. `XFormerTrainer` heeds all of it. A plain Trainer asks no
-        model, so give it an optimizer whose groups do: `Trainer(..., optimizers=(optimizer, None))`."""
+        biases and norms that Trainer leaves out by itself. `XFormerTrainer` respects this. The stock Trainer does
+        not, so give it an optimizer with such groups: `Trainer(..., optimizers=(optimizer, None))`."""
         names = declared_undecayed(self)
         for prefix, module in self.named_modules():
             for name, _ in module.named_parameters(recurse=False):

@@ -65,7 +65,7 @@ class AdaptiveSpanAttention(Attention):
     layers: the first layer owns them and hands them on. z_h = S u_h, u_h learned in [0, 1]; dynamic spans are
     z_(h,i) = S sigmoid(v_h x_i + b_h) for every token. The loss gains coef * S * mean_h u_h in every layer ("span").
 
-    A number u outside [0, 1] counts as the border, and its gradient only leads inwards, so no step of an optimiser
+    A number u outside [0, 1] counts as the border, and its gradient only leads inwards, so no step of an optimizer
     needs a clamp afterwards. (Weight decay shortens spans too, so `span` is left out of it.)
 
     Keys farther than ceil(max z) + R are never computed: time O(T (max z + R) D), memory O(T D). With a score bias

@@ -19,7 +19,7 @@ from ..ops.score_terms.attention import applies
 from .shared.base import Attention, AttentionSpec
 from .shared.query_blocks import SCORES_AT_ONCE, over_query_blocks, shared_rows
 
-# The normaliser and its gradient have about this many numbers for each score at once; a block has as many rows fewer,
+# The normalizer and its gradient have about this many numbers for each score at once; a block has as many rows fewer,
 # but so many at least that reading all keys is shared by them.
 _NUMBERS_PER_SCORE, _LEAST_ROWS = 4, 16
 

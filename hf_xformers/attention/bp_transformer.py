@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""BP-Transformer: a token reads its neighbours, and spans that are the longer the farther away they are."""
+"""BP-Transformer: a token reads its neighbors, and spans that are the longer the farther away they are."""
 
 from __future__ import annotations
 
@@ -266,7 +266,7 @@ class BPTransformerSpec(AttentionSpec):
     """nodes_per_level: k, nodes of each level that a token reads on each side (the paper tries 1 to 64). max_level:
     levels above it share their vectors of relative places. relative_labels: whether there are such vectors."""
 
-    summary = "a token reads its neighbours, and spans that are the longer the farther away they are"
+    summary = "a token reads its neighbors, and spans that are the longer the farther away they are"
     rotation = False
     normalizes_heads = True
     knows_order = True

@@ -167,7 +167,7 @@ class LazyFormerSpec(AttentionSpec):
             raise ValueError(
                 "lazyformer as `cross_attention` has layers that read the memory with the map of another layer and"
                 f" nothing of their own input, for which residual {config.residual.type!r} would have a norm without"
-                " use; take a residual that normalises behind the sum, such as 'post_ln', or leave"
+                " use; take a residual that normalizes behind the sum, such as 'post_ln', or leave"
                 " `cross_attention` at 'dense'."
             )
 

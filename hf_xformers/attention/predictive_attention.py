@@ -142,7 +142,7 @@ class PredictiveAttention(ScoreChain):
         mixed = (1 - beta) * scores + beta * handed if evolving else handed
         image = self._visible(mixed, context)
         real = context.memory_padding_mask if self.cross else None
-        columns = None if real is None else real_first(real)  # neighbours are tokens, with nothing between them
+        columns = None if real is None else real_first(real)  # neighbors are tokens, with nothing between them
         image = image if columns is None else take(image, columns, 3)
         if conv.above:
             before = image.new_zeros(*image.shape[:2], conv.above, image.shape[3])

@@ -206,7 +206,7 @@ def against_state(rows: Sequence[dict], title: str = "") -> Any:
 
 
 def map_sheet(rows: Sequence[dict], title: str = "") -> Any:
-    """All attention maps, one panel each with its own colours; pairs without weight stay white."""
+    """All attention maps, one panel each with its own colors; pairs without weight stay white."""
     panels = [
         (f"{label}\n{name}", weights)
         for label, group in _grouped(rows).items()

@@ -20,7 +20,7 @@ class Convolution(WindowSublayer):
     """act(W * x + b) over k tokens, x [B, T, D] -> [B, T, D], with zeros beyond the text: n-grams for the layers above
     (He et al. 2021, DeBERTa, arXiv 2006.03654, released code of its second version).
 
-    In an encoder the kernel is centred on its token, in a decoder it ends there. Cost O(T k D^2 / groups). State: the
+    In an encoder the kernel is centered on its token, in a decoder it ends there. Cost O(T k D^2 / groups). State: the
     last k - 1 inputs.
     """
 
@@ -74,7 +74,7 @@ class ConvolutionBlockSpec(BlockSpec):
     """
 
     in_sequence: ClassVar[bool] = False
-    mixes: ClassVar[str] = "its convolution reads a token's neighbours"
+    mixes: ClassVar[str] = "its convolution reads a token's neighbors"
 
     summary = "a convolution of the first layer's input is added to its output"
 

@@ -95,9 +95,9 @@ class CPEBlockSpec(BlockSpec):
     tokens (`None`: text). border: `zeros`, or `circular`, which tells no position (for images that wrap around).
     """
 
-    mixes: ClassVar[str] = "its convolution reads a token's neighbours"
+    mixes: ClassVar[str] = "its convolution reads a token's neighbors"
 
-    summary = "a depthwise convolution over neighbours after the first layer gives positions"
+    summary = "a depthwise convolution over neighbors after the first layer gives positions"
 
     kernel: int = 3
     layers: tuple[int, ...] = (0,)

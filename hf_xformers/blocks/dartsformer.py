@@ -186,7 +186,7 @@ class DartsformerBlockSpec(BlockSpec):
     """
 
     passes_streams: ClassVar[bool] = False
-    mixes: ClassVar[str] = "its convolutions read a token's neighbours"
+    mixes: ClassVar[str] = "its convolutions read a token's neighbors"
 
     summary = "parts of the channels change in turn, by operations that a search has chosen"
 
@@ -231,7 +231,7 @@ class DartsformerBlockSpec(BlockSpec):
         norm = config.normalization
         if norm.over_tokens or not norm.any_width:
             raise ValueError(
-                f"block 'dartsformer' normalises parts of the channels, which normalization {norm.type!r} cannot; use"
+                f"block 'dartsformer' normalizes parts of the channels, which normalization {norm.type!r} cannot; use"
                 " 'layer_norm' or 'rms_norm'."
             )
         if not config.cross_attention.hands_out_heads and config.is_decoder and config.is_encoder_decoder:

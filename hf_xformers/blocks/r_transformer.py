@@ -93,7 +93,7 @@ class RTransformerBlockSpec(BlockSpec):
     window: M, tokens. cell: `gru`, `lstm` or `rnn` (tanh). rnn_per_layer: recurrent sublayers before each attention.
     """
 
-    mixes: ClassVar[str] = "its recurrence reads a token's neighbours"
+    mixes: ClassVar[str] = "its recurrence reads a token's neighbors"
 
     summary = "a recurrent network over each token's window before attention"
 

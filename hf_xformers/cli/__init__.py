@@ -27,7 +27,7 @@ COMMANDS = {
     "linearize": ("linearize", "give a trained model attention whose state for generation does not grow, in stages"),
     "distill": ("distill", "a small model that learns from a trained one: fewer layers, another width or mechanism"),
     "prune": ("prune", "a trained model without some of its heads, layers or weights, and what that costs"),
-    "quantize": ("quantize", "weights in 8 or 4 bits, with what must not be quantised left as it is"),
+    "quantize": ("quantize", "weights in 8 or 4 bits, with what must not be quantized left as it is"),
     "search": ("search", "find the operations of a DARTSformer's layers by gradient descent"),
     "benchmark": ("benchmark", "compare variants: time, memory, and what they learn, beside dense attention"),
     "card": ("card", "the model card of a variant or of a checkpoint, with measured figures"),

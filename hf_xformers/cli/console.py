@@ -2,7 +2,7 @@
 """What the commands print: results on standard output, messages on standard error, and only in the main process.
 
 A terminal gets text that is wrapped at its width; a pipe or a file gets one line for each thing, nothing cut, no
-colours.
+colors.
 """
 
 from __future__ import annotations

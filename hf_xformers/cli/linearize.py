@@ -56,7 +56,7 @@ def run(argv: Sequence[str], callbacks: Sequence[Any] = ()) -> int:
         "... of token frequencies alone": record.floor_loss,
         "saved in": str(args.output_dir),
     }
-    print_facts("linearised", facts)
+    print_facts("linearized", facts)
     for line in record.sentences():
         show(line, indent=2, hanging=2)
     return 0

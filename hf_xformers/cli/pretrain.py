@@ -74,7 +74,7 @@ def _run_on_images(parsed: Any, config_class: type[XFormerConfig], callbacks: Se
         prepared = preparation.run()
         plan = prepared.plan
         height, width = prepared.size
-        tokens = f"{plan['vocabulary']} colours" if plan["vocabulary"] else "patches"
+        tokens = f"{plan['vocabulary']} colors" if plan["vocabulary"] else "patches"
         say(
             f"{prepared.config.model_type}, objective {plan['objective']['type']}: {plan['train_rows']:,} images of"
             f" {height} x {width} pixels to train on, {plan['validation_rows']:,} held out, as {plan['block_size']:,}"

@@ -65,7 +65,7 @@ def _rows(batch: Batch) -> int:
 
 
 def head_importance(model: PreTrainedModel, layers: Sequence[HeadLayer], batches: Iterable[Batch]) -> Importance:
-    """The mean over rows of |dL / d xi_h|, not yet normalised; L: the loss of a row, as its batch's mean counts it.
+    """The mean over rows of |dL / d xi_h|, not yet normalized; L: the loss of a row, as its batch's mean counts it.
 
     Raises:
         ValueError: no rows, or rows without labels.

@@ -145,7 +145,7 @@ def count(model: nn.Module) -> tuple[int, int]:
     for parameter in model.parameters():
         total += parameter.numel()
         plain = parameter.detach()
-        if type(plain) not in (torch.Tensor, nn.Parameter) and hasattr(plain, "dequantize"):  # quantised
+        if type(plain) not in (torch.Tensor, nn.Parameter) and hasattr(plain, "dequantize"):  # quantized
             plain = plain.dequantize()
         kept += int(torch.count_nonzero(plain))
     return total, kept

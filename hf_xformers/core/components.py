@@ -51,7 +51,7 @@ class Spec(TypedSpec):
     (`context.segment_ids`).
     context_parallel: whether it is right where each process is given a part of every text (single tokens with their
     positions, and SDPA in causal order without a mask or bias).
-    unquantized: linear maps inside it that keep their precision when a model is quantised, by the ends of their names,
+    unquantized: linear maps inside it that keep their precision when a model is quantized, by the ends of their names,
     each with the reason: a small change of theirs is a large one of the outputs, as `compression/quantizable.py`
     measures it.
     citation: BibTeX of its paper, of a component that no family is named after.
@@ -218,12 +218,12 @@ def _check_heads(slot: str, spec: Any, config: Any) -> None:
         norm = config.normalization
         if not spec.normalizes_heads:
             raise ValueError(
-                f"{slot} {spec.type!r} makes its queries and keys in a way of its own and cannot normalise them; leave"
+                f"{slot} {spec.type!r} makes its queries and keys in a way of its own and cannot normalize them; leave"
                 " `query_key_norm` at 'none', or use a mechanism such as 'dense'."
             )
         if norm.over_tokens or not norm.any_width:
             raise ValueError(
-                f"`query_key_norm` of {slot} {spec.type!r} normalises single heads, which normalization {norm.type!r}"
+                f"`query_key_norm` of {slot} {spec.type!r} normalizes single heads, which normalization {norm.type!r}"
                 " cannot; use 'rms_norm' or 'layer_norm', or leave `query_key_norm` at 'none'."
             )
         if spec.query_key_norm == "each_head" and not norm.knows_heads:

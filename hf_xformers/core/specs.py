@@ -167,7 +167,7 @@ def resolve_field_types(cls: type) -> None:
 
 
 def aliased(default: Any, *names: str) -> Any:
-    """A spec's field with a default and further names that users may give it by: the short word that kindred
+    """A spec's field with a default and further names that users may give it by: the short word that related
     components share, such as `window`. What is stored and shown is the field's own name."""
     return dataclasses.field(default=default, metadata={"aliases": names})
 

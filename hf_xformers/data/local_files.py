@@ -90,7 +90,7 @@ def find_files(names: list[str]) -> dict[str, list[Path]] | None:
 
 
 def holds_text(name: str) -> bool:
-    """Whether a folder has files of text somewhere in it, beside a README or a licence."""
+    """Whether a folder has files of text somewhere in it, beside a README or a license."""
     inside = Path(name).expanduser().rglob("*")
     return any(format_of(path) == "text" and path.stem.lower() not in _BESIDE for path in inside)
 

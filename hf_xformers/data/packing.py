@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packing: tokenised documents into rows of one exact length.
+"""Packing: tokenized documents into rows of one exact length.
 
 Packing treats the documents as one endless sequence, each followed by a separator token, and cuts it every `capacity`
 tokens (`block_size` less the special tokens of a row). It is exact for any batch size and number of processes: no
@@ -38,7 +38,7 @@ def pack(
     batch_size: int = 1000,
     num_proc: int | None = None,
 ) -> D:
-    """Packs tokenised documents into rows of exactly `block_size` tokens, in the column `input_ids`.
+    """Packs tokenized documents into rows of exactly `block_size` tokens, in the column `input_ids`.
 
     Args:
         dataset: what `tokenize_dataset` returns: rows with `input_ids` (and `word_ids`), without special tokens.

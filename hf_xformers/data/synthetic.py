@@ -297,7 +297,7 @@ def _rows(dataset: Dataset) -> list[bytes]:
 
 
 def byte_dataset(path: str | os.PathLike[str], block_size: int, *, start: float = 0.0, stop: float = 1.0) -> Dataset:
-    """Language modelling by characters on a file: ids are its bytes (0 to 255), cut in blocks of `block_size`.
+    """Language modeling by characters on a file: ids are its bytes (0 to 255), cut in blocks of `block_size`.
 
     Args:
         start, stop: the part of the file to use, as fractions of its bytes: 0 to 0.9 for training and 0.9 to 1 for

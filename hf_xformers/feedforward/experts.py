@@ -301,8 +301,8 @@ class Experts(nn.Module):
 
 
 def divide_once(model: nn.Module, batches: int) -> None:
-    """Mends how torch's FSDP2 averages over `batches` the gradients of experts that a single process holds, which it
-    divides twice in float16 and float64 (2.13): a hook on what is summed up divides instead."""
+    """Works around torch's FSDP2, which divides the gradients of experts that a single process holds by `batches`
+    twice in float16 and float64 (2.13): a hook on the sum divides instead."""
     for module in model.modules():
         if isinstance(module, Experts) and module._is_expert_parallel:
             module.set_gradient_divide_factor(1.0)  # type: ignore[operator]

@@ -25,7 +25,7 @@ NUMBERS_AT_ONCE = 1 << 27  # the same on other devices, where a step costs more 
 
 
 class TokenBatchNorm(Undecayed, nn.Module):
-    """Batch normalisation over real tokens alone: y = g (x - mean) / sqrt(var + eps) + b per channel.
+    """Batch normalization over real tokens alone: y = g (x - mean) / sqrt(var + eps) + b per channel.
 
     In training mean and (biased) variance are those of the real tokens of all processes, and running ones follow in
     the backward
@@ -210,7 +210,7 @@ class ProductKeyMemorySpec(DenseForm):
     key_dim: width of a whole key (`None`: hidden_size / 4, made even). query_norm: `batch` (the paper's best;
     statistics over the batch's real tokens in training, running ones in evaluation), `layer` (each half by itself) or
     `none`. mode: the memory replaces the dense network or is added to it. sparse_gradients: the values' gradient as a
-    sparse tensor, for optimisers that take one (SparseAdam). activation, bias: of the dense networks.
+    sparse tensor, for optimizers that take one (SparseAdam). activation, bias: of the dense networks.
     """
 
     summary = "a memory of many slots found by products of keys"

@@ -49,7 +49,7 @@ class FeatureOptions:
     )
     normalize: bool = field(
         default=False,
-        metadata={"help": "Give every state mean 0 and variance 1 before mixing: for models that normalise first."},
+        metadata={"help": "Give every state mean 0 and variance 1 before mixing: for models that normalize first."},
     )
     format: str = field(default="parquet", metadata={"help": "parquet or safetensors."})
     rows_per_file: int = field(default=2048, metadata={"help": "Texts of a file; a resumed run goes on by files."})

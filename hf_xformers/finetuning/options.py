@@ -98,7 +98,7 @@ class TaskOptions:
         metadata={
             "help": (
                 "Column of the text (or tokens, article, question). Default: the first of the usual names that is"
-                f" there: of texts {_listed(names.TEXT_PAIRS)}; of words {_listed(names.WORDS)}; to summarise"
+                f" there: of texts {_listed(names.TEXT_PAIRS)}; of words {_listed(names.WORDS)}; to summarize"
                 f" {_listed(names.LONG_TEXTS)}; of questions {_listed(names.QUESTIONS)}; beside choices"
                 f" {_listed(names.CHOICE_TEXTS)}."
             )
@@ -166,7 +166,7 @@ class TaskOptions:
     summary_sentences: int | None = field(
         default=None,
         metadata={
-            "help": "Extractive summarisation: sentences to take. Default: as many as the oracle's in the middle."
+            "help": "Extractive summarization: sentences to take. Default: as many as the oracle's in the middle."
         },
     )
     label_all_pieces: bool = field(
@@ -185,7 +185,7 @@ class TaskOptions:
         metadata={"help": "Question answering: no answer if its score exceeds the best span's by more than this."},
     )
     objective: str | None = field(
-        default=None, metadata={"help": "Language modelling: {objectives}. Default: by the model."}
+        default=None, metadata={"help": "Language modeling: {objectives}. Default: by the model."}
     )
     value_columns: list[str] = field(
         default_factory=list,
@@ -224,7 +224,7 @@ class TaskOptions:
         default=None,
         metadata={
             "help": (
-                "Image classification with a --variant whose tokens are colours: how many clusters of them. Default:"
+                "Image classification with a --variant whose tokens are colors: how many clusters of them. Default:"
                 " 512, or as many as the images have."
             )
         },

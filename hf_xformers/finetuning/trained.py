@@ -44,7 +44,7 @@ class Trained:
 
 
 def does_a_task(name: str) -> bool:
-    """Whether a saved model is for a task of `finetune` other than language modelling."""
+    """Whether a saved model is for a task of `finetune` other than language modeling."""
     folder = Path(name).expanduser()
     if not folder.is_dir():
         return False

@@ -130,7 +130,7 @@ def example(cls: Any, head: str) -> str:
             "                              max_position_embeddings=65, bos_token_id=16)",
             f"model = {auto}.from_config(config)",
             "start = torch.full((2, 1), 16)",
-            "input_ids = torch.cat([start, torch.randint(16, (2, 64))], 1)  # two images of 8 x 8 pixels, 16 colours",
+            "input_ids = torch.cat([start, torch.randint(16, (2, 64))], 1)  # two images of 8 x 8 pixels, 16 colors",
             "loss = model(input_ids=input_ids, labels=input_ids).loss",
             "loss.backward()",
             "print(model.generate(input_ids[:, :33], max_new_tokens=32))  # the lower halves",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Masked language modelling and contrastive predictive coding of sentences at once."""
+"""Masked language modeling and contrastive predictive coding of sentences at once."""
 
 from __future__ import annotations
 

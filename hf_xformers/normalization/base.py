@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The normalisation contract."""
+"""The normalization contract."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class _RunningPower(torch.autograd.Function):
         new_nu = nu * (1 - (1 - alpha_bwd) * spread) + (1 - alpha_bwd) * slope
         mean = psi2 + (square - psi2) / (steps + 1)
         new_psi2 = torch.where(steps < warmup, mean, alpha_fwd * psi2 + (1 - alpha_fwd) * square)
-        counts = (count > 0) & new_nu.isfinite().all()  # a step that overflowed is skipped, as the optimiser skips it
+        counts = (count > 0) & new_nu.isfinite().all()  # a step that overflowed is skipped, as the optimizer skips it
         nu.copy_(torch.where(counts, new_nu.to(nu.dtype), nu))
         psi2.copy_(torch.where(counts, new_psi2.to(psi2.dtype), psi2))
         steps += counts

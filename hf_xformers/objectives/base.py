@@ -274,7 +274,7 @@ class Collator(SeededCollator):
     """Turns features (dicts of one row each) into a batch of tensors; works in `Trainer` and in DataLoader workers.
 
     The generator of a row is seeded by a hash of (seed, epoch, ids of the row without padding). So the noise of a row
-    does not depend on its neighbours, on the number of workers or ranks, or on where training was resumed.
+    does not depend on its neighbors, on the number of workers or ranks, or on where training was resumed.
     Two rows with equal ids get equal noise within an epoch.
 
     Trainer drops the columns that the model does not take. When the collator needs one of them (`unit_ids`,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Informer's encoder: between layers a convolution and a maximum over neighbours halve the sequence."""
+"""Informer's encoder: between layers a convolution and a maximum over neighbors halve the sequence."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class DistillingSpec(StackSpec):
 
     passes_streams = prepares_together = keeps_tokens = False
 
-    summary = "a convolution and a maximum over neighbours halve the sequence between layers"
+    summary = "a convolution and a maximum over neighbors halve the sequence between layers"
 
     halvings: int | None = bounded(None, least=0)
     padding_mode: Literal["zeros", "circular"] = "zeros"

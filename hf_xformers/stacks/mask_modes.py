@@ -134,7 +134,7 @@ class MaskModesSpec(PlainStackSpec):
             if layer.block.mixes or not layer.block.unpads:
                 raise ValueError(
                     f"stack 'mask_modes' hides tokens in attention alone, and block {layer.block.type!r} reads"
-                    " neighbours beside; set `block='vanilla'`, or `stack='plain'`."
+                    " neighbors beside; set `block='vanilla'`, or `stack='plain'`."
                 )
             if layer.normalization.over_tokens:
                 raise ValueError(

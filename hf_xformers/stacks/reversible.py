@@ -243,7 +243,7 @@ class ReversibleStackSpec(StackSpec):
         if not config.block.additive:
             raise ValueError(
                 "stack 'reversible' recovers a sublayer's input by a subtraction, and block"
-                f" {config.block.type!r} normalises the stream at the end of a layer; use the block 'vanilla'."
+                f" {config.block.type!r} normalizes the stream at the end of a layer; use the block 'vanilla'."
             )
         if not config.block.in_sequence:
             raise ValueError(

@@ -143,7 +143,7 @@ class SegmentRecurrentStack(Stack):
             earlier = states[step] if states else None
             if parts is not None:  # all processes are at the same layer, and so are the segments that they hold
                 earlier = parts.before(hidden_states, self.memory_length)
-            if earlier is not None and slots:  # it enters as the layer's input does: normalised, where that is
+            if earlier is not None and slots:  # it enters as the layer's input does: normalized, where that is
                 streams[SEGMENT_MEMORY] = layer.frame(layer.plan[0]).enter(earlier.to(hidden_states.dtype))
             output = layer(
                 hidden_states,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trainer of masked image modelling: the held-out error of hidden pixels beside that of one picture for all."""
+"""Trainer of masked image modeling: the held-out error of hidden pixels beside that of one picture for all."""
 
 from __future__ import annotations
 

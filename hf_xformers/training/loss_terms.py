@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 class Term(NamedTuple):
-    """A part of the loss, weighted as it enters it: a mean over a micro-batch, or a sum over so many labelled
+    """A part of the loss, weighted as it enters it: a mean over a micro-batch, or a sum over so many labeled
     `tokens`, which count alike in the whole step."""
 
     value: Tensor
@@ -64,7 +64,7 @@ class LossTerms:
         return 1.0
 
     def loss(self, trainer: Any, model: nn.Module, inputs: dict[str, Any], count: Any) -> tuple[Tensor, Any]:
-        """The loss of a micro-batch and the model's outputs. count: labelled tokens of the step, where Trainer knows
+        """The loss of a micro-batch and the model's outputs. count: labeled tokens of the step, where Trainer knows
         them."""
         batch = dict(inputs)
         with self.watching(trainer.accelerator.unwrap_model(model)) as seen:

@@ -43,7 +43,7 @@ class XFormerTrainer(MeasuringTrainer):
     - With several processes, the rows that fill up the last batch of an epoch, which were in the first, are padding
       where the loss is one over the tokens of the whole step, and count neither in it nor in statistics: what is
       learned does not depend on the number of processes.
-    - Evaluation reports loss, perplexity and accuracy over all labelled tokens, what token frequencies alone would
+    - Evaluation reports loss, perplexity and accuracy over all labeled tokens, what token frequencies alone would
       reach (`floor_loss`, `floor_accuracy`), the same of what a model predicts beside tokens (`FURTHER_LABELS`),
       auxiliary losses apart, with the collator `eval_collator`, and does not move the random generators: training is
       the same however often it is evaluated.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a Trainer measures: losses and accuracies over all labelled tokens, beside what their frequencies reach."""
+"""What a Trainer measures: losses and accuracies over all labeled tokens, beside what their frequencies reach."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ class XFBPTransformerConfig(XFormerConfig):
 
 INFO = VariantInfo(
     section="4.1",
-    summary="a token reads its neighbours, and spans that are the longer the farther away they are",
+    summary="a token reads its neighbors, and spans that are the longer the farther away they are",
     paper="Ye et al. 2019",
     url="https://arxiv.org/abs/1911.04070",
     equation=(

@@ -33,7 +33,7 @@ class XFDartsformerConfig(XFormerConfig):
     initializer: Initializer = "xavier"
     embedding: SpecLike = field(default_factory=lambda: {"type": "token", "scale": True})
     position: SpecLike = "sinusoidal_absolute"
-    # Operations normalise what they give, not the stream that it is added to.
+    # Operations normalize what they give, not the stream that it is added to.
     residual: SpecLike = field(default_factory=lambda: {"type": "post_ln", "final_norm": True})
     feedforward: SpecLike = "relu"
     block: SpecLike = "dartsformer"

@@ -25,7 +25,7 @@ ROOMS: dict[str, tuple[str, str, tuple[tuple[str, tuple[str, ...]], ...]]] = {
     ),
     "training": (
         "Training",
-        "Pretraining, continued training, linearisation and what they are built of. On the command line:"
+        "Pretraining, continued training, linearization and what they are built of. On the command line:"
         " `hf-xformers pretrain`, `uptrain`, `linearize`, `search`.",
         (("hf_xformers.training", ()),),
     ),

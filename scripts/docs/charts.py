@@ -227,7 +227,7 @@ PLANS: dict[str, list[Plan]] = {
             },
             axis="accuracy on SST-2, percent",
             group=("objective", "steps"),
-            title="by labelled sentences",
+            title="by labeled sentences",
         ),
     ],
     "exits": [

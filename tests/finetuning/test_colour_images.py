@@ -149,10 +149,10 @@ REFUSED = {
     "colours of a saved model": "has those that it has learnt; leave it out",
     "no processor": "has no image processor (preprocessor_config.json) with the clusters that its tokens are",
     "sizes that differ": "have 2 sizes (8 x 8, 9 x 8 pixels); resize them to one",
-    "a vocabulary": "--vocab_size follows from the colours of the images; give --colours in its place",
+    "a vocabulary": "--vocab_size follows from the colors of the images; give --colours in its place",
     "blocks": "goes through an image block by block, and image processors write it row by row",
     "too few colours": "--colours 1 must be at least 2",
-    "patches": "--colours 4 is for models whose tokens are colours, such as image_gpt",
+    "patches": "--colours 4 is for models whose tokens are colors, such as image_gpt",
     "few positions": "are 64 tokens, and the model has positions for 63",
 }
 

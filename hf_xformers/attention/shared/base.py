@@ -161,7 +161,7 @@ class Attention(Undecayed, Sublayer):
         return projected.view(*projected.shape[:-1], -1, self.head_dim).transpose(1, 2)
 
     def normalized(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries [..., H * d] and keys [..., K * d] as they are projected -> the same, normalised where the spec says
+        """Queries [..., H * d] and keys [..., K * d] as they are projected -> the same, normalized where the spec says
         so."""
         return self._normalized(self.q_norm, query), self._normalized(self.k_norm, key)
 
@@ -399,7 +399,7 @@ class AttentionSpec(Spec):
     ([`Attention.weights_of_block`]), as losses on them need. keeps_numbers: a position may have a number for each
     token kept beside its key ([`PositionTerms.number_stream`]).
 
-    Of the fields below mechanisms may refuse some: normalizes_heads: queries and keys may be normalised
+    Of the fields below mechanisms may refuse some: normalizes_heads: queries and keys may be normalized
     (`query_key_norm`). caps_scores: scores may be capped (`score_cap`). learns_sinks: softmax may have a learned sink
     (`learned_sinks`). `output_gate`, `aggregation` and `losses` need `hands_out_heads`.
 

@@ -29,7 +29,7 @@ class Encoded:
     """A split ready for the model.
 
     features: what the collator gets, row by row. rows: what is predicted, row by row (a long context has several
-    features). labelled: whether rows have a true answer. notes: what the task needs to come back from features to
+    features). labeled: whether rows have a true answer. notes: what the task needs to come back from features to
     rows.
     """
 

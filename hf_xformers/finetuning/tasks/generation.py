@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tasks that generate a text from a text: summarisation and translation, with an encoder-decoder, or an encoder that
+"""Tasks that generate a text from a text: summarization and translation, with an encoder-decoder, or an encoder that
 writes by telling masks."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Softmax over a sliding window and linear attention over everything beyond it, under one normaliser.
+"""Softmax over a sliding window and linear attention over everything beyond it, under one normalizer.
 
 With `W_i` the keys nearer to query `i` than `window` tokens (among those that it may see), `c_i` its largest score in
 there and features `phi`,
