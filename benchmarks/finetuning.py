@@ -294,7 +294,7 @@ def benchmark(argv: list[str] | None = None) -> None:
             percent = 1.0 if task["metric"] in PERCENT else 100.0
             test = summary.get(f"test_{task['metric']}")
             own = task.get("baseline")  # else the command's
-            of, floor = own or (summary["trivial"]["rule"], summary["floor_test"][task["metric"]])
+            of, floor = own or (summary["trivial"]["rule"], summary["baseline_test"][task["metric"]])
             row = {
                 "task": name,
                 "variant": summary["variant"],

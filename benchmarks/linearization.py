@@ -3,8 +3,8 @@
 A small decoder made as current language models are (rotary positions, RMS norms before the sublayers, SwiGLU, grouped
 heads, no biases) is trained on the text that comes with Python and linearized with several mechanisms, with at most
 15 % of its training steps. "recovered" is the part of the gap between swap and source that is closed: (swap - loss) /
-(swap - source), on held-out text. Beside it stands the linear model trained from nothing for as many steps as all
-stages have. Then each model, in a process of its own, reads contexts of growing length and goes on, token by token:
+(swap - source), on held-out text. Next to it stands the linear model trained from nothing for as many steps as all
+stages have. Then each model, in a process of its own, reads contexts of growing length and continues, token by token:
 tokens per second, bytes that its state has, and the most memory that the process had at any time.
 
 python benchmarks/linearization.py [--steps 4000] [--transfer N] [--distillation N] [--work DIR]

@@ -162,7 +162,7 @@ class XFormerConfig(PreTrainedConfig):
         tag_decoder (how tokens are labeled: `softmax`, each by itself, or `crf`, a linear chain that scores sequences
         of tags, whose best ones are well-formed where tags are of the form B-PER, I-PER, O).
     pretraining: settings of the heads that only pretraining has, by the name of their spec, e.g. `{"replaced_tokens":
-        {"generator_size": 0.5}}`. What is not given is the variant's own, or the spec's default.
+        {"generator_size": 0.5}}`. Missing settings fall back to the variant's, then to the spec's defaults.
     Shape: is_decoder (causal self-attention), is_encoder_decoder (two towers and cross-attention). The head classes
         set both, so a saved config says what was built.
     unpad_inputs: whether layers are given the real tokens of a batch alone, as one row, wherever they do not look at
@@ -472,8 +472,8 @@ class XFormerConfig(PreTrainedConfig):
         return [self.tower("trunk"), self.tower("decoder")] if self.is_encoder_decoder else [self.tower("trunk")]
 
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> XFormerConfig:
-        """transformers' question for the config of one side, e.g. to size a cache. Its own answer would take the field
-        `decoder`, which holds overrides, for a whole config."""
+        """The config of one side, e.g. to size a cache. transformers' own method would take the field `decoder`, which
+        holds overrides, for a whole config."""
         return self.tower("decoder") if decoder and not encoder and self.is_encoder_decoder else self
 
     def layer(self, layer_idx: int) -> XFormerConfig:

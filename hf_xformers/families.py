@@ -22,7 +22,7 @@ from .auto_classes import register_config, register_model
 from .configuration_xformer import XFormerConfig
 from .modeling.head_classes import CLASSES, MODALITY_CLASSES
 
-# Heads for which transformers has no Auto class of their own: the one that its models with such a head are found by.
+# Auto classes of the heads; heads without one in transformers fall back to AutoModelForPreTraining.
 _AUTO = {
     "Model": "AutoModel",
     "ForReplacedTokenDetection": "AutoModelForPreTraining",

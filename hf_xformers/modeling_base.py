@@ -182,7 +182,7 @@ class XFormerPreTrainedModel(PreTrainedModel):
         return pad(up_to_last_real(input_ids != padding)[:, 1:], (1, 0), value=True)  # a text has a token at least
 
     def reported(self, aux_losses: dict[str, Tensor] | None, loss: Tensor | None = None) -> dict[str, Tensor] | None:
-        """The auxiliary losses that an output gives: beside a loss, in training, and wherever gradients are recorded.
+        """The auxiliary losses that an output gives: next to a loss, in training, and wherever gradients are recorded.
         An output for use alone has none: pipelines cut outputs into rows, which these losses are not made of. The base
         model under a head leaves that to the head."""
         needed = loss is not None or self.under_a_head or self.training or torch.is_grad_enabled()

@@ -187,10 +187,10 @@ def print_learning(folder: Path) -> None:
     for column in ("before", "token frequencies", f"after {after['step']} steps"):
         table.add_column(column, justify="right")
     for name, key, form in (("loss (nats per token)", "loss", ".2f"), ("accuracy", "accuracy", ".1%")):
-        values = before[f"eval_{key}"], after[f"eval_floor_{key}"], after[f"eval_{key}"]
+        values = before[f"eval_{key}"], after[f"eval_baseline_{key}"], after[f"eval_{key}"]
         table.add_row(name, *(format(value, form) for value in values))
     console.print(table)
-    times = after["eval_accuracy"] / after["eval_floor_accuracy"]
+    times = after["eval_accuracy"] / after["eval_baseline_accuracy"]
     console.print(f"Right {times:.1f} times as often as always guessing the most frequent token.\n")
 
 

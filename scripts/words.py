@@ -25,7 +25,17 @@ EXCEPT = "hf_xformers/conversion"  # not gone through yet
 NAMES = "aussian,Bailin,befores,OnText,ois,SortCut,Teh,TUPE,unter,nd,nce,alo"  # of people, systems and code
 
 # Construction -> what to write. Matched without regard to case, within a line.
-AVOIDED: dict[str, str] = {}
+AVOIDED = {
+    r"\bbeside\b": "next to; compared with; besides",
+    r"\b(?<!\.)floors?\b(?!\()": "baseline",
+    r"\bgo(es)? on\b(?! top\b)": "continue",
+    r"\bhand(s|ed|ing)? (on|over)\b": "pass",
+    r"\bplain twins?\b|\bdense twins?\b|\btwins\b": "dense baseline; control",
+    r"\brooms\b|\broom of its slot\b": "package",
+    r"\b(unknown|another|same) kinds?\b": "type",
+    r"\bwhat [\w ]{1,30} (is|are|was|were) says?\b": "a noun: `X` sets Y",
+    r"\bis its variant's own\b|\bis the variant's own\b": "falls back to the variant's",
+}
 
 _CODE = re.compile(r"`[^`\n]*`|(?<!\w)--[a-z]\w*|\{[^{}\n]*\}|\$[^$\n]+\$|https?://\S+|\]\([^)\n]*\)")
 _BLOCK = re.compile(r"^( *)```.*?^\1```", re.MULTILINE | re.DOTALL)

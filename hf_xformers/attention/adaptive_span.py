@@ -76,7 +76,7 @@ class AdaptiveSpanAttention(Attention):
     A token that reads nothing (without `include_self`: the first) gets zeros.
 
     Raises:
-        ValueError: relative keys are wanted and the first layer is of another kind.
+        ValueError: relative keys are wanted and the first layer is of another type.
     """
 
     spec: AdaptiveSpanSpec
@@ -216,7 +216,7 @@ class AdaptiveSpanAttention(Attention):
         return query, key, value, seen
 
     def _relative_keys(self, context: LayerContext) -> tuple[Tensor | None, dict[str, Tensor] | None]:
-        """The relative keys p, and what to hand on."""
+        """The relative keys p, and what to pass on."""
         if not self.spec.relative_keys:
             return None, None
         if self.relative_keys is not None:
@@ -362,7 +362,7 @@ class AdaptiveSpanAttention(Attention):
         return over_query_blocks(block, length, at_once, (query, 2), (spans if self.spec.dynamic else None, 2))
 
     def _engine_applies(self, query: Tensor, relative: Tensor | None, context: LayerContext) -> bool:
-        """Scores that depend on the offset alone, beside the products."""
+        """Scores that depend on the offset alone, besides the products."""
         plain = relative is None and not self.spec.dynamic and context.explicit_mask is None
         return plain and query.shape[2] > 1 and not torch.compiler.is_compiling()
 

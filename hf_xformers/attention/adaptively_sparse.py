@@ -28,7 +28,7 @@ class AdaptivelySparseAttention(Attention):
     """o_i = sum_j p_ij v_j, p_i = alpha-entmax_j(scale * q_i k_j + b_ij), alpha = 1 + sigmoid(a) for each head.
 
     Correia, Niculae and Martins 2019 (arXiv 1909.00015), section 3 and eq. 11; a ~ N(0, 1) at the start, one for each
-    layer, head and kind of attention. alpha-entmax ([`entmax`](../ops/entmax.py)) is softmax for alpha = 1 and
+    layer, head and type of attention. alpha-entmax ([`entmax`](../ops/entmax.py)) is softmax for alpha = 1 and
     sparsemax for 2; in between, weights of low scores are zero, and more of them the larger alpha is. alpha is kept
     at `alpha_min` at least, as its derivative is 0 / 0 at 1.
 

@@ -122,7 +122,7 @@ class BPTransformerAttention(Attention):
         layer = None if own is None or step >= len(own.layers) else own.layers[step]
         if not isinstance(layer, TreeLayer):
             raise ValueError(
-                f"bp_transformer keeps keys and values of spans beside those of tokens, which the given"
+                f"bp_transformer keeps keys and values of spans next to those of tokens, which the given"
                 f" {type(own).__name__} has no place for; leave `past_key_values` out, or make it with"
                 " `hf_xformers.core.cache.make_cache(config)`."
             )
@@ -286,7 +286,7 @@ class BPTransformerSpec(AttentionSpec):
     def check(self, config) -> None:
         if not config.block.takes_spans:
             raise ValueError(
-                f"bp_transformer has states of spans, which go through a layer beside the tokens, and block"
+                f"bp_transformer has states of spans, which go through a layer next to the tokens, and block"
                 f" {config.block.type!r} takes none along; set `block='bp_transformer'`."
             )
 

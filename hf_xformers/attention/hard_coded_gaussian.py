@@ -23,7 +23,7 @@ from ..ops.head_convolution import LEAST_TAPS, convolve_heads
 from .shared.base import Attention, AttentionSpec, cross_cache, given_memory
 from .shared.linear import state_layer
 
-# Beyond so many standard deviations a density is left out: exp(-32) is below what float64 keeps beside 1.
+# Beyond so many standard deviations a density is left out: exp(-32) is below what float64 keeps next to 1.
 REACH = 8.0
 # Queries that read one window of a memory together.
 BLOCK = 64

@@ -32,14 +32,14 @@ class LazyFormerAttention(ScoreChain, DenseAttention):
     of a block have neither queries nor keys, 2 D^2 parameters less, and make values and outputs alone. What is shared
     are the weights after softmax and dropout, with mask and position bias in them.
 
-    A block hands on its weights [B, H, T, S], which saves all products Q K^T but the first, or, for longer texts, its
+    A block passes on its weights [B, H, T, S], which saves all products Q K^T but the first, or, for longer texts, its
     queries and keys, from which fused attention makes the same weights again in every layer: O(T) memory, and only the
     projections are saved. A map with dropout cannot be made again, so in training with
-    `attention_probs_dropout_prob` above 0 the weights are handed on at every length. State: keys of the first layer of
+    `attention_probs_dropout_prob` above 0 the weights are passed on at every length. State: keys of the first layer of
     each block, and values of all.
 
     Raises:
-        ValueError: the layer below handed on no map, or one of another shape.
+        ValueError: the layer below passed on no map, or one of another shape.
     """
 
     spec: LazyFormerSpec
@@ -114,7 +114,7 @@ class LazyFormerAttention(ScoreChain, DenseAttention):
         return value
 
     def _by_map(self, value: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
-        """What the first layer of the block handed on, with values [B, K, S, d] of this one -> output [B, T, H, d]."""
+        """What the first layer of the block passed on, with values [B, K, S, d] of this one -> output [B, T, H, d]."""
         weights = self.handed("weights", context)
         if weights is not None:
             value = self.repeated(value)

@@ -433,7 +433,7 @@ def _normalized(vectors: Tensor) -> Tensor:
 
 
 def _normalized_heads(vectors: Tensor) -> Tensor:
-    """[`_normalized`] of [B, R, T, d], heads beside each other in memory, as they come from a projection."""
+    """[`_normalized`] of [B, R, T, d], heads side by side in memory, as they come from a projection."""
     return _normalized(vectors.transpose(1, 2)).transpose(1, 2)
 
 

@@ -185,8 +185,8 @@ class SinkhornAttention(Attention):
         layer = own.layers[step]
         if not isinstance(layer, SummedLayer):
             raise ValueError(
-                f"sinkhorn_transformer keeps running sums beside keys and values, which the given {type(own).__name__}"
-                " has no place for; leave `past_key_values` out, or make it with"
+                f"sinkhorn_transformer keeps running sums next to keys and values, which the given"
+                f" {type(own).__name__} has no place for; leave `past_key_values` out, or make it with"
                 " `hf_xformers.core.cache.make_cache(config)`."
             )
         if layer.labels is not None:

@@ -31,9 +31,9 @@ from .shared.term_blocks import attend_with_terms, blocks_of
 
 # What a stack with segment memory hands to attention: a stream with the memory that this step reads, [B, M, D],
 # entered as the layer's own input is; and in `context.shared` its length M, which of the slots [memory ; segment] are
-# real [B, M + T] (None: all), and the order in which they stand [B, M + T] (None: as they are). Where a cache goes on
-# with a text that follows a memory: which of the call's tokens [B, T] are their row's first or stand behind it
-# (absent: all). Those before are padding, which must not stand between the memory and the text.
+# real [B, M + T] (None: all), and the order in which they stand [B, M + T] (None: as they are). Where a cache
+# continues with a text that follows a memory: which of the call's tokens [B, T] are their row's first or stand behind
+# it (absent: all). Those before are padding, which must not stand between the memory and the text.
 SEGMENT_MEMORY = "segment_memory"
 TEXT_BEGUN = "segment_memory_text_begun"
 MEMORY_LENGTH, MEMORY_REAL, MEMORY_ORDER = "segment_memory_length", "segment_memory_real", "segment_memory_order"

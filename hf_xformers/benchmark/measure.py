@@ -94,7 +94,7 @@ def interleaved_seconds(
     On a CPU, memory that is freed stays with this process from now on ([`keep_freed_memory`]).
 
     Warns where other programs kept more than `QUIET` of the processors busy: they share the way to memory, so that a
-    call that lives by it seems slower than it is beside one that computes.
+    call that lives by it seems slower than it is next to one that computes.
     """
     seconds = Seconds((name, []) for name in calls)
     cuda = on_cuda(device)
@@ -183,7 +183,7 @@ def keep_freed_memory() -> Iterator[None]:
     yield
     grown = psutil.Process().memory_info().rss - before
     spare = min(grown, psutil.virtual_memory().available // 2)
-    # Calls leave gaps of different sizes to each other, so that a heap goes on growing for some rounds.
+    # Calls leave gaps of different sizes to each other, so that a heap keeps growing for some rounds.
     blocks = [torch.ones(_BLOCK, dtype=torch.uint8) for _ in range(max(spare, 0) // _BLOCK + 1)]
     del blocks
 

@@ -28,7 +28,7 @@ def plot_all(
     measured: str = "",
     trained: str = "",
 ) -> list[str]:
-    """Draws what there is and returns the names of the PNG files; each has an SVG beside it.
+    """Draws what there is and returns the names of the PNG files; each has an SVG next to it.
 
     measured, trained: what speed and quality were measured on, for the titles (sizes, dtype).
     """

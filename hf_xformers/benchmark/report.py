@@ -40,7 +40,7 @@ QUALITY = (
 
 
 def write_report(comparison: Comparison) -> list[str]:
-    """Writes everything beside `results.json`; returns the names of the files."""
+    """Writes everything besides `results.json`; returns the names of the files."""
     folder, settings = comparison.folder, comparison.settings
     speed, quality, maps = (comparison.rows(kind) for kind in ("speed", "quality", "map"))
     written = write_maps(folder, maps)
@@ -106,14 +106,14 @@ def _beside(quality: Iterable[dict[str, Any]]) -> str:
     others = {row["variant"] for row in quality if row["label"] == "dense"}
     if others:
         text += (
-            f" `dense` is {' or '.join(sorted(others))}, beside entries whose other parts refuse dense attention: what"
-            " differs is due to the whole recipe."
+            f" `dense` is {' or '.join(sorted(others))}, next to entries whose other parts refuse dense attention:"
+            " what differs is due to the whole recipe."
         )
     return text
 
 
 def disturbed(speed: Iterable[dict[str, Any]]) -> list[str]:
-    """A sentence where other programs ran beside a measurement."""
+    """A sentence where other programs ran during a measurement."""
     most = max((row.get("others busy", 0.0) for row in speed), default=0.0)
     if most <= QUIET * (psutil.cpu_count() or 1):
         return []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""BP-Transformer's layer: spans of the text go through its sublayers beside the tokens."""
+"""BP-Transformer's layer: spans of the text go through its sublayers next to the tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WIDE = "bp_wide_context"
 
 
 class BPTransformerLayer(XFormerLayer):
-    """Tokens [B, T, D], and behind them spans [B, N, D], which start as zeros and are handed on as the stream
+    """Tokens [B, T, D], and behind them spans [B, N, D], which start as zeros and are passed on as the stream
     `bp_spans`, go through one attention and one feed-forward with the same parameters and norms (Ye et al. 2019,
     arXiv 1911.04070, section 3.2). Cross-attention is for tokens alone. With a cache the spans are those that this
     call's tokens complete."""
@@ -119,7 +119,7 @@ class BPTransformerBlockSpec(VanillaBlockSpec):
             )
         if config.feedforward.inputs:
             raise ValueError(
-                f"block 'bp_transformer' has spans beside tokens, for which the model has no"
+                f"block 'bp_transformer' has spans next to tokens, for which the model has no"
                 f" {', '.join(config.feedforward.inputs)} that feedforward {config.feedforward.type!r} reads; use"
                 " another feed-forward, e.g. 'gelu'."
             )

@@ -148,7 +148,7 @@ class ConformerBlockSpec(BlockSpec):
             SublayerPlan(name, "feedforward", residual_scale=self.ffn_scale)
             for name in ("feedforward", "feedforward_2")
         )
-        # Of kind attention: it is given the cache.
+        # Of type attention: it is given the cache.
         convolution = SublayerPlan("convolution", "attention")
         return [first, SublayerPlan("attention", "attention"), *reading, convolution, second]
 

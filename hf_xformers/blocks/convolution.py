@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A convolution beside some layers, which reads what they read."""
+"""A convolution next to some layers, which reads what they read."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Convolution(WindowSublayer):
 
 
 class ConvolutionLayer(XFormerLayer):
-    """A vanilla layer, in some layers with a convolution of its input beside it."""
+    """A vanilla layer, in some layers with a convolution of its input next to it."""
 
     def __init__(self, config, block: ConvolutionBlockSpec, **where):
         super().__init__(config, block, **where)
@@ -108,7 +108,7 @@ class ConvolutionBlockSpec(BlockSpec):
 
     def plan(self, config, layer_idx: int, cross: bool) -> list[SublayerPlan]:
         reading = [SublayerPlan("cross_attention", "cross_attention")] if cross else []
-        # Of kind attention: it is given the cache.
+        # Of type attention: it is given the cache.
         beside = [SublayerPlan("convolution", "attention", reads="layer_input")] if layer_idx in self.layers else []
         return [
             SublayerPlan("attention", "attention"),

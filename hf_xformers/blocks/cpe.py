@@ -121,7 +121,7 @@ class CPEBlockSpec(BlockSpec):
 
     def plan(self, config, layer_idx: int, cross: bool) -> list[SublayerPlan]:
         reading = [SublayerPlan("cross_attention", "cross_attention")] if cross else []
-        # Of kind attention: it is given the cache.
+        # Of type attention: it is given the cache.
         generator = [SublayerPlan("peg", "attention")] if layer_idx in self.layers else []
         return [
             SublayerPlan("attention", "attention"),

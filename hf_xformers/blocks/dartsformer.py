@@ -243,7 +243,7 @@ class DartsformerBlockSpec(BlockSpec):
         check_reshaped("dartsformer", config, part_of(config, parts))
 
     def plan(self, config, layer_idx: int, cross: bool) -> list[SublayerPlan]:
-        # Of kind attention: it is given the cache.
+        # Of type attention: it is given the cache.
         return [SublayerPlan("reading_cell" if cross else "cell", "attention")]
 
     def cache_layer(self, config) -> CellCacheLayer:

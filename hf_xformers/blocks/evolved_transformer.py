@@ -118,7 +118,7 @@ class EvolvedTransformerBlockSpec(BlockSpec):
     config's residual frame.
 
     Encoder: gated linear unit; convolutional branches; attention; feed-forward. Decoder: attention with more heads
-    beside cross-attention, both of the same normed input; convolutional branches; attention; cross-attention;
+    besides cross-attention, both of the same normed input; convolutional branches; attention; cross-attention;
     feed-forward. A layer does about the work of two.
 
     encoder_kernels: tokens that the branch and the separable convolution after it read. decoder_kernels: those of the

@@ -79,7 +79,7 @@ class LiteTransformerLayer(XFormerLayer):
 
 @register("block", "lite_transformer", aliases=("lite", "lsra"))
 class LiteTransformerBlockSpec(BlockSpec):
-    """Self-attention on some channels beside a convolution on the others; the rest of the layer is vanilla. Its
+    """Self-attention on some channels next to a convolution on the others; the rest of the layer is vanilla. Its
     feed-forward is meant to be flat (`intermediate_size` = `hidden_size`).
 
     attn_channels: channels of attention (`None`: half of them), which its `num_attention_heads` share. conv_heads:

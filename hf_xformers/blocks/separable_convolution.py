@@ -107,7 +107,7 @@ class SeparableConvolutionBlockSpec(BlockSpec):
 
     def plan(self, config, layer_idx: int, cross: bool) -> list[SublayerPlan]:
         reading = [SublayerPlan("cross_attention", "cross_attention")] if cross else []
-        # Of kind attention: it is given the cache.
+        # Of type attention: it is given the cache.
         return [SublayerPlan("attention", "attention"), *reading, SublayerPlan("transition", "attention")]
 
     def cache_layer(self, config) -> WindowCacheLayer:

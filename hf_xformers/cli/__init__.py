@@ -29,7 +29,7 @@ COMMANDS = {
     "prune": ("prune", "a trained model without some of its heads, layers or weights, and what that costs"),
     "quantize": ("quantize", "weights in 8 or 4 bits, with what must not be quantized left as it is"),
     "search": ("search", "find the operations of a DARTSformer's layers by gradient descent"),
-    "benchmark": ("benchmark", "compare variants: time, memory, and what they learn, beside dense attention"),
+    "benchmark": ("benchmark", "compare variants: time, memory, and what they learn, compared with dense attention"),
     "card": ("card", "the model card of a variant or of a checkpoint, with measured figures"),
     "export": ("export", "a model as an ONNX graph, compared with it under onnxruntime"),
     "bundle": ("bundle", "a checkpoint with the code that it needs, for users without this package"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`hf-xformers benchmark`: time, memory and quality of variants beside dense attention."""
+"""`hf-xformers benchmark`: time, memory and quality of variants compared with dense attention."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _DESCRIPTION = """Compare variants with each other and with dense attention: time and peak memory of forward and
 backward at growing lengths and, with --train, what small models of them learn on tasks. Every figure comes from a
-fresh process; what fails, runs out of memory or takes too long there is reported, and the others go on.
+fresh process; what fails, runs out of memory or takes too long there is reported, and the others continue.
 
 Writes results.json, results.md, attention maps and, with matplotlib, plots (PNG and SVG) to --output_dir."""
 _EPILOG = """An entry of --variants is a variant, or LABEL=VARIANT; --set changes it, as in

@@ -23,7 +23,7 @@ def run(argv: Sequence[str]) -> int:
         "name", metavar="VARIANT|FOLDER", help="a variant, with or without 'xf_', or a checkpoint folder"
     )
     parser.add_argument("--results", metavar="FILE", help="results.json of `hf-xformers benchmark`")
-    parser.add_argument("--to", metavar="FILE", help="the card; its picture goes to maps/ beside it")
+    parser.add_argument("--to", metavar="FILE", help="the card; its picture goes to maps/ next to it")
     arguments = parser.parse_args(list(argv))
     target = None if arguments.to is None else Path(arguments.to).expanduser()
     if target is not None and target.is_dir():

@@ -15,7 +15,7 @@ _DESCRIPTION = """Save a trained model with weights of 8 or 4 bits, through torc
 hf_xformers[quantize]). The result is read by from_pretrained, evaluate and predict as any other model is.
 
 What must not be quantized stays as it is: what makes the scores of labels and tokens, and what decides (routers,
-gates, keys of a memory). --sensitivity says how far each kind of module by itself moves the outputs, --keep leaves
+gates, keys of a memory). --sensitivity says how far each type of module by itself moves the outputs, --keep leaves
 more as it is.
 
 With --quantization_aware the model is trained first, as finetune does it, with weights rounded in every pass:

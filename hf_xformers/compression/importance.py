@@ -194,7 +194,7 @@ def layer_losses(model: PreTrainedModel, tower: XFormerTower, batches: Iterable[
 
 @contextmanager
 def skipped(layers: Sequence[XFormerLayer]):
-    """Layers that hand on what they are given."""
+    """Layers that pass on what they are given."""
     before = [vars(layer).get("forward") for layer in layers]
     for layer in layers:
         layer.forward = _passing  # type: ignore[method-assign]

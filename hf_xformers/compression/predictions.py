@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far a student's predictions are from its teacher's, for every kind of prediction that the heads make."""
+"""How far a student's predictions are from its teacher's, for every type of prediction that the heads make."""
 
 from __future__ import annotations
 

@@ -24,9 +24,9 @@ from ..modeling_base import XFormerPreTrainedModel
 # thousands of times (BERT).
 _OUTSIDE = "it stands between the last states and what is predicted"
 _TOWERS = ("model.trunk.", "model.decoder.", "trunk.", "decoder.")
-# What else stays is said by components themselves (`Spec.unquantized`): maps that decide something, which hand on many
+# What else stays is said by components themselves (`Spec.unquantized`): maps that decide something, which pass on many
 # times their own error (in int8 gates of conditional computation 90 to 100 times, queries and keys of clusters 60 to
-# 80 times, where kinds of other families hand on 12 times at most). Routers of experts are no linear modules.
+# 80 times, where kinds of other families pass on 12 times at most). Routers of experts are no linear modules.
 # Heads of transformers' own models.
 _HEADS = ("classifier", "score", "qa_outputs", "lm_head", "cls", "embed_out", "pooler.dense", "vocab_projector")
 SMALLEST = 16  # inputs or outputs below which numbers are few, and mostly gate or decide
@@ -52,7 +52,7 @@ def linear_modules(model: nn.Module) -> dict[str, nn.Linear]:
 
 def split(model: nn.Module, *, group_size: int | None = None, keep: Sequence[str] = ()) -> Split:
     """The modules to quantize. group_size: inputs that share a scale, of which a projection has to have a multiple.
-    keep: ends of names that are left as they are beside the usual ones.
+    keep: ends of names that are left as they are besides the usual ones.
 
     Raises:
         ValueError: `keep` names something that is not there, or nothing is left to quantize.
@@ -130,7 +130,7 @@ def output_errors(
     quantize: Callable[[nn.Linear], None],
     names: Iterable[str] | None = None,
 ) -> dict[str, float]:
-    """By kind of module, |y_q - y|^2 / |y|^2 of the model's outputs (logits, or last states) where that kind alone is
+    """By type of module, |y_q - y|^2 / |y|^2 of the model's outputs (logits, or last states) where that kind alone is
     quantized, a mean over batches; the largest first.
 
     quantize: quantizes one linear module in place. names: modules to look at (default: all linear ones).

@@ -48,10 +48,10 @@ class Quantizing:
     group_size: int = field(default=32, metadata={"help": "int4: inputs of a projection that share a scale."})
     keep: list[str] = field(
         default_factory=list,
-        metadata={"help": "Modules that stay as they are beside the usual ones, by the ends of their names: o_proj."},
+        metadata={"help": "Modules that stay as they are besides the usual ones, by the ends of their names: o_proj."},
     )
     sensitivity: bool = field(
-        default=False, metadata={"help": "Say how far each kind of module by itself moves the outputs."}
+        default=False, metadata={"help": "Say how far each type of module by itself moves the outputs."}
     )
     quantization_aware: bool = field(
         default=False,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a teacher writes for each row, kept line by line in a file, so that an interrupted run goes on."""
+"""What a teacher writes for each row, kept line by line in a file, so that an interrupted run continues."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ An X-former is the vanilla Transformer with one or more *components* replaced. A
 small strict dataclass that stands in the same file as the module it configures and registers itself under a name in
 one of the slots below. A config stores one spec per slot; the model builds its modules from them.
 
-This file imports none of the rooms: a room is imported the first time one of its names is looked up.
+This file imports none of the component packages: one is imported the first time one of its names is looked up.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What flows through a stack beside the hidden states: masks, positions, memories, and things prepared once per call.
+"""What flows through a stack besides the hidden states: masks, positions, memories, and things prepared once per call.
 
 Bundling these lets length, positions and mask change inside a stack (pooling, hierarchies), and lets a layer be called
 many times (shared weights): nothing that depends on the call lives on a module.
@@ -52,7 +52,7 @@ class LayerContext:
         inputs: further model inputs that a component asked for by name (`Spec.inputs`) and the caller gave.
         shared: results computed once per call and read by every layer (masks, rotary tables), and modules whose
             parameters they read. No tensor with a gradient: a stack that runs layers again would lose it.
-        streams: tensors with gradients that layers read and hand on (score biases, other layers' scores, extra
+        streams: tensors with gradients that layers read and pass on (score biases, other layers' scores, extra
             sequences). They travel through a layer's arguments, so that checkpointing follows them. What a layer hands
             on leads with the batch, or with 1.
     """
@@ -80,8 +80,8 @@ class LayerContext:
     streams: dict[str, Tensor] = field(default_factory=dict)
 
     def __copy__(self) -> LayerContext:
-        # Every layer of a decoding step may have a view of its own. The general way, which asks the class how it wants
-        # to be copied, takes as long as some layers' arithmetic.
+        # Every layer of a decoding step may have a view of its own. copy.copy is slow
+        # here: it takes as long as the arithmetic of some layers.
         seen = object.__new__(type(self))
         seen.__dict__.update(self.__dict__)
         return seen

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .reading_weights import weight_of
 
-# In `shared` of a call that has been on two devices: (value, its twin) by the value's id and the device.
+# In `shared` of a call that has been on two devices: (value, its copy) by the value's id and the device.
 MOVED = "on_other_devices"
 
 
@@ -43,7 +43,7 @@ class Elsewhere(MutableMapping):
 
 
 def context_on(context: Any, device: torch.device) -> Any:
-    """The twin of a `LayerContext` on a device."""
+    """The copy of a `LayerContext` on a device."""
     shared = context.shared.kept if isinstance(context.shared, Elsewhere) else context.shared
     moved = shared.setdefault(MOVED, {})
     twin = copy.copy(context)
@@ -53,7 +53,7 @@ def context_on(context: Any, device: torch.device) -> Any:
 
 
 def _on(value: Any, device: torch.device, moved: dict) -> Any:
-    """`value` with the tensors in it on `device`; a twin is made once, unless gradients go through it: those belong to
+    """`value` with the tensors in it on `device`; a copy is made once, unless gradients go through it: those belong to
     the layer that reads it, which may run again for them."""
     if isinstance(value, Tensor):
         if value.device == device:

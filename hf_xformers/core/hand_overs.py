@@ -13,7 +13,7 @@ class HandOver(Enum):
     """What a spec `gives`, and another spec of the same layer `reads`.
 
     SENTENCES: a text as sentences of words. PARAGRAPHS: a text's paragraphs as rows, with which rows are of one text.
-    PIXELS: the pixels inside every patch of an image. SLOTS: those of a memory beside the text. FEEDBACK: memories of
+    PIXELS: the pixels inside every patch of an image. SLOTS: those of a memory next to the text. FEEDBACK: memories of
     what all layers gave at earlier steps. SUMMARIES: global tokens that stand for parts of the text. TASK: a vector of
     each text's task.
     """

@@ -31,7 +31,7 @@ def pool(hidden_states: Tensor, mask: Tensor | None, how: str) -> Tensor:
 class TextPooler(nn.Module):
     """Base of what makes a text's vector: `forward(hidden_states [B, T, D], padding_mask [B, T] or None)`.
 
-    inputs: model inputs that it is given beside these by name; streams: what the last layer handed on, likewise (None
+    inputs: model inputs that it is given besides these by name; streams: what the last layer passed on, likewise (None
     where a stack hands nothing on).
     """
 

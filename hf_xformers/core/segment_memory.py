@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Segment memory: what a model carries from one segment of a text to the next, beside and apart from the KV cache.
+"""Segment memory: what a model carries from one segment of a text to the next, next to and apart from the KV cache.
 
 It holds hidden states, not keys and values: they are projected anew in every segment, so that the projections learn
 from them, while no gradient reaches the segment that made them.

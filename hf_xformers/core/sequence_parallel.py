@@ -40,7 +40,7 @@ class SequenceForm(Enum):
 
 @dataclass(frozen=True)
 class Unserved:
-    """An attention that is not computed from parts. why: a clause that goes on from its name."""
+    """An attention that is not computed from parts. why: a clause that continues from its name."""
 
     why: str
 

@@ -13,7 +13,7 @@ from ..ops.common.real_tokens import real_first, real_places
 from .context import LayerContext
 from .extent import can_inspect
 
-# The stream of their states; what a call shares: its tree, and that spans go through layers beside tokens.
+# The stream of their states; what a call shares: its tree, and that spans go through layers next to tokens.
 SPANS, TREE, BESIDE = "bp_spans", "bp_tree", "bp_spans_go_beside"
 
 

@@ -54,7 +54,7 @@ def pack(
             keeps its number of shards, which is what several loader workers or processes divide among themselves.
             Otherwise it is one sequence with one tail, equal to the map-style rows, and has a single shard.
         batch_size: documents that are handled at a time. It does not change the rows.
-        num_proc: processes; default: none beside this one. It does not change the rows. Not used when streaming.
+        num_proc: processes; default: none besides this one. It does not change the rows. Not used when streaming.
 
     Shuffle a stream after packing: an order set before is the same in every epoch.
 
@@ -67,7 +67,7 @@ def pack(
     prefix, suffix = _row_special_ids(tokenizer) if add_special_tokens else ((), ())
     if block_size <= len(prefix) + len(suffix):
         raise ValueError(
-            f"block_size={block_size} leaves no room for text beside the {len(prefix) + len(suffix)} special tokens "
+            f"block_size={block_size} leaves no room for text besides the {len(prefix) + len(suffix)} special tokens "
             f"of a row; take at least {len(prefix) + len(suffix) + 1}"
         )
     if batch_size < 1:

@@ -287,7 +287,7 @@ def disjoint(
         if missing == 0:
             return training, concatenate_datasets(parts)
     raise ValueError(
-        f"the task has no {held_out} rows beside the {train} of training; take fewer rows, or longer ones"
+        f"the task has no {held_out} rows besides the {train} of training; take fewer rows, or longer ones"
     )
 
 

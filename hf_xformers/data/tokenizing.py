@@ -39,7 +39,7 @@ def tokenize_dataset(
         max_length: cut longer documents to this many tokens, special tokens included.
         word_ids: add the column `word_ids`: the number of the word within its document that a token belongs to, -1 for
             special tokens. Needs a fast tokenizer. Words are those of its pre-tokenizer.
-        num_proc: processes; default: none beside this one. Not used for streaming datasets.
+        num_proc: processes; default: none besides this one. Not used for streaming datasets.
 
     Raises:
         ValueError: no such text column (the message lists the columns), or `word_ids` with a slow tokenizer.

@@ -151,7 +151,7 @@ class PatchEmbeddingSpec(EmbeddingSpec):
     def check_fields(self) -> None:
         if self.distillation_token and not self.class_token:
             raise ValueError(
-                "embedding 'patch' has a distillation token beside a class token alone; set `class_token=True`."
+                "embedding 'patch' has a distillation token next to a class token alone; set `class_token=True`."
             )
 
     def check(self, config) -> None:

@@ -47,7 +47,7 @@ class SlicedExperts(torch.autograd.Function):
     """W_down[e] act(W_up[e] x + b_up[e]) + b_down[e] for rows [n, D] sorted by expert; ends: where each expert's rows
     end. act may make one number of several.
 
-    One expert after the other, so that what is as wide as the inner width stays small beside its first half, which is
+    One expert after the other, so that what is as wide as the inner width stays small next to its first half, which is
     kept. Every product is written where it belongs, gradients of weights too: nothing is stacked or masked afterwards.
     kept: [n, F] boolean, what dropout leaves, scaled by `boost`; or None.
     """

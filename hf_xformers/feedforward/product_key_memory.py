@@ -31,7 +31,7 @@ class TokenBatchNorm(Undecayed, nn.Module):
     the backward
     pass: once for each step, also where checkpointing runs the forward pass twice. In evaluation the running ones are
     used, and a token's output depends on nothing else. A frozen norm (its weight needs no gradient, as
-    beside adapters) keeps its statistics and uses them in training too: what is saved then stays what was used.
+    besides adapters) keeps its statistics and uses them in training too: what is saved then stays what was used.
     """
 
     undecayed = ("weight", "bias")
@@ -101,8 +101,8 @@ def candidates(topk: int) -> tuple[tuple[int, int], ...]:
 
 
 class WeightGradient(torch.autograd.Function):
-    """Hands on output [N, D] = sum_j weights[:, j] * values[slots[:, j]] and gives `weights` its gradient <values,
-    grad>: some tokens at a time, whose values stay in the processor's cache."""
+    """Passes on the output [N, D] = sum_j weights[:, j] * values[slots[:, j]] and gives `weights` its gradient
+    <values, grad>: some tokens at a time, whose values stay in the processor's cache."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, weights: Tensor, slots: Tensor, values: Tensor) -> Tensor:

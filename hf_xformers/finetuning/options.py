@@ -20,7 +20,7 @@ def _listed(words: Iterable[str]) -> str:
 
 @dataclass
 class ModelOptions:
-    """Where the weights and the tokenizer come from; component and configuration options come beside it."""
+    """Where the weights and the tokenizer come from; component and configuration options come besides it."""
 
     _argument_group_name = "model"
 
@@ -41,7 +41,7 @@ class ModelOptions:
         metadata={"help": "Train a tokenizer on the training rows. The default with --variant and no --tokenizer."},
     )
     tokenizer_kind: str = field(
-        default="bpe", metadata={"help": "Kind of a tokenizer that is trained: bpe, wordpiece, unigram or words."}
+        default="bpe", metadata={"help": "Type of a tokenizer that is trained: bpe, wordpiece, unigram or words."}
     )
     new_head: bool = field(
         default=False,
@@ -99,7 +99,7 @@ class TaskOptions:
             "help": (
                 "Column of the text (or tokens, article, question). Default: the first of the usual names that is"
                 f" there: of texts {_listed(names.TEXT_PAIRS)}; of words {_listed(names.WORDS)}; to summarize"
-                f" {_listed(names.LONG_TEXTS)}; of questions {_listed(names.QUESTIONS)}; beside choices"
+                f" {_listed(names.LONG_TEXTS)}; of questions {_listed(names.QUESTIONS)}; next to choices"
                 f" {_listed(names.CHOICE_TEXTS)}."
             )
         },
@@ -207,7 +207,7 @@ class TaskOptions:
     )
     season: int | None = field(
         default=None,
-        metadata={"help": "Forecasting: steps of a season, for the floor. Default: by the times (24 of hours, ...)."},
+        metadata={"help": "Forecasting: the baseline's steps of a season. Default: by the times (24 of hours, ...)."},
     )
     forecast_loss: Literal["mse", "mae", "student_t"] = field(
         default="mse", metadata={"help": "Forecasting: squared or absolute error, or a distribution's log density."}
@@ -252,7 +252,7 @@ class TaskOptions:
 
 @dataclass
 class RunOptions(LayerwiseOptions, SelfEnsembleOptions, ExpertOptions, Recipe):
-    """What belongs to the run beside Trainer's flags."""
+    """What belongs to the run besides Trainer's flags."""
 
     _argument_group_name = "run"
 

@@ -29,7 +29,8 @@ _PROBLEMS = {"regression": "regression", "multi_label_classification": "multi-la
 
 @dataclass
 class Trained:
-    """record: `training_summary.json`; empty for a model from elsewhere. trivial: the floor of the training rows."""
+    """record: `training_summary.json`; empty for a model from elsewhere. trivial: the baseline of the training
+    rows."""
 
     task: Task
     model: Any

@@ -42,7 +42,7 @@ def shapes(config_class: Any) -> list[str]:
 def variant_card(model_type: str, measured: list[dict[str, Any]] | None = None, sections: Sequence[str] = ()) -> str:
     """The Markdown card of a variant (metadata block included).
 
-    measured: rows of benchmark results for this variant, shown as a table per kind of row. sections: further Markdown
+    measured: rows of benchmark results for this variant, shown as a table per type of row. sections: further Markdown
     behind them.
 
     Raises:
@@ -210,7 +210,7 @@ def _component_table(config) -> str:
     layers = config.layer_configs()
     for slot in SLOTS:
         specs: list[Any] = []
-        for layer in layers:  # each kind once, where layers differ
+        for layer in layers:  # each type once, where layers differ
             if getattr(layer, slot) not in specs:
                 specs.append(getattr(layer, slot))
         for spec in specs:

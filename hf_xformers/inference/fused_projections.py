@@ -25,7 +25,7 @@ _NAMES = ("q_proj", "k_proj", "v_proj")
 
 class JoinedLinear(nn.Linear):
     """x -> (q, k, v) side by side, [..., D] -> [..., H d + 2 K d]. In state dicts its rows have the names of the
-    projections that they were, which stand beside it in the model. widths: rows of each."""
+    projections that they were, which stand next to it in the model. widths: rows of each."""
 
     def __init__(self, parts: list[nn.Linear]):
         first = parts[0]

@@ -24,7 +24,7 @@ from .language import LanguageModel
 
 @register_pretraining("contrastive_prediction")
 class ContrastivePredictionSpec(PretrainingSpec):
-    """weight: of the contrastive loss beside that of masked tokens."""
+    """weight: of the contrastive loss next to that of masked tokens."""
 
     summary = "masked tokens, and vectors of masked sentences told apart (CPC; ETC)"
 

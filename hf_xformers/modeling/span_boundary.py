@@ -22,7 +22,7 @@ from .language import LanguageModel
 @register_pretraining("span_boundary")
 class SpanBoundarySpec(PretrainingSpec):
     """places: tokens of a span that its neighbors tell. place_width: width of the vectors of these places. weight: of
-    that loss beside the masked tokens'."""
+    that loss next to the masked tokens'."""
 
     summary = "masked tokens, and those of a span from its two neighbors (SpanBERT)"
 

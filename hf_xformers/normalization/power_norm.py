@@ -69,7 +69,7 @@ class PowerNorm(Undecayed, nn.Module):
     backward pass replaces what the exact derivative of a batch statistic would need by a running estimate nu:
     dx = (g dy - nu x / psi) / psi. In the first `warmup_iters` steps the batch's own mean square is used, and psi^2 is
     the mean over all steps so far. Evaluation uses the running psi, and a token's output depends on nothing else; so
-    does a frozen norm (its weight needs no gradient, as beside adapters), which keeps its statistics.
+    does a frozen norm (its weight needs no gradient, as next to adapters), which keeps its statistics.
     """
 
     undecayed = ("weight", "bias")

@@ -39,7 +39,7 @@ class RealBatchNorm(Undecayed, nn.Module):
 
     In training mean and variance are those of the real tokens of the batch, in all processes; evaluation takes their
     running means (`momentum` is the part of the newest step, its variance with n - 1), and so does a frozen norm,
-    whose weight needs no gradient, as beside adapters. A batch without padding gives what `torch.nn.BatchNorm1d`
+    whose weight needs no gradient, as next to adapters. A batch without padding gives what `torch.nn.BatchNorm1d`
     does. The names are those of that module.
     """
 

@@ -26,7 +26,7 @@ class Residual(Undecayed, nn.Module):
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def inputs(self, context: LayerContext) -> dict[str, Any]:
-        """What `enter` and `leave` are given of the call beside the vectors, by keyword."""
+        """What `enter` and `leave` are given of the call next to the vectors, by keyword."""
         return {}
 
     def enter(self, hidden_states: Tensor, **inputs: Any) -> Tensor:

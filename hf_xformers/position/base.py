@@ -135,7 +135,7 @@ class PositionTerms(nn.Module):
 
     content_scale: factor on the attention's own scale. changes_scores: whether scores and values get terms, or
     queries, keys and values alone. number_stream: the stream in which it has a number for each head and token
-    ([`PositionTerms.of_states`]), which attention keeps beside keys (`keeps_numbers` of its spec), so that
+    ([`PositionTerms.of_states`]), which attention keeps next to keys (`keeps_numbers` of its spec), so that
     [`PositionTerms.score_terms`] finds those of all tokens so far there, in float32 at least.
     """
 

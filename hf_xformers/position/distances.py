@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Score terms that depend on the distance of a pair alone, beside what one of its tokens brings."""
+"""Score terms that depend on the distance of a pair alone, besides what one of its tokens brings."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class StackOutput:
     """hidden_states [B, T', D] after the last layer (T' may differ from the input's T); context: the state bundle that
     belongs to them; aux_losses: scalars by name; memories [B, steps of the decoder, T', D]: an encoder's own memory
     for each decoder layer, or None; segment_memory: what the next segment of the text may read of this one, or None;
-    streams: what the last layer handed on; summaries [B, G, D]: states of global tokens that stand for parts of the
+    streams: what the last layer passed on; summaries [B, G, D]: states of global tokens that stand for parts of the
     text, in their order, from a stack that gives [`HandOver.SUMMARIES`]."""
 
     hidden_states: Tensor
@@ -91,10 +91,10 @@ class Stack(Undecayed, nn.Module):
 
 class StackSpec(Spec):
     """Base of stack specs. gives_memories: as an encoder, it makes a memory for each decoder layer.
-    feeds_gates: gives gates inside sublayers their noise and their budget (`core/gates.py`). unpads: it takes the real
-    tokens of a batch as one row (`unpad_inputs`); if not, why_not_unpad says what keeps it from that. has_exits: there
-    is a classifier after every layer, each with a loss of its own; has_token_exits: one of tokens.
-    passes_streams: it carries what layers hand on to the next ones. prepares_together: all its layers prepare one and
+    feeds_gates: provides gates inside sublayers with noise and the compute budget (`core/gates.py`). unpads: it takes
+    the real tokens of a batch as one row (`unpad_inputs`); if not, why_not_unpad says what keeps it from that.
+    has_exits: there is a classifier after every layer, each with a loss of its own; has_token_exits: one of tokens.
+    passes_streams: it carries what layers pass on to the next ones. prepares_together: all its layers prepare one and
     the same call, so that what the first of them owns reaches the others.
     keeps_tokens: its layers see the text's tokens, all of them, each in its place. tells_earlier_ids: they are told
     the ids of the call's tokens and of the one before, too. replays_memory: gradients go through the segment memory to
@@ -140,8 +140,8 @@ class StackSpec(Spec):
         return 0
 
     def memory_slots(self, config: Any) -> int | None:
-        """States beside the segment that a layer reads of a segment memory, and a generation cache has room for; None:
-        there is no such memory, and a cache grows with the text."""
+        """States besides the segment that a layer reads of a segment memory, and a generation cache has room for;
+        None: there is no such memory, and a cache grows with the text."""
         return None
 
     def remembers_parts(self, config: Any) -> bool:
@@ -154,7 +154,8 @@ class StackSpec(Spec):
         return self.memory_slots(config)
 
     def restarts_after(self, config: Any) -> int | None:
-        """Tokens after which positions begin anew, and nothing sees further back; None: they go on with the text."""
+        """Tokens after which positions begin anew, and nothing sees further back; None: they continue with the
+        text."""
         return None
 
     def sentences_before(self) -> int:

@@ -53,7 +53,7 @@ class Course:
         raise NotImplementedError
 
     def narrow(self, stay: Tensor) -> None:
-        """Of the running rows those with the indices `stay` go on."""
+        """Of the running rows those with the indices `stay` continue."""
 
     def end(self, hidden_states: Tensor, context: LayerContext) -> Tensor:
         """The states of the whole batch, where no row was taken out."""
@@ -100,7 +100,7 @@ class EarlyExitStack(PlainStack):
         self.steps = steps
 
     def course(self, watch: Any, context: LayerContext) -> Course:
-        """How a call goes on that `watch` looks at."""
+        """How a call continues that `watch` looks at."""
         return RowCourse(watch)
 
     def run_layer(
@@ -199,7 +199,7 @@ class EarlyExitStack(PlainStack):
             context = take_rows(context, stay, position, hidden_states)
             for other in layers:
                 other.prepare(context, None)
-            # What no layer has touched is made anew with the rest; what layers hand on is cut.
+            # What no layer has touched is made anew with the rest; what layers pass on is cut.
             handed = {name: take(x, stay) for name, x in streams.items() if x is not prepared.get(name)}
             streams = {**context.streams, **handed}
         if rows is not None and final is not None:

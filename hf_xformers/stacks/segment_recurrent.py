@@ -271,7 +271,7 @@ class SegmentRecurrentSpec(StackSpec):
 
     def cut_length(self, config) -> int | None:
         """Tokens of the segments that a longer text is read in; None: it is read whole."""
-        if config.is_decoder:  # a cache goes on with the text
+        if config.is_decoder:  # a cache continues with the text
             return None
         if self.segment_length is None and self.looks_back(config):
             return config.max_position_embeddings
@@ -282,7 +282,7 @@ class SegmentRecurrentSpec(StackSpec):
         return config.max_position_embeddings if self.memory_length is None else self.memory_length
 
     def memory_slots(self, config) -> int:
-        """States that a layer reads beside the segment: what a generation cache has room for."""
+        """States that a layer reads besides the segment: what a generation cache has room for."""
         return self.length(config)
 
     def remembers_parts(self, config) -> bool:

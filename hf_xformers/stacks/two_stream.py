@@ -156,7 +156,7 @@ class TwoStreamSpec(StackSpec):
         if config.block.mixes or not config.block.unpads:
             raise ValueError(
                 "stack 'two_stream' hides tokens in attention alone, and a target would learn of them through block"
-                f" {config.block.type!r}, which reads other tokens beside; set `block='vanilla'`, or `stack='plain'`."
+                f" {config.block.type!r}, which reads other tokens as well; set `block='vanilla'`, or `stack='plain'`."
             )
         if config.normalization.over_tokens:
             raise ValueError(

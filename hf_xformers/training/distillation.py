@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training with a teacher: a frozen model whose predictions and states the student follows beside its own
+"""Training with a teacher: a frozen model whose predictions and states the student follows next to its own
 objective."""
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Distillation:
     teacher: str | None = field(
         default=None,
         metadata={
-            "help": "Model to learn from beside the objective: the source of a swap, say. A folder or a Hub id."
+            "help": "Model to learn from besides the objective: the source of a swap, say. A folder or a Hub id."
         },
     )
     logit_weight: float = field(default=1.0, metadata={"help": "Weight of the teacher's predictions in the loss."})

@@ -30,7 +30,7 @@ def scored(outputs: Mapping[str, Any], labels: Tensor) -> tuple[Tensor, Tensor]:
 def scored_beside(
     kinds: Mapping[str, tuple[str, str]], outputs: Mapping[str, Any], inputs: Mapping[str, Any]
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """By kind (logits [B, M, C], labels [B, M]) of what a batch has to predict beside tokens; kinds: names of the
+    """By kind (logits [B, M, C], labels [B, M]) of what a batch has to predict besides tokens; kinds: names of the
     labels, which come in or were made by the model, and of the scores of their classes."""
     found = {}
     for kind, (label, scores) in kinds.items():
@@ -82,13 +82,13 @@ def label_counts(labels: Tensor, vocab_size: int, *, next_token: bool) -> Tensor
 def frequency_floor(counts: Tensor) -> dict[str, float]:
     """What knowing nothing but how often each token is a target would reach on these very targets.
 
-    counts: [V], how often each id is one. `floor_accuracy`: always the most frequent token; `floor_loss`: their shares
-    as probabilities, the entropy in nats per token. No guess that leaves the text unread is better, and a model that
-    has not learned more ends there, or above: of N targets of K kinds, who knew their law but not them would lose
+    counts: [V], how often each id is one. `baseline_accuracy`: always the most frequent token; `baseline_loss`: their
+    shares as probabilities, the entropy in nats per token. No guess that leaves the text unread is better, and a model
+    that has not learned more ends there, or above: of N targets of K kinds, who knew their law but not them would lose
     about K / 2N more, which is much where targets are few.
     """
     share = counts.double() / counts.sum().clamp(min=1)
-    return {"floor_accuracy": share.max().item(), "floor_loss": -torch.special.xlogy(share, share).sum().item()}
+    return {"baseline_accuracy": share.max().item(), "baseline_loss": -torch.special.xlogy(share, share).sum().item()}
 
 
 def perplexity(loss: float) -> float:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of what a model of images has learned: held-out images beside what it makes of a part of them."""
+"""Pictures of what a model of images has learned: held-out images next to what it makes of a part of them."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def continuations(
     model: Any, rows: Tensor, clusters: Any, size: tuple[int, int], grid: TokenGrid | None, seed: int
 ) -> Image:
     """A row for each image of `rows` [B, T], the tokens of whole images: as it is, its first half, and that half as
-    the model goes on, with colors that are drawn as it finds them probable."""
+    the model continues, with colors that are drawn as it finds them probable."""
     pixels, colours = size[0] * size[1], len(clusters)
     first = rows.shape[1] - pixels  # the token that starts an image, where there is one
     half = first + pixels // 2

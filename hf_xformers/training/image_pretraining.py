@@ -252,7 +252,8 @@ class PreparedImages(Prepared):
         return functools.partial(MaskedImageTrainer, median_picture=picture, patch=config.patch_shape)
 
     def write_pictures(self, seed: int, folder: Path) -> Path:
-        """Draws held-out images (training ones, where none are held out) beside what the saved model makes of them."""
+        """Draws held-out images (training ones, where none are held out) next to what the saved model makes of
+        them."""
         from ..variants import family
 
         rows = self.train if self.validation is None else self.validation

@@ -41,7 +41,7 @@ class Linearizing:
     )
     distillation_learning_rate: float | None = field(default=None, metadata={"help": "Default: --learning_rate."})
     logit_weight: float = field(
-        default=1.0, metadata={"help": "Weight of the source's predictions beside the objective."}
+        default=1.0, metadata={"help": "Weight of the source's predictions next to the objective."}
     )
     temperature: float = field(default=1.0, metadata={"help": "Softens both predictions before they are compared."})
     lora_steps: int = field(

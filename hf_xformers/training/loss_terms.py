@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Terms of a loss beside that of the task, such as what a teacher adds."""
+"""Terms of a loss besides that of the task, such as what a teacher adds."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class LossTerms:
     """What a `XFormerTrainer(terms=...)` adds to its loss in training; evaluation is without. Terms are logged as
     `distill_<name>`, as means since the last log."""
 
-    columns: tuple[str, ...] = ()  # of the rows that these terms read beside what the model does
+    columns: tuple[str, ...] = ()  # of the rows that these terms read besides what the model does
 
     def begin(self, trainer: Any) -> None:
         """Once the trainer has its model."""

@@ -14,7 +14,7 @@ from ..families import ALL_HEADS, VariantInfo, make_family
 class XFDartsformerConfig(XFormerConfig):
     """DARTSformer (Zhao et al. 2021): parts of the channels change in turn, by operations that a search has chosen.
 
-    The operations of the preset are attention and feed-forward, beside which a decoder reads its memory; `hf-xformers
+    The operations of the preset are attention and feed-forward, besides which a decoder reads its memory; `hf-xformers
     search` finds others.
     """
 

@@ -51,7 +51,7 @@ ROOMS: dict[str, tuple[str, str, tuple[tuple[str, tuple[str, ...]], ...]]] = {
     ),
     "benchmark": (
         "Benchmark",
-        "Time, memory and quality of variants beside dense attention. On the command line: `hf-xformers benchmark`.",
+        "Time, memory and quality compared with dense attention. On the command line: `hf-xformers benchmark`.",
         (
             ("hf_xformers.benchmark.runner", ()),
             ("hf_xformers.benchmark.entries", ()),

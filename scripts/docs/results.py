@@ -36,16 +36,15 @@ MEANINGS = {
     "loss": "held-out loss in nats per token, after the same number of steps",
     "dense loss": "that of dense attention after the same number of steps",
     "dense, at equal time": "that of dense attention after the same time",
-    "plain twin": "that of the same configuration with the plain part in place of the variant's own",
+    "control": "that of the same configuration with the plain part in place of the variant's own",
     "loss at start": "before training",
     "token frequencies": "what is reached by knowing how frequent tokens are, and nothing else",
-    "floor": "what is reached without a model",
     "against transformers": "tokens per second by those of transformers' model that the note names: above 1 is faster",
     "cache MiB": "what a cache holds after the context, in MiB",
     "reading s": "seconds for the context",
-    "baseline": "what is reached without a model, as `of` says",
-    "trivial floor": "the loss that is reached by knowing how frequent targets are, and nothing else",
-    "above the floor": "whether the model learned more than that",
+    "baseline": "what a trivial rule reaches, without a model; where there is a column `of`, it says which rule",
+    "trivial baseline": "the loss that is reached by knowing how frequent targets are, and nothing else",
+    "beats the baseline": "whether the model learned more than that",
     "probe": "accuracy on SST-2 of a linear classifier of frozen states",
     "majority": "accuracy of always naming the most frequent class",
     "mean layers": "passed by a row, of as many as `of` says",
@@ -73,7 +72,7 @@ def files() -> dict[str, dict[str, Any]]:
 
 
 def tables_of(name: str) -> dict[str, list[Row]]:
-    """The lists of rows in a result file, by their keys; beside those of pretraining the runs of the trained maps."""
+    """The lists of rows in a result file, by their keys; next to those of pretraining the runs of the trained maps."""
     found = {key: value for key, value in files()[name].items() if isinstance(value, list)}
     if name == "pretraining" and pictures.alike():
         found[ALIKE] = pictures.alike()
@@ -104,7 +103,7 @@ def page_of(name: str) -> str:
 
 @functools.cache
 def said(name: str) -> tuple[str, str]:
-    """Title and note of a result file, as its benchmark wrote them beside it."""
+    """Title and note of a result file, as its benchmark wrote them next to it."""
     path = FOLDER / f"{name}.md"
     if not path.exists():
         return name.replace("_", " ").capitalize(), ""
@@ -145,7 +144,7 @@ def overview() -> str:
         " hand. `benchmarks/` has the program of each, which writes the file anew.",
         table(rows),
         "Most were measured on one thread of a small CPU. Ratios carry over to other machines better than times; a"
-        " result stands beside its floor or its dense counterpart, measured in turn with it.",
+        " result stands compared with its baseline or its dense counterpart, measured in turn with it.",
     )
 
 

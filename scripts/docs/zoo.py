@@ -24,7 +24,7 @@ ABOUT_SLOTS = {
     "residual": "Where the norm stands, and how a sublayer's output joins what came in.",
     "feedforward": "What every token does by itself between two attentions.",
     "block": "How sublayers are arranged in a layer.",
-    "stack": "Which layers run, in which order and how often, and what travels beside the tokens.",
+    "stack": "Which layers run, in which order and how often, and what travels next to the tokens.",
     "head": "From hidden states to predictions.",
 }
 CAPABILITIES = {

@@ -181,7 +181,7 @@ def test_with_a_training_that_knows_of_it(source, data, tmp_path, capsys):
     assert all(tensor.dtype == torch.float32 for tensor in weights(out / "trained").values())
     step = json.loads((out / "compression.json").read_text())["steps"][-1]
     assert step["settings"]["quantization_aware"] is True
-    assert (5 * step["after"]["floor"]) % 1 == 0  # of all 24 rows it is 14/24
+    assert (5 * step["after"]["baseline"]) % 1 == 0  # of all 24 rows it is 14/24
 
 
 def test_each_kind_by_itself():

@@ -220,5 +220,5 @@ def test_disjoint_parts():
     assert not set(rows) & {tuple(row) for row in train["input_ids"]}
     again = disjoint(lambda n, seed: copy_task(n, 4, 5, seed), 40, 30, seed=3)[1]
     assert again["input_ids"][:] == held_out["input_ids"][:]
-    with pytest.raises(ValueError, match="no 30 rows beside the 40 of training"):
+    with pytest.raises(ValueError, match="no 30 rows besides the 40 of training"):
         disjoint(lambda n, seed: copy_task(n, 2, 5, seed), 40, 30)

@@ -60,7 +60,7 @@ def run(folder, pretrained, tmp_path_factory):
 def test_it_learns_and_stands_beside_its_floor(run):
     summary = json.loads((run / "training_summary.json").read_text())
     assert summary["variant"] == "xf_image_gpt" and summary["labels"] == ["large", "small"]
-    assert summary["test_accuracy"] >= 0.9 and summary["floor_test"]["accuracy"] == 0.5
+    assert summary["test_accuracy"] >= 0.9 and summary["baseline_test"]["accuracy"] == 0.5
 
 
 def ids_by_hand(image, clusters):

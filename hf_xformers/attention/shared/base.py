@@ -29,7 +29,7 @@ KEY_STATES = "key_states"
 # Streams with keys and values [B, K, n, d] that a stack has made, which stand before those of the tokens and are in no
 # cache: the keys that the context counts begin with them.
 CARRIED_KEYS, CARRIED_VALUES = "carried_keys", "carried_values"
-# Under which name in `context.shared` a layer finds its rotation, by the spec's `angles`.
+# Key of the rotary tables in `context.shared`, by the spec's `angles`.
 ROTATION_NAMES = {"global": "rotation", "local": "local_rotation", "none": "no_rotation"}
 
 
@@ -366,23 +366,22 @@ class AttentionSpec(Spec):
     """Base of attention specs: fields every mechanism has, and what it can do.
 
     splits_heads: whether tensor parallelism may give each process some of the heads: no parameter, buffer or pattern
-    of a single head beside the projections, and no exchange between heads. why_one_length: why a graph of it that is
+    of a single head besides the projections, and no exchange between heads. why_one_length: why a graph of it that is
     exported takes the length of its sample alone, if so.
 
     max_global_tokens: bound on the global tokens of a row, where a mechanism has such tokens and bounds them.
     text_streams: streams of the last layer that a pooler of its own reads ([`AttentionSpec.build_pooler`]).
 
     Layers may share more than the call: [`AttentionSpec.shared_sizes`]. first_owns: the first layer owns what they
-    share;
-    runs_through: every layer passes it on, up to the last. carries: the stream in which they do so, if it is one that
-    cross-attention of the same kind goes on with.
+    share. runs_through: every layer passes it on, up to the last. carries: the stream in which they do so, if it is
+    one that cross-attention of the same type continues with.
 
-    What of a position inside attention it reads (configs refuse the rest). rotation: queries and keys are turned;
+    Position features that it supports (configs refuse the others). rotation: queries and keys are turned;
     linear attention turns them before its features, as far as its own equation does not say otherwise. score_bias,
     score_terms, head_terms: what is added to scores, and to queries, keys and values.
 
     What other components ask for. keeps_keys_alone: its state for generation is keys and values and nothing else, so
-    that a block may keep a state of its own beside them. reads_segment_memory: it reads the states that a
+    that a block may keep a state of its own besides them. reads_segment_memory: it reads the states that a
     segment-recurrent stack carries on. counts_usage: it tells how much attention each of them gets. pooled_queries:
     queries may be fewer than keys, each with a place of its own. scattered_queries: queries may stand anywhere among
     the keys, and a stack may say which pairs are in sight. reads_axes: its layers read the rows and the columns of a
@@ -397,7 +396,7 @@ class AttentionSpec(Spec):
     its values can be had head by head ([`Attention.written`], [`Attention.losses`]), so that heads may be joined in
     another way and have losses. weighs_blocks: the weights of some queries can be had without those of all
     ([`Attention.weights_of_block`]), as losses on them need. keeps_numbers: a position may have a number for each
-    token kept beside its key ([`PositionTerms.number_stream`]).
+    token kept next to its key ([`PositionTerms.number_stream`]).
 
     Of the fields below mechanisms may refuse some: normalizes_heads: queries and keys may be normalized
     (`query_key_norm`). caps_scores: scores may be capped (`score_cap`). learns_sinks: softmax may have a learned sink

@@ -16,10 +16,10 @@ from .query_blocks import visible_softmax
 
 
 class ScoreChain(Attention):
-    """Base of attention that reads what the layer below handed on.
+    """Base of attention that reads what the layer below passed on.
 
-    What is handed on are streams, so that gradients and activation checkpointing follow them. A chain begins anew in
-    each forward call; self- and cross-attention have chains of their own. Scores are handed on as they are before the
+    What is passed on are streams, so that gradients and activation checkpointing follow them. A chain begins anew in
+    each forward call; self- and cross-attention have chains of their own. Scores are passed on as they are before the
     mask and the position's bias, which act in every layer, and in float32 at least: sums over many layers are too
     coarse in half precision, and leave its range.
 
@@ -37,10 +37,10 @@ class ScoreChain(Attention):
         return context.streams.get(f"{self.chain}_{name}")
 
     def check_fit(self, what: str, handed: torch.Size, own: torch.Size) -> None:
-        """Raises `ValueError` where what was handed on has another shape than what it is combined with."""
+        """Raises `ValueError` where what was passed on has another shape than what it is combined with."""
         if handed != own:
             raise ValueError(
-                f"{self.spec.type} layer {self.layer_idx} has {what} {list(own)}, but the layers below hand on"
+                f"{self.spec.type} layer {self.layer_idx} has {what} {list(own)}, but the layers below pass on"
                 f" {list(handed)}; all layers of a chain need the same numbers of heads and the same length."
             )
 

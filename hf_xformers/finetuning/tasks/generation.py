@@ -42,7 +42,7 @@ def paragraph_numbers(spans: Sequence[tuple[int, int]], breaks: Sequence[int]) -
 
 
 class WithParagraphs:
-    """A collator that pads `sentence_ids` beside what another one does, and leaves them out for a model that reads
+    """A collator that pads `sentence_ids` besides what another one does, and leaves them out for a model that reads
     none."""
 
     def __init__(self, collate: Any, tokenizer: PreTrainedTokenizerBase, wanted: bool) -> None:

@@ -184,7 +184,7 @@ def kernel_attention(
             Only `x` and `params` receive gradients: pass learned tensors as params.
         key_map: another function for the keys.
     The others, the result and the errors are those of [`linear_attention`]; a map with log factors takes no
-    `log_weight` beside them.
+    `log_weight` besides them.
     """
     _check(query, key, value, causal, key_padding_mask, log_weight, None, None, chunk_size, normalize)
     key_map, options, dtype = (

@@ -124,7 +124,7 @@ class Read(torch.autograd.Function):
     def forward(ctx, q, a, kv, z, dtype, *others):
         eps, minimum, normalize, feature_map, *params = others
         batch, heads, length, _ = q.shape
-        # Heads beside each other, as an output projection reads them: what it keeps is this very memory.
+        # Heads side by side, as an output projection reads them: what it keeps is this very memory.
         out = torch.empty(batch, length, heads, kv.shape[3], dtype=dtype, device=q.device).transpose(1, 2)
         denominator = torch.empty(batch, heads, length if normalize else 0, dtype=kv.dtype, device=q.device)
         bounds = segments(length, q, width=kv.shape[2])
