@@ -127,7 +127,7 @@ class TaskOptions:
     )
     label_separator: str | None = field(
         default=None,
-        metadata={"help": "Multi-label: what stands between the labels of a row, in files that hold no lists (CSV)."},
+        metadata={"help": "Multi-label: the separator of the labels of a row, in files that hold no lists (CSV)."},
     )
     label_threshold: float = field(
         default=0.5, metadata={"help": "Multi-label: a label is predicted if its probability is above this."}

@@ -187,7 +187,7 @@ def components() -> str:
     here = "api/components.md"
     return page(
         "Components",
-        "A component is described by a spec: a small dataclass that stands in the file of the module that it builds."
+        "A component is described by a spec: a small dataclass in the file of the module that it builds."
         " Fields of all are on the pages of the slots: "
         + ", ".join(link(slot, here, catalog.component_page(slot)) for slot in catalog.SLOT_NAMES)
         + ".",

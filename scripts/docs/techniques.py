@@ -272,10 +272,10 @@ def pages() -> Pages:
 def techniques() -> str:
     return page(
         "Techniques of inference",
-        "What the runtimes Faster-Transformer (NVIDIA) and TurboTransformers (Tencent) did for speed, by what it is"
-        " done today, and for which families. But for rounding (bfloat16, 8 bits) no result changes: the test next to"
-        " each shows it, over what the last column says. How to use them: [serve](serve.md). Measured compared with"
-        " transformers' models: [results](../results/index.md).",
+        "What the runtimes Faster-Transformer (NVIDIA) and TurboTransformers (Tencent) did for speed, what does"
+        " it today, and for which families. Apart from rounding (bfloat16, 8 bits) no result changes: the test next"
+        " to each shows it, over what the last column says. How to use them: [serve](serve.md). Figures compared"
+        " with transformers' models: [results](../results/index.md).",
         table(_row(technique) for technique in TECHNIQUES),
         "## What is not taken over, and why",
         "\n".join(f"- {reason}" for reason in NOT_APPLICABLE),
