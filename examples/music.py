@@ -1,7 +1,7 @@
-"""A Music Transformer learns tunes and goes on with one: python examples/music.py --folder music
+"""A Music Transformer learns tunes and continues one: python examples/music.py --folder music
 
-Makes tunes in ABC notation, pretrains the model on them with `hf-xformers pretrain`, measures held-out tunes beside
-the baseline of token frequencies, lets the model go on with the first bars of a tune that it has not seen, and writes
+Makes tunes in ABC notation, pretrains the model on them with `hf-xformers pretrain`, measures held-out tunes against
+the baseline of token frequencies, lets the model continue the first bars of a tune that it has not seen, and writes
 prompt and continuation to continued.wav (and the whole of that tune to original.wav) for listening. Takes some minutes
 on a processor.
 """

@@ -674,14 +674,15 @@ def test_metadata(folders, tmp_path):
     assert "baseline" not in card
 
 
+@pytest.mark.parametrize("name", ["baseline", "floor"])  # the second is that of 0.1.0
 @pytest.mark.parametrize("kind", ["language", "task"])
-def test_figures_stand_beside_their_floor(kind, folders, tmp_path):
-    """A language model's floors are among its figures, a task's apart; neither is a score of the model."""
+def test_figures_stand_beside_their_baseline(kind, name, folders, tmp_path):
+    """A language model's baselines are among its figures, a task's apart; neither is a score of the model."""
     shutil.copytree(folders / "run", tmp_path / "m")
     path = tmp_path / "m" / "training_summary.json"
     floors = {
-        "language": {"eval_baseline_loss": 6.5},
-        "task": {"baseline_validation": {"loss": 6.5}, "trivial": {"rule": "always 'gut'", "answer": "gut"}},
+        "language": {f"eval_{name}_loss": 6.5},
+        "task": {f"{name}_validation": {"loss": 6.5}, "trivial": {"rule": "always 'gut'", "answer": "gut"}},
     }[kind]
     path.write_text(json.dumps({**json.loads(path.read_text()), **floors}))
     card = prepare_upload(tmp_path / "m", "user/m").card
