@@ -45,7 +45,7 @@ class TypedSpec:
         offending value and the remedy."""
 
     def check_values(self) -> None:
-        """Raises `ValueError` for values that this spec cannot have, whatever stands besides it."""
+        """Raises `ValueError` for values that this spec cannot have, whatever the others are."""
         check_bounds(self)
         self.check_fields()
 
