@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import contextmanager
 
 import torch
@@ -11,8 +10,6 @@ from hf_xformers import XFormerConfig
 from hf_xformers.attention.shared import query_blocks
 from hf_xformers.core.cache import make_cache
 from hf_xformers.core.context import LayerContext
-from hf_xformers.variants import family
-from tests.common.cases import Case
 
 WIDTH, HEADS = 16, 4
 GEOMETRY = dict(
@@ -142,48 +139,3 @@ def saved_sizes(function):
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         function()
     return sorted(sizes, reverse=True)
-
-
-def mixes(fields_by_name, shapes=("encoder", "decoder")):
-    """Cases of the contract suite for free mixes: name -> fields of `XFormerConfig`."""
-    free = family("xformer")
-    return [
-        Case(name, shape, XFormerConfig, free, json.dumps(fields))
-        for name, fields in fields_by_name.items()
-        for shape in shapes
-    ]
-
-
-def check_contract(case):
-    """The tests of the contract suite that a mechanism's own paths can break."""
-    import tests.common.test_generation as generation
-    import tests.common.test_outputs as outputs
-    import tests.common.test_padding as padding
-    import tests.common.test_training as training
-
-    for side in ("left", "right"):
-        padding.test_padding_changes_nothing(case, side)
-        padding.test_one_by_one(case, side)
-    padding.test_rows_of_padding_alone(case)
-    padding.test_half_precision(case)
-    padding.test_half_precision_gradients(case)
-    for length in (1, 13):
-        outputs.test_eager_equals_fast(case, length)
-    outputs.test_determinism(case)
-    training.test_gradient_checkpointing(case)
-    if case.causal:
-        generation.test_causality(case)
-        generation.test_gradient_causality(case)
-        generation.test_prefixes(case)
-        for pieces in ((1,) * 9, (5, 1, 1, 2)):
-            generation.test_cached_equals_full(case, pieces)
-        generation.test_greedy_generation(case)
-        generation.test_beam_search(case)
-
-
-def check_compile(case):
-    import tests.common.test_compiling as compiling
-
-    torch._dynamo.reset()
-    compiling.test_compile_training(case)  # both passes
-    torch._dynamo.reset()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerForMaskedLM
+from hf_xformers import XFormerConfig, XFormerForCausalLM
 from hf_xformers.core.cache import make_cache
 from tests.attention.score_helpers import GEOMETRY
 from tests.helpers import NO_DROPOUT, close, make_strong, pad, tokens
@@ -95,17 +95,3 @@ def test_gradients_reach_spans_and_stop_at_the_memory():
     spans = [layer.attention.span for layer in model.model.trunk.layers]
     for gradient in torch.autograd.grad(output.logits.sin().sum(), spans):
         assert gradient.abs().max() > 0
-
-
-def test_an_encoder_reads_its_memory():
-    model, ids = build(head=XFormerForMaskedLM), tokens(2, 9, high=50)
-    with torch.no_grad():
-        memory = model(ids[:, :5]).segment_memory
-        with_memory = model(ids[:, 5:], segment_memory=memory).logits
-        assert (with_memory - model(ids[:, 5:]).logits).abs().max() > 1e-6
-
-
-def test_compressed_memory():
-    model, ids = build(stack="compressive"), tokens(2, 30, high=50)
-    found, memory = in_segments(model, ids, (10, 10, 10))
-    assert found.isfinite().all() and memory.compressed_length > 0

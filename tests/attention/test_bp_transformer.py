@@ -1,4 +1,4 @@
-"""BP-Transformer: a whole model against loops over the tree, strict causality, the state, the root."""
+"""BP-Transformer: a whole model against loops over the tree, decoding after a step back, the cost of a step."""
 
 import pytest
 import torch
@@ -97,19 +97,6 @@ def test_two_layers_equal_loops(causal, length):
     torch.testing.assert_close(found.last_hidden_state[0], tokens)
     if not causal:
         torch.testing.assert_close(found.pooler_output[0], of_spans[-1] if length > 1 else tokens[0])
-
-
-@torch.no_grad()
-def test_a_later_token_changes_nothing_before_it():
-    made = model("ForCausalLM", is_decoder=True)
-    ids = torch.randint(0, 30, (1, 37))
-    base = made(ids).logits
-    for at in (1, 15, 16, 31, 36):
-        changed = ids.clone()
-        changed[:, at] = (ids[:, at] + 1) % 30
-        found = made(changed).logits
-        assert torch.equal(found[:, :at], base[:, :at]) or (found[:, :at] - base[:, :at]).abs().max() < 1e-12
-        assert (found[:, at:] - base[:, at:]).abs().amax(-1).min() > 1e-9  # all that follow do read it
 
 
 @torch.no_grad()

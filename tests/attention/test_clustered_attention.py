@@ -1,28 +1,19 @@
-"""Clustered attention against its matrix for given clusters, its bounds and limits, and k-means token by token."""
+"""Clusters of queries: k-means token by token, blocks of one cluster, and the planes."""
 
 import pytest
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
 from hf_xformers.ops.bucketed.query_clusters import QueryClusters, cluster_blocks, hashed_clusters
-from tests.attention.references.compressed import clustered, clustered_weights, clusters_by_hand
+from tests.attention.references.compressed import clusters_by_hand
 from tests.attention.score_helpers import (
     HEADS,
     PADDING,
     WIDTH,
     build_layers,
-    make_context,
-    run_layers,
-    split_heads,
-    vectors,
 )
-from tests.helpers import close
 
 D = WIDTH // HEADS
 PLAIN = {"type": "clustered_attention", "num_clusters": 3}
-IMPROVED = {**PLAIN, "type": "improved_clustered_attention", "topk": 2}
-each_path = pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-each_spec = pytest.mark.parametrize("spec", [PLAIN, IMPROVED], ids=["plain", "improved"])
 
 
 # ------------------------------------------------------------------------------------------- clusters
@@ -63,59 +54,6 @@ def test_blocks(width):
 
 
 # ------------------------------------------------------------------------------------------- attention
-
-
-def projected(layer, states):
-    parts = (split_heads(part(states), D) for part in (layer.q_proj, layer.k_proj, layer.v_proj))
-    return [x.repeat_interleave(HEADS // x.shape[1], 1) for x in parts]
-
-
-def given(layer, monkeypatch, labels, clusters):
-    counts = torch.nn.functional.one_hot(labels, clusters).sum(-2)
-    monkeypatch.setattr(layer, "cluster", lambda query, mask: QueryClusters(labels, counts))
-
-
-@each_path
-@each_spec
-def test_given_clusters(implementation, spec, monkeypatch):
-    """Also clusters of one query each, which are exact attention."""
-    (layer,) = build_layers(spec)
-    states, generator = vectors(2, 7), torch.Generator().manual_seed(0)
-    q, k, v = projected(layer, states)
-    exact = layer.o_proj(scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)).detach()
-    for labels, clusters in (
-        (torch.randint(0, 4, (2, HEADS, 7), generator=generator), 4),
-        (torch.arange(7).expand(2, HEADS, 7), 7),
-    ):
-        given(layer, monkeypatch, labels, clusters)
-        output = run_layers([layer], states, make_context(7, implementation=implementation))[0].output.detach()
-        for row, of_row in enumerate(labels):
-            close(output[row], clustered(layer, states[row : row + 1], labels=of_row)[0][0].detach())
-        assert ((output - exact).abs().max() < 1e-12) == (clusters == 7)
-
-
-def test_error_is_bounded_by_the_distance_from_the_mean():
-    """|A^c - A_i| <= |q_i - Q^c| |K| / sqrt(d) in the spectral norm of K (proposition 1), rows of one cluster are the
-    same bits, and equal queries are exact."""
-    (layer,) = build_layers(PLAIN)
-    states = vectors(2, 9)
-    with torch.no_grad():
-        q, k, _ = projected(layer, states)
-        found = layer.cluster(q, None)
-        weights = run_layers([layer], states, make_context(9, implementation="eager"))[0].weights
-        exact = torch.cat([clustered_weights(layer, q[b : b + 1], k[b : b + 1])[1] for b in range(2)])
-        for b in range(2):
-            for h in range(HEADS):
-                for i in range(9):
-                    mean = q[b, h, found.labels[b, h] == found.labels[b, h, i]].mean(0)
-                    bound = (q[b, h, i] - mean).norm() * torch.linalg.matrix_norm(k[b, h], 2) / D**0.5
-                    assert (weights[b, h, i] - exact[b, h, i]).norm() <= bound + 1e-12
-        output, _ = layer.attend(q, k, k, make_context(9))
-        assert all(len(output[b, :, h].unique(dim=0)) <= 3 for b in range(2) for h in range(HEADS))
-        layer.q_proj.weight.zero_()
-        q, k, v = projected(layer, states)
-        expected = layer.o_proj(scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-        close(run_layers([layer], states, make_context(9))[0].output, expected, 1e-12)
 
 
 def test_planes_are_saved_and_seeded():

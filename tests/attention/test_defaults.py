@@ -7,6 +7,8 @@ weighted value. Families that are dense by nature, or whose stack bounds what a 
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -20,7 +22,7 @@ from hf_xformers.ops.bucketed import cluster_op as _cluster_op
 from hf_xformers.ops.bucketed import op as _bucketed_op
 from tests.attention.group_helpers import context
 
-LENGTHS = (128, 512, 2048, 4096)
+LENGTHS = (128, 512, 2048)
 HEADS, WIDTH = 2, 16
 
 
@@ -175,13 +177,12 @@ def test_pairs_computed(name, causal, growth, beside):
     if beside is not None:
         for length in (128, 512):
             assert found[length] <= length + beside, found
-        assert found[2048] < 2048 / 2 and found[4096] < 4096 / 4, found
-    per_doubling = {(128, 512): 2, (512, 2048): 2, (2048, 4096): 1}
-    for (short, long), doublings in per_doubling.items():
+        assert found[2048] < 2048 / 2, found
+    for short, long in itertools.pairwise(LENGTHS):
         # What starts dense becomes sparse at some length, before which it may grow as dense attention does.
         if beside is None or found[short] < short / 2:
             total = found[long] * long / (found[short] * short)
-            assert total ** (1 / doublings) <= growth, found
+            assert total**0.5 <= growth, found  # by a doubling
 
 
 # ------------------------------------------------------------------------------------------- keys
@@ -241,15 +242,15 @@ def keys_of_routing(layer, causal, length):
     return (mates & (mates.flip(-1).cumsum(-1).flip(-1) <= windows)).sum(-1)[None]
 
 
-# A family, how its keys are counted, and how many a query reads in the mean, at least, at the four lengths.
+# A family, how its keys are counted, and how many a query reads in the mean, at least, at the three lengths.
 KEYS = [
-    ("xf_bigbird", False, keys_of_pattern, (128, 448, 512, 512)),  # eight blocks of 64 where there are so many
-    ("xf_longformer", False, keys_of_pattern, (128, 350, 450, 480)),
-    ("xf_sparse_transformer", True, keys_of_pattern, (50, 64, 110, 180)),
-    ("xf_reformer", False, keys_of_reformer, (64, 64, 96, 96)),  # one bucket has 32, four rounds find more
-    ("xf_reformer", True, keys_of_reformer, (24, 48, 64, 64)),
-    ("xf_routing_transformer", False, keys_of_routing, (8, 16, 32, 45)),  # sqrt(T): 11, 23, 45, 64
-    ("xf_routing_transformer", True, keys_of_routing, (5, 10, 20, 30)),
+    ("xf_bigbird", False, keys_of_pattern, (128, 448, 512)),  # eight blocks of 64 where there are so many
+    ("xf_longformer", False, keys_of_pattern, (128, 350, 450)),
+    ("xf_sparse_transformer", True, keys_of_pattern, (50, 64, 110)),
+    ("xf_reformer", False, keys_of_reformer, (64, 64, 96)),  # one bucket has 32, four rounds find more
+    ("xf_reformer", True, keys_of_reformer, (24, 48, 64)),
+    ("xf_routing_transformer", False, keys_of_routing, (8, 16, 32)),  # sqrt(T): 11, 23, 45
+    ("xf_routing_transformer", True, keys_of_routing, (5, 10, 20)),
 ]
 
 
@@ -260,4 +261,4 @@ KEYS = [
 def test_keys_read(name, causal, count, least):
     means = [count(layer_of(name, causal, length), causal, length).double().mean().item() for length in LENGTHS]
     assert all(mean >= bound for mean, bound in zip(means, least, strict=True)), means
-    assert means[-1] <= 4096 / 4, means
+    assert means[-1] <= 2048 / 3, means

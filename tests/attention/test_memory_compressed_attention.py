@@ -1,60 +1,20 @@
-"""Memory-compressed attention against its slots written out, what no token may see, a state, and a PyPI package."""
+"""Memory-compressed attention against the package on PyPI."""
 
 import pytest
 import torch
 
-from hf_xformers import XFMemoryCompressedAttentionConfig, XFMemoryCompressedAttentionForCausalLM
 from tests.attention.score_helpers import (
-    GEOMETRY,
     HEADS,
     WIDTH,
     build_layers,
-    in_pieces,
     make_context,
     run_layers,
-    softmax_by_rows,
-    split_heads,
     vectors,
 )
 from tests.helpers import close
 
 D = WIDTH // HEADS
 SPEC = {"type": "memory_compressed_attention", "layer_pattern": "M"}
-SPECS = {
-    "conv": SPEC,
-    "mean": {**SPEC, "compress": "mean", "compression_factor": 2},
-    "max_null": {**SPEC, "compress": "max", "compress_activation": "silu", "first_slot": "null", "bias": False},
-    "every_token": {**SPEC, "compression_factor": 1},
-}
-
-
-def test_slots_of_one_token_are_attention_to_the_past():
-    """r = 1 and an identity convolution: {x_0} + {x_0 .. x_{i-1}}, the first token counted twice."""
-    (layer,) = build_layers(SPECS["every_token"], causal=True)
-    states = vectors(2, 6)
-    with torch.no_grad():
-        layer.compress_proj.weight.copy_(torch.eye(WIDTH))
-        layer.compress_proj.bias.zero_()
-        q, k, v = (split_heads(part(states), D) for part in (layer.q_proj, layer.k_proj, layer.v_proj))
-        counts = torch.ones(6, 6).tril(-1).double()
-        counts[:, 0] += 1
-        weights = softmax_by_rows(q @ k.mT / D**0.5, counts)
-        expected = layer.o_proj((weights @ v).transpose(1, 2).flatten(2))
-        close(run_layers([layer], states, make_context(6, True))[0].output, expected)
-
-
-def test_size_of_the_state():
-    """One slot for every three tokens, and two tokens; local layers keep their blocks."""
-    for fields, lengths, expected in (
-        ({}, (1, 6, 13, 19), [slots * 2 * WIDTH + 2 * WIDTH + 1 for slots in (1, 3, 5, 7)]),
-        ({"layer_pattern": "L", "block_size": 3}, (5, 13, 19), [2 * WIDTH * 5] * 3),
-    ):
-        (layer,) = build_layers({**SPEC, **fields}, causal=True)
-        found = []
-        for length in lengths:
-            _, cache = in_pieces([layer], vectors(1, length), None, (length,))
-            found.append(sum(tensor.numel() for tensor in cache.layers[0].state.values()))
-        assert found == expected
 
 
 def test_package():
@@ -82,12 +42,3 @@ def test_package():
         ours.o_proj.load_state_dict(theirs.to_out.state_dict())
         states = vectors(2, 9)
         close(run_layers([ours], states, make_context(9))[0].output, theirs(states), 1e-8)
-
-
-def test_kinds_of_layers():
-    def kinds(model):
-        return "".join("L" if "Local" in type(layer.attention).__name__ else "M" for layer in model.model.trunk.layers)
-
-    for fields, expected in (({}, "LMLML"), ({"attention": {**SPEC, "layer_pattern": "MML"}}, "MMLMM")):
-        config = XFMemoryCompressedAttentionConfig(**{**GEOMETRY, "num_hidden_layers": 5, **fields})
-        assert kinds(XFMemoryCompressedAttentionForCausalLM(config)) == expected

@@ -1,13 +1,11 @@
-"""The Multi-Scale Transformer: which heads have which window, and what they read, against the paper's equations."""
+"""The Multi-Scale Transformer: which heads have which window."""
 
 import torch
 
 from hf_xformers import XFormerConfig, XFormerForMaskedLM
 from hf_xformers.attention.multi_scale_transformer import heads_of_scales
-from hf_xformers.core.cache import make_cache
 from hf_xformers.variants.multi_scale_transformer import (
     XFMultiScaleTransformerConfig,
-    XFMultiScaleTransformerForCausalLM,
 )
 from tests.attention.score_helpers import GEOMETRY
 from tests.helpers import close, make_strong, pad, tokens
@@ -60,19 +58,3 @@ def test_rows_whose_heads_are_alike_in_other_ways():
         found = model(ids % made.vocab_size, attention_mask=mask).logits
         for index, row in enumerate(rows):
             close(found[index][mask[index].bool()], model(row[None]).logits[0])
-
-
-def test_caches_keep_what_a_layer_reads():
-    torch.manual_seed(0)
-    attention = spec(scales=(1, 3, 0.25), heads_per_scale=((4, 0, 0), (3, 1, 0), (2, 1, 1)))
-    config = XFMultiScaleTransformerConfig(
-        **GEOMETRY, bos_token_id=1, eos_token_id=2, is_decoder=True, attention=attention
-    )
-    model = make_strong(XFMultiScaleTransformerForCausalLM(config).double().eval(), amount=0.3)
-    ids, cache, found = tokens(2, 20, high=50), make_cache(config), []
-    with torch.no_grad():
-        expected = model(ids).logits
-        for begin, end in [(0, 9), *((at, at + 1) for at in range(9, 20))]:
-            found.append(model(ids[:, begin:end], past_key_values=cache, use_cache=True).logits)
-    close(torch.cat(found, 1), expected)
-    assert [layer.keys.shape[2] for layer in cache.layers] == [1, 3, 6]  # a quarter of 24 positions

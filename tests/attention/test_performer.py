@@ -1,12 +1,9 @@
-"""FAVOR+ against its equation, softmax attention as its limit, other implementations, and the rules for redrawing."""
+"""FAVOR+: its draws, the rules for redrawing, and performer-pytorch."""
 
-import copy
 import itertools
-import math
 
 import pytest
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from hf_xformers import XFormerConfig, XFormerForCausalLM
@@ -33,25 +30,6 @@ def build(spec=SPEC, **more):
     return layer
 
 
-@pytest.mark.parametrize("kind", ["positive", "hyperbolic"])
-def test_softmax_attention_is_the_limit(kind):
-    """The error against exact attention falls as 1 / sqrt(m) (small scores, many draws)."""
-    errors = []
-    states = vectors(1, 24) * 0.3
-    for m in (32, 512):
-        layer, found = build({**SPEC, "feature_kind": kind, "num_features": m, "bias": False}), []
-        with torch.no_grad():
-            q, k, v = (split_heads(part(states), D) for part in (layer.q_proj, layer.k_proj, layer.v_proj))
-            exact = layer.o_proj(scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-            for _ in range(40):
-                layer.redraw()
-                found.append(run_layers([layer], states, make_context(24))[0].output - exact)
-        errors.append(torch.stack(found).square().mean().sqrt())
-    slope = math.log(errors[1] / errors[0]) / math.log(512 / 32)
-    assert -0.6 < slope < -0.4, (errors, slope)
-    assert errors[1] < 0.08 * exact.std()
-
-
 def test_draws():
     """Rows are orthogonal in blocks of d; draws differ by layer, by seed, by number, and not by anything else."""
     layer = build({**SPEC, "num_features": 10})
@@ -66,17 +44,6 @@ def test_draws():
     regular = build({**SPEC, "regularized": True}).draw(0).double()
     close(regular.square().sum(-1), torch.full((10,), float(D)).double(), 1e-5)
     assert (build({**SPEC, "orthogonal": False}).draw(0)[:D] @ rows[:D].float().t()).abs().max() > 0.1
-
-
-def test_large_scores_in_single_precision():
-    """Scores of several hundred neither overflow nor lose the largest."""
-    layer = build({**SPEC, "num_features": 64}, causal=True)
-    states = 8 * vectors(2, 40)
-    with torch.no_grad():
-        expected = run_layers([layer], states, make_context(40, True))[0].output
-        found = run_layers([layer.float()], states.float(), make_context(40, True))[0].output
-    assert found.isfinite().all()
-    assert (found.double() - expected).norm() / expected.norm() < 1e-3
 
 
 def small_model(**spec):
@@ -183,10 +150,3 @@ def test_performer_pytorch():
             run_layers([causal], states, make_context(12, True))[0].output,
             layer.o_proj(mixed.transpose(1, 2).flatten(2)),
         )
-
-
-def test_copies_are_independent():
-    layer = build()
-    other = copy.deepcopy(layer)
-    other.redraw()
-    assert not torch.equal(layer.directions, other.directions)

@@ -1,4 +1,4 @@
-"""RealFormer against its equation, against the joined projections, and against dense attention."""
+"""RealFormer: what layers hand on, what that keeps, and dense layers between."""
 
 import pytest
 import torch
@@ -18,23 +18,6 @@ from tests.attention.score_helpers import (
 from tests.helpers import close, tokens
 
 
-def test_joined_projections():
-    """Layer l is one dense attention over [q^0 .. q^l] and [k^0 .. k^l] with the scale of a single head width."""
-    layers = build_layers("realformer", 4)
-    states = vectors(2, 9)
-    results = run_layers(layers, states, make_context(9))
-    queries, keys = [], []
-    with torch.no_grad():
-        for layer, result in zip(layers, results, strict=True):
-            q, k, v = (split_heads(part(states), 4) for part in (layer.q_proj, layer.k_proj, layer.v_proj))
-            queries.append(q)
-            keys.append(k)
-            joined = torch.cat(queries, -1), torch.cat(keys, -1)
-            mixed = torch.nn.functional.scaled_dot_product_attention(*joined, v, scale=4**-0.5)
-            close(result.output, layer.o_proj(mixed.transpose(1, 2).flatten(2)))
-            states = states + result.output
-
-
 @pytest.mark.parametrize("mean", [False, True])
 def test_handed_on_is_the_unmasked_sum(mean):
     layers = build_layers({"type": "realformer", "mean": mean}, 3, True)
@@ -48,13 +31,6 @@ def test_handed_on_is_the_unmasked_sum(mean):
         total = total + q @ k.transpose(2, 3) / 2
         close(result.streams["realformer_scores"], total)
         states = states + result.output
-
-
-def test_scores_are_summed_in_single_precision():
-    layers = [layer.to(torch.bfloat16) for layer in build_layers("realformer", 3)]
-    results = run_layers(layers, vectors(1, 6).to(torch.bfloat16), make_context(6))
-    assert results[-1].streams["realformer_scores"].dtype == torch.float32
-    assert results[-1].output.dtype == torch.bfloat16
 
 
 def test_what_is_kept():

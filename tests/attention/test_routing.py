@@ -1,4 +1,4 @@
-"""Routing attention against its equation in loops, the update of its centroids, and its promises."""
+"""Routing attention: the update of its centroids, clusters by the length of a text, and any cache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from tests.attention.group_helpers import SIZES, build_layer, context, states
 from tests.helpers import make_strong, pad, tokens
 
 SMALL = {"type": "routing_transformer", "num_clusters": 3, "window_size": 4, "block_size": 4}
-ROUTED = {**SMALL, "num_routing_heads": 2}
 
 
 def module(decoder=False, training=False, position="none", **fields):
@@ -32,47 +31,6 @@ def projected(attention, x):
 
 
 # ------------------------------------------------------------------------------------------- the equation
-
-
-def test_one_cluster_is_full_attention():
-    x = states(9)
-    for decoder in (False, True):
-        attention = module(decoder, num_routing_heads=2, num_clusters=1, window_size=16)
-        full = F.scaled_dot_product_attention(*projected(attention, x), is_causal=decoder)
-        expected = attention.o_proj(full.transpose(1, 2).reshape(2, 9, 16))
-        torch.testing.assert_close(attention(x, context(9, decoder)).output, expected)
-
-
-def test_rotation_is_for_local_heads():
-    """Routing is by content: equal tokens stay in one cluster wherever they stand."""
-    net = XFormerForCausalLM(XFormerConfig(**SIZES, attention=SMALL, position="rotary")).eval()
-    attention = net.model.trunk.layers[0].attention
-    seen = []
-    route = attention.route
-    attention.route = lambda *given: seen.append(route(*given)) or seen[-1]
-    net(torch.full((1, 12), 7), use_cache=False)
-    assert len(seen[0].query_labels.unique()) == 1
-
-
-def test_turned_heads_generate():
-    """Token by token, with the clusters of a cache; a cache without them is refused."""
-    from transformers import DynamicCache
-
-    torch.manual_seed(0)
-    config = XFormerConfig(**SIZES, attention={**ROUTED, "rotates_routed": True}, position="rotary")
-    net = XFormerForCausalLM(config).double().eval()
-    ids = torch.randint(5, 40, (2, 50))
-    with torch.no_grad():
-        expected, cache, found, done = net(ids, use_cache=False).logits, None, [], 0
-        for size in (9, 1, 1, 20, 18, 1):
-            out = net(ids[:, done : done + size], past_key_values=cache, use_cache=True)
-            cache, done = out.past_key_values, done + size
-            found.append(out.logits)
-        torch.testing.assert_close(torch.cat(found, dim=1), expected, rtol=1e-9, atol=1e-9)
-        with pytest.raises(ValueError, match="keeps the clusters of keys, which DynamicCache does not"):
-            net(ids, past_key_values=DynamicCache(), use_cache=True)
-    with pytest.raises(ValueError, match="position 'none' rotates nothing"):
-        XFormerConfig(**SIZES, attention={**ROUTED, "rotates_routed": True}, position="none")
 
 
 def test_heads_by_layer():
@@ -196,19 +154,6 @@ def test_commitment(decoder):
         torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-10)
 
 
-def test_the_loss_carries_the_commitment():
-    net, ids = (
-        XFormerForMaskedLM(XFormerConfig(**SIZES, attention={**SMALL, "commitment_weight": 2.0})),
-        torch.arange(12)[None],
-    )
-    net.train()
-    torch.manual_seed(0)
-    out = net(ids, labels=ids)
-    assert set(out.aux_losses) == {"routing_commitment"}
-    task = F.cross_entropy(out.logits[0], ids[0])
-    torch.testing.assert_close(out.loss, task + out.aux_losses["routing_commitment"])
-
-
 @pytest.mark.parametrize("decoder", [False, True])
 def test_computed_again_with_the_same_decisions(decoder):
     """Checkpointing and reversible layers: one step of the centroids per pass, and the gradients of the plain pass."""
@@ -236,17 +181,6 @@ def test_computed_again_with_the_same_decisions(decoder):
 
 
 # ------------------------------------------------------------------------------------------- promises
-
-
-def test_strict_causality_and_the_papers_leak():
-    x = states(24)
-    changed = torch.where((torch.arange(24) >= 15)[None, :, None], states(24, seed=1), x)
-    changes = {}
-    for form in ("strict", "paper"):
-        attention = module(True, causal_form=form)
-        before, after = (attention(given, context(24, True)).output[:, :15] for given in (x, changed))
-        changes[form] = (before - after).abs().max().item()
-    assert changes["strict"] < 1e-14 < 1e-2 < changes["paper"]
 
 
 def test_any_cache_gives_the_same():

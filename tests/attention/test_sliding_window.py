@@ -1,4 +1,4 @@
-"""A sliding window with the first tokens in sight: against its equation, in a cache of constant size, and padded."""
+"""A sliding window with the first tokens in sight: a cache of constant size."""
 
 import pytest
 import torch
@@ -6,8 +6,6 @@ import torch
 from hf_xformers import XFormerConfig, XFormerForCausalLM
 from hf_xformers.attention.sliding_window import SinkWindowLayer
 from tests.helpers import close, make_strong, tokens
-
-LENGTH = 14
 
 
 def config(causal=True, **attention):
@@ -26,13 +24,6 @@ def config(causal=True, **attention):
         is_decoder=causal,
         attention=spec,
     )
-
-
-def padded(side):
-    ids, order = tokens(3, LENGTH, high=50), torch.arange(LENGTH)
-    lengths = torch.tensor([[LENGTH], [9], [1]])
-    mask = order < lengths if side == "right" else order >= LENGTH - lengths
-    return {"input_ids": ids, "attention_mask": mask.long()}
 
 
 @pytest.mark.parametrize("fields", [{}, {"query_key_norm": "head", "window_size": 1}, {"sinks": 7}], ids=str)
@@ -55,12 +46,3 @@ def test_cache_of_constant_size(start, fields):
     for layer in past.layers:
         assert isinstance(layer, SinkWindowLayer) and layer.get_seq_length() == 20
         assert layer.keys.shape[2] == max(spec.window_size, 2) - 1 and layer.sinks[0].shape[2] == spec.sinks
-
-
-def test_beams_keep_their_sinks():
-    """Beam search through the cache finds what it finds without one."""
-    model = make_strong(XFormerForCausalLM(config())).eval()
-    given = {"input_ids": tokens(2, 6, high=50), "attention_mask": torch.tensor([[1] * 6, [0, 0] + [1] * 4])}
-    options = {"max_new_tokens": 8, "num_beams": 3, "do_sample": False, "pad_token_id": 0}
-    with_cache = model.generate(**given, **options)
-    assert torch.equal(with_cache, model.generate(**given, **options, use_cache=False))

@@ -14,8 +14,7 @@ from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerModel
 from hf_xformers.attention import routing_transformer as routing
 from hf_xformers.attention.shared import bucketed
 from hf_xformers.ops.score_terms import tiles
-from hf_xformers.ops.score_terms.attention import tile_attention
-from hf_xformers.ops.score_terms.terms import ScoreTerms, Tiles
+from hf_xformers.ops.score_terms.terms import ScoreTerms
 from hf_xformers.position import distances
 from tests.helpers import close, make_strong, pad, tokens
 
@@ -177,21 +176,6 @@ def test_global_tokens_where_heads_share_keys(attention, position):
     compare(model, padded, mask, global_attention_mask=chosen)
 
 
-@pytest.mark.parametrize("attention", [name for name in ATTENTIONS if name != "longformer_shared"])
-@pytest.mark.parametrize("position", ["shaw", "tupe", "t5"])
-def test_rows_of_padding(position, attention):
-    """A row without a token, and a batch of such rows: numbers, and numbers in the gradient."""
-    model = build(position, attention, False)
-    ids, mask = tokens(2, LENGTH), torch.ones(2, LENGTH, dtype=torch.long)
-    for rows in (slice(1, 2), slice(0, 2)):
-        mask[rows] = 0
-        found = model(input_ids=ids, attention_mask=mask).last_hidden_state
-        assert found.isfinite().all()
-        model.zero_grad()
-        found.square().sum().backward()
-        assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
-
-
 def test_missing_places_are_told():
     model = build("indigo", "band", True)
     with pytest.raises(ValueError, match=f"covers 9 tokens, but cached and new tokens make {LENGTH}; give the places"):
@@ -267,33 +251,6 @@ def test_dropout_trains(position, attention):
     runs.sum().backward()
     assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
     assert (runs.mean(0) - still).abs().mean() < (runs[0] - still).abs().mean()
-
-
-class NoTerms:
-    has_values = False
-
-    def by_query(self, query, tables):
-        return ()
-
-    def by_key(self, key, tables):
-        return ()
-
-    def pairs(self, pairs, tables):
-        return pairs.query.new_zeros(1, 1, 1, 1, 1)
-
-
-def test_rounds_are_one_softmax():
-    """Two rounds whose tiles hold each half of the keys equal softmax over all of them; a query in no tile gets
-    zeros."""
-    query, key, value = (torch.randn(1, 2, 6, 4, dtype=torch.float64) for _ in range(3))
-    rows = torch.tensor([0, 1, 2, 3, -1]).view(1, 1, 1, 5)
-
-    def half(*keys):
-        return Tiles(rows, torch.tensor(keys).view(1, 1, 1, -1), torch.ones(1, 1, 1, 5, len(keys), dtype=torch.bool))
-
-    output = tile_attention(query, key, value, (), NoTerms(), [[half(0, 2, 4)], [half(5, 1, 3)]])
-    close(output[:, :, :4], torch.softmax(query[:, :, :4] @ key.mT, -1) @ value)
-    assert not output[:, :, 4:].any()
 
 
 def test_nothing_of_all_pairs_is_kept():

@@ -1,4 +1,4 @@
-"""Every kind of Synthesizer against its definition, place by place."""
+"""Synthesizers: mixtures of kinds, fixed tables, and how long a text may be."""
 
 import math
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerForMaskedLM
-from tests.attention.references.softmax import synthesizer, synthesizer_scores
+from tests.attention.references.softmax import synthesizer
 from tests.attention.score_helpers import (
     GEOMETRY,
     HEADS,
@@ -29,14 +29,6 @@ def build(kind, count=1, causal=False, config=None, **fields):
             torch.manual_seed(5)
             layer.fixed_table.normal_()
     return layers
-
-
-def test_products_are_distinct():
-    """Every place has a product of its own, which tiling both factors alike would not give."""
-    (layer,) = build("factorized_dense", factor=4)
-    assert layer.row_proj.out_features == 4 * HEADS and layer.column_proj.out_features == 6 * HEADS
-    scores = synthesizer_scores(layer, "factorized_dense", vectors(1, LENGTH)[0])
-    assert all(len(scores[h, i].unique()) == LENGTH for h in range(HEADS) for i in range(3))
 
 
 def test_mixtures():
@@ -118,19 +110,3 @@ def test_tables_do_not_grow_with_the_batch():
     (layer,) = build("random", max_length=60)
     for batch in (1, 8):
         assert saved_sizes(lambda: run_layers([layer], vectors(batch, 60), make_context(60)))[0] == HEADS * 60 * 60
-
-
-@pytest.mark.parametrize("kind", ["dense", "random", "factorized_dense+dot"])
-def test_static_cache_of_generation(kind):
-    """`generate` with a static cache prepares masks of its own, in which left padding still takes no place."""
-    config = XFormerConfig(**GEOMETRY, is_decoder=True, attention={"type": "synthesizer", "kind": kind})
-    torch.manual_seed(0)
-    model = make_strong(XFormerForCausalLM(config).double().eval())
-    ids, mask = tokens(2, 5, high=50), torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]])
-    settings = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "attention_mask": mask}
-    settings.update(output_scores=True, return_dict_in_generate=True)
-    expected = model.generate(input_ids=ids, **settings)
-    output = model.generate(input_ids=ids, cache_implementation="static", disable_compile=True, **settings)
-    assert torch.equal(output.sequences, expected.sequences)
-    for one, other in zip(output.scores, expected.scores, strict=True):
-        close(one, other)

@@ -1,11 +1,10 @@
-"""Talking heads against the equation, DeBERTa's talking heads, the folded form and dense attention."""
+"""Talking heads against DeBERTa's, and how they start."""
 
 import pytest
 import torch
 from transformers import DebertaConfig
 from transformers.models.deberta.modeling_deberta import DisentangledSelfAttention
 
-from hf_xformers.attention.shared.query_blocks import over_query_blocks
 from hf_xformers.attention.talking_heads import DYNAMIC
 from tests.attention.score_helpers import (
     HEADS,
@@ -55,18 +54,6 @@ def test_deberta(padded):
             close(found[mask], expected[mask])
 
 
-def test_mask_before_mixing_would_leak():
-    """Hidden scores that are large negative numbers before the mixing change what is visible after it."""
-    (layer,) = build_layers("talking_heads")
-    scores = torch.randn(HEADS, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    hidden = torch.tensor([False, False, False, False, True, True])
-    after = torch.softmax((layer.score_mixing.t() @ scores).masked_fill(hidden, -1e9), -1)
-    before = torch.softmax(layer.score_mixing.t() @ scores.masked_fill(hidden, -1e9), -1)
-    alone = torch.softmax(layer.score_mixing.t() @ scores[:, :4], -1)
-    close(after[:, :4], alone)
-    assert (before[:, :4] - alone).abs().max() > 0.1
-
-
 def test_start():
     (layer,) = build_layers(ALL_DYNAMIC, hidden_size=256, num_attention_heads=HEADS)
     layer.initialize(layer.config, torch.nn.init)
@@ -76,19 +63,3 @@ def test_start():
     for mixing in (layer.score_mixing, layer.weight_mixing):
         bound = (6 / sum(mixing.shape)) ** 0.5
         assert 0.5 * bound < mixing.abs().max() <= bound
-
-
-def test_blocks_join():
-    """Any number of queries in any number of blocks; gradients as without blocks."""
-    x, y = vectors(2, 7), vectors(2, 7, seed=1).requires_grad_()
-    for rows in (1, 3, 7, 8):
-        found = over_query_blocks(
-            lambda begin, end, part, missing: (part * (1 + torch.arange(begin, end)[:, None])).sin(),
-            7,
-            rows,
-            (y, 1),
-            (None, 0),
-        )
-        expected = (y * (1 + torch.arange(7)[:, None])).sin()
-        close(found, expected)
-        close(*(torch.autograd.grad((result * x).sum(), y)[0] for result in (found, expected)))

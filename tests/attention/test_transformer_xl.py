@@ -1,12 +1,9 @@
-"""Transformer-XL's attention: the four terms written out, distances, masks, caches, and XLNet's layer."""
+"""Transformer-XL's attention: segments, memories, and distances."""
 
 import pytest
 import torch
-from transformers import XLNetConfig
-from transformers.models.xlnet.modeling_xlnet import XLNetModel
 
 from hf_xformers.attention.transformer_xl import (
-    BIASES,
     MEMORY_LENGTH,
     MEMORY_ORDER,
     MEMORY_REAL,
@@ -136,58 +133,3 @@ def test_shift_equals_gather():
 def test_sinusoids_of_large_distances():
     found = relative_sinusoids(torch.tensor([5000, 1, 0, -3]), WIDTH, torch.zeros(1, dtype=torch.float64))
     close(found, torch.stack([sinusoid(d, WIDTH) for d in (5000, 1, 0, -3)]), 1e-12)
-
-
-def test_shared_biases():
-    """One pair in layer 0, whose gradient is the sum over layers; with a pair per layer, nothing is shared."""
-    layers = build_layers("transformer_xl", 2, causal=True)
-    assert layers[1].content_bias is None and layers[0].content_bias.shape == (HEADS, D)
-    states = vectors(2, 5)
-    first, second = run_layers(layers, states, make_context(5, True))
-    close(first.output, literal(layers[0], states, 5, allowed_pairs(5, True), biases_of(layers[0]))[0], 1e-12)
-    states = states + first.output
-    close(second.output, literal(layers[1], states, 5, allowed_pairs(5, True), biases_of(layers[0]))[0], 1e-12)
-    (slope,) = torch.autograd.grad(second.output.sum(), layers[0].position_bias)
-    assert slope.abs().max() > 0
-    with pytest.raises(ValueError, match="share_biases=False"):
-        run_layers(layers[1:], states, make_context(5, True))
-    assert all(
-        layer.content_bias is not None for layer in build_layers({"type": "transformer_xl", "share_biases": False}, 2)
-    )
-    assert len(BIASES) == 2
-
-
-def test_xlnet_layer():
-    """One layer of XLNet in its one-directional form, memory included (no segment term)."""
-    config = XLNetConfig(
-        vocab_size=9, d_model=WIDTH, n_layer=1, n_head=HEADS, d_inner=8, attn_type="uni", mem_len=4, dropout=0.0
-    )
-    torch.manual_seed(0)
-    theirs = XLNetModel(config).eval()
-    attention = theirs.layer[0].rel_attn
-    (layer,) = build_layers({"type": "transformer_xl", "bias": False, "share_biases": False}, causal=True)
-    layer = layer.float()
-    with torch.no_grad():
-        for parameter in theirs.parameters():
-            parameter.normal_(std=0.3)
-        for name, projection in (("q", "q_proj"), ("k", "k_proj"), ("v", "v_proj"), ("r", "r_proj")):
-            getattr(layer, projection).weight.copy_(getattr(attention, name).flatten(1).t())
-        layer.o_proj.weight.copy_(attention.o.flatten(1))
-        layer.content_bias.copy_(attention.r_w_bias)
-        layer.position_bias.copy_(attention.r_r_bias)
-        memory, states = vectors(2, 4).float(), vectors(2, 5, seed=1).float()
-        # XLNet's position 0 is the current token and its one-directional table ends before it, so the table is given.
-        table = theirs.relative_positional_encoding(5, 9, bsz=2)
-        order = torch.arange(9)[None, :] > torch.arange(4, 9)[:, None]
-        ours = with_memory(layer, states, memory, make_context(5, True)).output
-        expected = attention(
-            states.transpose(0, 1),
-            None,
-            order.float()[:, :, None, None].expand(-1, -1, 2, -1),
-            None,
-            table,
-            None,
-            mems=memory.transpose(0, 1),
-        )[0]
-        expected = expected.transpose(0, 1)
-        close(theirs.layer[0].rel_attn.layer_norm(states + ours), expected, 1e-5)
