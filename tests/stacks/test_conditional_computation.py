@@ -1,5 +1,4 @@
-"""Conditional computation: against a Transformer with split feed-forward written here, and against gates set by
-hand."""
+"""Conditional computation against a Transformer with split feed-forward written here."""
 
 from __future__ import annotations
 
@@ -8,10 +7,8 @@ import torch
 from torch import nn
 
 from hf_xformers import XFormerConfig, XFormerForMaskedLM, XFormerForSeq2SeqLM, XFormerModel
-from hf_xformers.attention.conditional import ConditionalAttention
 from hf_xformers.core.gates import Gates
-from hf_xformers.feedforward.conditional import ConditionalFeedForward, Part
-from tests.helpers import NO_DROPOUT, close, close_gradients, gradients, make_strong, pad, tokens
+from tests.helpers import NO_DROPOUT, close, make_strong, pad, tokens
 
 SIZES = {
     "vocab_size": 99,
@@ -40,12 +37,6 @@ def build(cls=XFormerModel, dtype=torch.float64, seed=0, **more):
 
 def gates(net):
     return [module for module in net.modules() if isinstance(module, Gates)]
-
-
-def set_gates(net, logit):
-    for module in gates(net):
-        nn.init.zeros_(module.outer.weight)
-        nn.init.constant_(module.outer.bias, logit)
 
 
 def opened(module, x):
@@ -111,32 +102,6 @@ def test_equals_literal(causal):
         close(found, expected)
         shares.append(values.mean())
     assert all(0.2 < share < 0.8 for share in shares)  # some gates open, some closed
-
-
-def test_all_open_is_a_split_transformer():
-    """With every gate at 1 the gates' networks take no part, in training (large G(x)) as in evaluation."""
-    net = build()
-    set_gates(net, 50.0)
-    ids = tokens(2, 7)
-    with torch.no_grad():
-        output = net(input_ids=ids).last_hidden_state
-        for row, found in zip(ids, output):
-            expected, values = reference(net, row)
-            assert (values == 1).all()
-            close(found, expected)
-        trained = net.train()(input_ids=ids)
-    close(trained.last_hidden_state, output)
-    close(trained.aux_losses["budget"], torch.tensor(0.5, dtype=torch.float64))
-
-
-def test_all_closed_is_the_identity():
-    net = build()
-    set_gates(net, -50.0)
-    ids = tokens(2, 7)
-    with torch.no_grad():
-        trunk = net.trunk
-        x = trunk.embedding(trunk.embedding.lookup(ids), None, torch.arange(7)[None], trunk.position)
-        close(net(input_ids=ids).last_hidden_state, trunk.final_norm(x))
 
 
 def test_closed_parts_are_skipped():
@@ -258,86 +223,8 @@ def test_budget_of_both_towers():
         close(output.aux_losses[f"{name}_budget"].detach(), (real.mean() - 0.5).abs())
 
 
-@pytest.mark.parametrize("budget", [0.25, 0.75])
-def test_budget_is_met(budget):
-    """With nothing else to learn, the share of open gates goes to p, and so does that of hard gates under noise."""
-    net = build(dtype=torch.float32, budget=budget, noise_max=1.0, noise_steps=50).train()
-    optimizer = torch.optim.Adam([p for module in gates(net) for p in module.parameters()], lr=3e-3)
-    ids = tokens(4, 12)
-    for _ in range(250):
-        optimizer.zero_grad()
-        loss = net(input_ids=ids).aux_losses["budget"]
-        loss.backward()
-        optimizer.step()
-    assert loss < 0.05
-    values, _ = recorded(net.eval(), lambda: net(input_ids=ids))
-    assert abs(torch.cat([out.flatten() for _, out in values]).mean() - budget) < 0.2
-
-
-def test_gate_gradients():
-    """Gates learn from the task; under strong noise their slope g (1 - g) is small on average."""
-    net, ids = build(noise_max=50.0, noise_steps=1, budget_weight=0.0).train(), tokens(2, 8)
-    sizes = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        found = gradients(net, net(input_ids=ids).last_hidden_state)
-        sizes.append(sum(value.abs().sum() for name, value in found.items() if "gate" in name))
-    assert sizes[0] > 0 and sizes[1] < 0.3 * sizes[0]
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_gradient_checkpointing(use_reentrant):
-    """With equal noise, the second run draws the same numbers and gives the same gradients."""
-    net, ids = build(XFormerForMaskedLM, noise_steps=1).train(), tokens(2, 8)
-    found = []
-    for checkpointing in (False, True):
-        if checkpointing:
-            net.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
-        net.model.trunk.stack.passes.fill_(5)
-        net.zero_grad()
-        torch.manual_seed(0)
-        net(input_ids=ids, labels=ids).loss.backward()
-        found.append({name: parameter.grad.clone() for name, parameter in net.named_parameters()})
-    close_gradients(*found)
-
-
-def test_cached_memory_gates_once():
-    """Generation gates the memory at the first step alone, with the same result."""
-    net = build(XFormerForSeq2SeqLM, num_hidden_layers=1)
-    source, target = tokens(2, 6), tokens(2, 4)
-    gate = net.model.decoder.layers[0].cross_attention.source_gate
-    calls = []
-    gate.register_forward_hook(lambda *_: calls.append(1))
-    with torch.no_grad():
-        expected = net(input_ids=source, decoder_input_ids=target, use_cache=False).logits
-        calls.clear()
-        cache, memory = None, net.get_encoder()(input_ids=source)
-        for index in range(4):
-            output = net(
-                encoder_outputs=memory,
-                decoder_input_ids=target[:, index : index + 1],
-                past_key_values=cache,
-                use_cache=True,
-            )
-            cache = output.past_key_values
-            close(output.logits[:, 0], expected[:, index])
-    assert len(calls) == 1
-
-
 def test_without_source_gate():
     net = build(attention={"type": "conditional", "gate_source": False})
     with torch.no_grad():
         assert net.trunk.layers[0].attention.source_gate is None
         net(input_ids=tokens(1, 3))
-
-
-def test_count_of_parameters():
-    net = build()
-    width, inner, small = 16, 24, 8
-    attention = 4 * (width * width + width) + 2 * 2 * width + 2 * (width * small + small + small + 1)
-    part = 2 * width * (inner // PARTS) + inner // PARTS + width + 2 * 2 * width
-    feedforward = PARTS * part + width * small + small + small * PARTS + PARTS
-    layer = net.trunk.layers[0]
-    assert sum(p.numel() for p in layer.parameters()) == attention + feedforward
-    assert isinstance(layer.attention, ConditionalAttention) and isinstance(layer.feedforward, ConditionalFeedForward)
-    assert len([module for module in layer.modules() if isinstance(module, Part)]) == PARTS

@@ -90,20 +90,6 @@ def test_upsampling():
     assert short.padding_mask.shape == (2, 3)
 
 
-@each_mode
-def test_padding_changes_nothing(mode):
-    for upsample in (True, False):
-        stack = {"type": "distilling", "padding_mode": mode, "upsample": upsample}
-        model, row = informer(stack=stack), tokens(1, 7)
-        alone = model(row).last_hidden_state[0]
-        for before, after in ((3, 0), (0, 4), (2, 3)):
-            ids = torch.cat([tokens(1, before, seed=1), row, tokens(1, after, seed=2)], dim=1)
-            mask = torch.tensor([[0] * before + [1] * 7 + [0] * after])
-            found = model(ids, attention_mask=mask)
-            real = mask[0].bool() if upsample else found.padding_mask[0]
-            close(found.last_hidden_state[0, real], alone)
-
-
 def test_refusals():
     fields = {**GEOMETRY, "stack": "distilling"}
     with pytest.raises(ValueError, match="fewer states than tokens"):

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AutoModelForSequenceClassification
 
-from hf_xformers import XFormerConfig, XFormerForSequenceClassification, XFormerForTokenClassification, XFormerModel
+from hf_xformers import XFormerConfig, XFormerForSequenceClassification, XFormerModel
 from hf_xformers.stacks.entropy_exit import entropy
 from tests.helpers import NO_DROPOUT, close, close_gradients, make_strong, pad, tokens
 
@@ -180,33 +180,6 @@ def test_entropy():
     close(entropy(large), torch.tensor([0.0, 2.0]).log1p() * torch.tensor([0.0, 1.0]) * 0.6309297535714575, 1e-6)
 
 
-def test_patience_limits():
-    """0 uses all layers, P leaves after P + 1 at the earliest; layers and classifiers that repeat leave exactly
-    there."""
-    _, (ids, mask) = batch()
-    given = {"input_ids": ids, "attention_mask": mask}
-    net = build("patience_exit", patience=0)
-    every = torch.stack(all_logits(net, **given))
-    with torch.no_grad():
-        assert (net(**given).exit_layers == LAYERS).all()
-        for patience in (1, 2, 3):
-            net.config.stack.patience = patience
-            exits = net(**given).exit_layers
-            assert (exits > patience).all()
-            rule = [
-                by_patience(every[:, row], patience, lambda a, b: a.argmax() == b.argmax()) for row in range(len(ids))
-            ]
-            assert exits.tolist() == rule
-    net = build("patience_exit", patience=2, share_layers=True)
-    assert len(net.model.trunk.layers) == 1
-    with torch.no_grad():
-        for parameter in net.model.trunk.layers.parameters():  # a layer of zeros behind a residual sum and a norm
-            parameter.zero_()
-        for entry in net.exits.classifiers:
-            entry.load_state_dict(net.classifier.state_dict())
-        assert (net(**given).exit_layers == 3).all()
-
-
 def test_shared_layers():
     """One layer at every depth equals a model whose layers are copies of it."""
     net = build("patience_exit", patience=2, share_layers=True)
@@ -309,35 +282,6 @@ def test_two_stages():
     assert learned == {name for name, parameter in net.named_parameters() if parameter.requires_grad}
 
 
-@pytest.mark.parametrize("type", RULES)
-def test_learning(type):
-    """A rule that the first token decides is learned, and then most texts leave early with the right answer."""
-    net = build(type, 2, spread=0.2, num_hidden_layers=3).float()
-    ids = tokens(64, 6, seed=3)
-    labels = (ids[:, 0] > 50).long()
-
-    def train(steps):
-        net.train()
-        optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-2)
-        for _ in range(steps):
-            optimizer.zero_grad()
-            net(input_ids=ids, labels=labels).loss.backward()
-            optimizer.step()
-        net.eval()
-
-    train(40)
-    if type == "entropy_exit":
-        net.exits.begin_ramps(net)
-        train(40)
-        net.config.stack.threshold = 0.3
-    else:
-        net.config.stack.patience = 1
-    with torch.no_grad():
-        output = net(input_ids=ids, labels=labels)
-    assert (output.logits.argmax(-1) == labels).float().mean() > 0.95
-    assert output.exit_layers.float().mean() < 2.7
-
-
 @pytest.mark.parametrize("type", ["deebert", "pabee"])
 def test_saving(type, tmp_path):
     """Ramps, thresholds and the stage of training come back."""
@@ -359,14 +303,6 @@ def test_saving(type, tmp_path):
     loaded.train()(input_ids=ids, attention_mask=mask, labels=torch.zeros(len(ids), dtype=torch.long)).loss.backward()
     learned = {name.split(".")[0] for name, p in loaded.named_parameters() if p.grad is not None}
     assert learned == ({"exits"} if type == "deebert" else {"model", "classifier", "exits"})
-
-
-def test_other_heads_run_all_layers():
-    net = build("entropy_exit", cls=XFormerForTokenClassification, threshold=9.0)
-    plain = build("plain", cls=XFormerForTokenClassification)
-    ids = tokens(2, 5)
-    with torch.no_grad():
-        close(net(input_ids=ids).logits, plain(input_ids=ids).logits)
 
 
 def test_refusals():

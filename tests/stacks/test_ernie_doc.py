@@ -1,4 +1,4 @@
-"""Same-layer recurrence and retrospective reading: against the equations written out, and who reaches whom."""
+"""Same-layer recurrence and retrospective reading against the equations written out."""
 
 import pytest
 import torch
@@ -8,7 +8,6 @@ from hf_xformers.variants.ernie_doc import (
     XFErnieDocConfig,
     XFErnieDocForCausalLM,
     XFErnieDocForMaskedLM,
-    XFErnieDocForSegmentReordering,
 )
 from tests.attention.score_helpers import softmax_by_rows, split_heads
 from tests.helpers import close, make_strong, pad, tokens
@@ -102,18 +101,6 @@ def segments(model, ids, memory=None):
     return torch.cat(found, dim=1), memory
 
 
-@pytest.mark.parametrize(("recurrence", "reached"), [("shift_down", 2), ("same_layer", 5)])
-def test_receptive_field(recurrence, reached):
-    """With L = 2 layers and a memory of a segment, segment 0 reaches L further ones through inputs, and all through
-    outputs of the same layer."""
-    model, ids = build(recurrence=recurrence, retrospective=False), tokens(1, 6 * SEGMENT)
-    changed = ids.clone()
-    changed[0, 1] = 5 + (ids[0, 1] - 4) % 90
-    with torch.no_grad():
-        difference = (segments(model, ids)[0] - segments(model, changed)[0]).abs().amax(-1).view(6, SEGMENT).amax(-1)
-    assert (difference > 1e-13).tolist() == [index <= reached for index in range(6)]
-
-
 def test_a_document_is_read_twice():
     """One call equals two readings by hand, of which the second begins with the first one's memory."""
     model, ids = build(), tokens(2, 11)
@@ -147,15 +134,6 @@ def test_documents_of_a_batch(side):
     assert output.logits.isfinite().all()
 
 
-def test_memory_has_no_gradient():
-    model, ids = build(retrospective=False), tokens(2, 2 * SEGMENT)
-    vectors = model.get_input_embeddings()(ids).detach()
-    first = vectors[:, :SEGMENT].clone().requires_grad_()
-    memory = model(inputs_embeds=first).segment_memory
-    output = model(inputs_embeds=vectors[:, SEGMENT:], segment_memory=memory).logits
-    assert torch.autograd.grad(output.sum(), first, allow_unused=True) == (None,)
-
-
 def test_decoder():
     """Causal, with same-layer recurrence: nothing of the future, and generation goes on after a memory."""
     model, ids = build(XFErnieDocForCausalLM), tokens(2, 7)
@@ -168,44 +146,6 @@ def test_decoder():
             for cached in (True, False)
         ]
     assert torch.equal(*texts) and not torch.equal(texts[0], model.generate(ids[:, :3], max_new_tokens=4))
-
-
-def test_flat_memory():
-    """What autograd keeps of a training step does not depend on how many segments came before."""
-    model, kept = build(XFErnieDocForCausalLM).train(), []
-    memory = None
-    for number in range(64):
-        sizes = {}
-
-        def note(tensor, sizes=sizes):
-            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            return tensor
-
-        ids = tokens(1, SEGMENT, seed=number)
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            output = model(ids, labels=ids, segment_memory=memory, use_cache=False)
-        memory = output.segment_memory
-        kept.append(sum(sizes.values()) + sum(state.numel() for state in memory.states))
-    assert kept[63] == kept[1] == kept[2]
-
-
-def test_segment_reordering_learns():
-    """Parts that begin with a mark each: their order can be told."""
-    generator = torch.Generator().manual_seed(0)
-    model = build(XFErnieDocForSegmentReordering).float().train()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
-    first = None
-    for _ in range(30):
-        swapped = torch.rand(16, generator=generator) < 0.5
-        ids = torch.randint(10, 99, (16, 10), generator=generator)
-        ids[:, 0], ids[:, 5] = torch.where(swapped, 6, 5), torch.where(swapped, 5, 6)
-        output = model(ids, reordering_labels=torch.where(swapped, 2, 1))
-        first = output.loss.item() if first is None else first
-        optimizer.zero_grad()
-        output.loss.backward()
-        optimizer.step()
-    assert output.loss < 0.4 < first and output.reordering_logits.shape == (16, 9)
-    assert set(output.aux_losses) == {"reordering"}
 
 
 def test_refusals():

@@ -1,8 +1,7 @@
-"""Pooling and up-sampling by hand, block lengths, and transformers' Funnel models with the same weights."""
+"""Pooling by hand, block lengths, and heads on pooled states."""
 
 import pytest
 import torch
-from transformers import FunnelBaseModel, FunnelConfig, FunnelModel
 
 from hf_xformers import (
     XFormerConfig,
@@ -104,120 +103,10 @@ def test_pooling(pooling, separate_cls, truncate, length):
     close(whole[0], pooled[0], 1e-12)
 
 
-def test_repetition_undoes_pooling_of_equal_pairs():
-    stack = build(layers=2, stack={"separate_cls": False}).trunk.stack
-    states = torch.randn(2, 4, WIDTH, dtype=torch.float64).repeat_interleave(2, dim=1)
-    close(stack.repeated(stack.pool(states, None)[0], None, 8), states, 1e-12)
-    stack = build(layers=3).trunk.stack
-    states = torch.randn(1, 2, WIDTH, dtype=torch.float64)
-    found = stack.repeated(states, None, 8)
-    close(found[0, :5], torch.stack([states[0, 0]] + [states[0, 1]] * 4), 0)
-    assert (found[0, 5:] == 0).all()
-
-
-def test_one_block_is_a_plain_encoder():
-    model = build(layers=2, stack={"block_sizes": (2,), "separate_cls": False, "upsample": False})
-    plain = build(layers=2, stack={"type": "plain"})
-    plain.load_state_dict(model.state_dict())
-    ids, mask = pad([tokens(7), tokens(4, seed=1)], 7, "right")
-    with torch.no_grad():
-        found, expected = (m(ids, attention_mask=mask).last_hidden_state for m in (model, plain))
-    close(found[mask.bool()], expected[mask.bool()], 1e-12)
-
-
 def test_repeated_layers_share_weights():
     model = build(layers=2, stack={"block_sizes": (1, 1), "block_repeats": (1, 3), "decoder_layers": 1})
     assert len(model.trunk.layers) == 3 and model.config.stack.num_steps(model.config) == 5
     assert lengths(model, 9) == [9, 5, 5, 5, 9]
-
-
-# ------------------------------------------------------------------------------------------------ transformers' Funnel
-
-
-def funnel_pair(
-    base, pooling="mean", separate_cls=True, truncate=True, pool_query_only=True, attention="relative_shift"
-):
-    """transformers' model, and ours with its weights; float32."""
-    config = FunnelConfig(
-        vocab_size=99,
-        block_sizes=[1, 2, 1],
-        num_decoder_layers=2,
-        d_model=WIDTH,
-        n_head=HEADS,
-        d_head=WIDTH // HEADS,
-        d_inner=8,
-        hidden_act="gelu",
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        layer_norm_eps=1e-5,
-        pooling_type=pooling,
-        attention_type=attention,
-        separate_cls=separate_cls,
-        truncate_seq=truncate,
-        pool_q_only=pool_query_only,
-        pad_token_id=0,
-    )
-    torch.manual_seed(0)
-    theirs = make_strong((FunnelBaseModel if base else FunnelModel)(config).eval(), amount=0.3)
-    stack = {
-        "block_sizes": (1, 2, 1),
-        "pooling": pooling,
-        "separate_cls": separate_cls,
-        "truncate": truncate,
-        "pool_query_only": pool_query_only,
-        "upsample": not base,
-    }
-    attention = {"type": "transformer_xl", "share_biases": False, "segments": True, "joint_type": 2}
-    ours = build(layers=4, stack=stack, dtype=torch.float32, attention=attention, type_vocab_size=0)
-    trunk = ours.trunk
-    blocks = [layer for block in theirs.encoder.blocks for layer in block]
-    layers = blocks if base else blocks + list(theirs.decoder.layers)
-    with torch.no_grad():
-        trunk.embedding.tokens.weight.copy_(theirs.embeddings.word_embeddings.weight)
-        trunk.embedding.norm.load_state_dict(theirs.embeddings.layer_norm.state_dict())
-        for mine, other in zip(trunk.layers, layers, strict=True):
-            attention, source = mine.attention, other.attention
-            attention.q_proj.weight.copy_(source.q_head.weight)
-            attention.q_proj.bias.zero_()
-            for name, given in (("k_proj", source.k_head), ("v_proj", source.v_head), ("o_proj", source.post_proj)):
-                getattr(attention, name).load_state_dict(given.state_dict())
-            attention.r_proj.weight.copy_(source.r_kernel.flatten(1).t())
-            attention.content_bias.copy_(source.r_w_bias)
-            attention.position_bias.copy_(source.r_r_bias)
-            attention.segment_bias.copy_(source.r_s_bias)
-            attention.segment_table.copy_(source.seg_embed)
-            mine.attention_residual.norm.load_state_dict(source.layer_norm.state_dict())
-            mine.feedforward.up_proj.load_state_dict(other.ffn.linear_1.state_dict())
-            mine.feedforward.down_proj.load_state_dict(other.ffn.linear_2.state_dict())
-            mine.feedforward_residual.norm.load_state_dict(other.ffn.layer_norm.state_dict())
-    return theirs, ours
-
-
-@pytest.mark.parametrize("base", [True, False], ids=["base", "with_decoder"])
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"pooling": "max"},
-        {"truncate": False},
-        {"separate_cls": False},
-        {"pool_query_only": False},
-        {"attention": "factorized"},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_transformers_funnel(base, settings, implementation):
-    theirs, ours = funnel_pair(base, **settings)
-    ours.trunk.config._attn_implementation = implementation
-    for length in (9, 12, 17):
-        ids = tokens(2, length)
-        with torch.no_grad(), small_blocks(4):
-            for types in ({}, {"token_type_ids": (tokens(2, length, seed=7) % 3)}):
-                found = ours(ids, **types, output_hidden_states=True)
-                expected = theirs(ids, **types, output_hidden_states=True)
-                close(found.last_hidden_state, expected.last_hidden_state, 2e-5)
-                close(found.hidden_states[1], expected.hidden_states[1], 2e-5)
 
 
 # ------------------------------------------------------------------------------------------------ pooled outputs

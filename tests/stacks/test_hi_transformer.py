@@ -1,4 +1,4 @@
-"""Hi-Transformer: against the three Transformers written out sentence by sentence, and who reads whom."""
+"""Hi-Transformer against the three Transformers written out sentence by sentence."""
 
 from __future__ import annotations
 
@@ -139,30 +139,6 @@ def test_classifier_and_loss():
     close_gradients(found[2], found[0])
 
 
-def influence(net, length):
-    """[T, T] boolean: whether the last state of row's word depends on column's word."""
-    ids = tokens(1, length)
-    vectors = net.get_input_embeddings()(ids).detach().requires_grad_()
-    states = net(inputs_embeds=vectors).last_hidden_state[0].sum(-1)
-    return torch.stack(
-        [torch.autograd.grad(state, vectors, retain_graph=True)[0][0].abs().sum(-1) > 0 for state in states]
-    )
-
-
-def test_who_reads_whom():
-    """Words reach other sentences through document vectors alone: without those, sentences stay apart."""
-    net = build()
-    assert influence(net, 10).all()
-    sentence = torch.arange(10) // WIDTH
-    hooks = [
-        layer.document_feedforward_residual.norm.register_forward_hook(lambda module, args, output: output * 0.0)
-        for layer in net.trunk.layers
-    ]
-    assert torch.equal(influence(net, 10), sentence[:, None] == sentence[None])
-    for hook in hooks:
-        hook.remove()
-
-
 def test_attention_weights():
     """Of each sentence's words and the text's vector: rows sum to 1, nothing on places without a word."""
     net = build()
@@ -173,23 +149,6 @@ def test_attention_weights():
         assert layer.shape == (4, HEADS, WIDTH + 1, WIDTH + 1)
         close(layer.sum(-1), torch.ones(4, HEADS, WIDTH + 1, dtype=torch.float64))
         assert (layer[1::2, :, :, 2:4] == 0).all()
-
-
-def test_cost_is_linear():
-    """Score entries for twice the text: twice those of words, four times the few of sentences."""
-    counts = []
-    for length in (16, 32):
-        net, sizes = build(), {}
-        for name, module in net.trunk.layers[1].named_modules():
-            if name.endswith("attention"):
-                module.register_forward_pre_hook(
-                    lambda _, args, name=name: sizes.__setitem__(name, args[0].shape[0] * args[0].shape[1] ** 2)
-                )
-        with torch.no_grad():
-            net(input_ids=tokens(1, length))
-        counts.append(sizes)
-    assert counts[1]["attention"] == 2 * counts[0]["attention"]
-    assert counts[1]["document_attention"] == 4 * counts[0]["document_attention"] == 4 * (16 // WIDTH) ** 2
 
 
 # ------------------------------------------------------------------------------------------------ nesting

@@ -1,8 +1,7 @@
-"""Windows that carry one key: against the plain model on windows by themselves, loops by hand, and caches."""
+"""Windows that carry one key: loops by hand, padding, caches, and gradients over windows."""
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_xformers.conversion import swap_components
 from hf_xformers.training.replay import replay_backward
@@ -36,23 +35,6 @@ def build(fields=None, **stack):
 def logits(model, ids, **inputs):
     with torch.no_grad():
         return model(ids, use_cache=False, **inputs).logits
-
-
-def test_without_the_key_it_is_gpt2_on_windows():
-    """A converted GPT-2 of transformers on each window by itself, where the carried key is taken out of sight."""
-    torch.manual_seed(0)
-    config = GPT2Config(n_embd=16, n_layer=3, n_head=2, n_positions=8, vocab_size=99, bos_token_id=1, eos_token_id=1)
-    source = make_strong(GPT2LMHeadModel(config).double().eval(), amount=0.2)
-    model, report = swap_components(source, stack={"type": "recurrent_windows", "window_size": WINDOW}, measure=False)
-    model, ids = model.double(), tokens(2, 13)
-    stack = model.model.trunk.stack
-    assert all(".stack." in str(name) for name in report.new) and not report.dropped
-    whole = logits(model, ids)
-    close(whole[:, :WINDOW], logits(source, ids[:, :WINDOW]), 1e-10)
-    stack.with_carried = lambda context, vector, held: context
-    expected = torch.cat([logits(source, part) for part in ids.split(WINDOW, 1)], 1)
-    close(logits(model, ids), expected, 1e-10)
-    assert (whole - expected)[:, WINDOW:].abs().amax() > 1e-6
 
 
 def by_hand(model, ids, extract, insert, pooling="mean"):
@@ -152,40 +134,6 @@ def test_cache(side, fields):
                 text = torch.cat([row, following[index]])[None]
                 one = memory.reorder(torch.tensor([index]))
                 close(found[index][seen[index].bool()], logits(model, text, segment_memory=one)[0], 1e-9)
-
-
-def test_generation():
-    """With and without a cache, by beams, beyond several windows, after a memory."""
-    model, rows = build(), [tokens(7)[:length] for length in (7, 4)]
-    ids, mask = pad(rows, 7, "left")
-    memory = model(tokens(2, 6, seed=7), use_cache=False).segment_memory
-    for beams in (1, 2):
-        texts = [
-            model.generate(
-                ids,
-                attention_mask=mask,
-                segment_memory=memory,
-                num_beams=beams,
-                max_new_tokens=14,
-                min_new_tokens=14,
-                do_sample=False,
-                use_cache=cached,
-            )
-            for cached in (True, False)
-        ]
-        assert torch.equal(*texts) and texts[0].shape == (2, 21)
-
-
-@pytest.mark.parametrize("length", [WINDOW - 1, WINDOW, WINDOW + 1, 3 * WINDOW + 2])
-def test_positions_of_a_whole_text(length):
-    """`generate` gives positions 0 to T - 1 to a prompt without padding, and leaves a mask of ones out."""
-    model, ids = build(), tokens(2, length)
-    close(logits(model, ids, position_ids=torch.arange(length)[None]), logits(model, ids), 1e-12)
-    expected = ids
-    for _ in range(7):
-        expected = torch.cat([expected, logits(model, expected)[:, -1:].argmax(-1)], 1)
-    for mask in ({}, {"attention_mask": torch.ones_like(ids)}):
-        assert torch.equal(model.generate(ids, **mask, max_new_tokens=7, min_new_tokens=7, do_sample=False), expected)
 
 
 def test_gradients_go_through_windows():

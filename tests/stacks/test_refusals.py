@@ -127,7 +127,6 @@ REFUSED = [
     ("learn of them through", dict(stack="two_stream", attention="transformer_xl", block="mask_attention_network")),
     ("takes statistics", dict(stack="two_stream", attention="transformer_xl", normalization="power_norm")),
     # voting_exit
-    ("> 0", dict(stack={"type": "voting_exit", "vote_threshold": 0})),
     ("never 2", dict(stack={"type": "voting_exit", "vote_lambda": 1, "vote_threshold": 2})),
 ]
 

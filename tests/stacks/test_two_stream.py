@@ -1,4 +1,4 @@
-"""XLNet's two streams against a loop over tokens, and what a target must not see."""
+"""XLNet's two streams against a loop over tokens."""
 
 import pytest
 import torch
@@ -96,19 +96,6 @@ def test_paths_agree_with_gradients():
         assert model.model.trunk.stack.start.grad.abs().sum() > 0
     for fast, literal in zip(found["sdpa"], found["eager"], strict=True):
         close(fast.detach(), literal.detach(), 1e-8)
-
-
-def test_a_target_sees_what_comes_before_it_alone():
-    model, ids, (turn, order) = model_of(), tokens(1, 8, high=49), orders(1, 8)
-    mapping = one_hot(turn, 8)
-    with torch.no_grad():
-        whole = model(ids, perm_mask=order, target_mapping=mapping).last_hidden_state
-        for rank in range(8):  # another token at one place changes later targets, and neither its own nor earlier ones
-            changed = ids.clone()
-            changed[0, turn[0, rank]] = 49
-            other = model(changed, perm_mask=order, target_mapping=mapping).last_hidden_state
-            moved = (other - whole)[0].abs().amax(-1) > 0
-            assert not moved[: rank + 1].any() and moved[rank + 1 :].all()
 
 
 def test_content_alone():

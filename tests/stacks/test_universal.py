@@ -1,5 +1,4 @@
-"""The Universal Transformer's stack: against ALBERT by weight copy, hand-written signals, and ACT one token at a
-time."""
+"""The Universal Transformer's stack: hand-written signals, and ACT one token at a time."""
 
 from __future__ import annotations
 
@@ -8,7 +7,6 @@ import math
 import pytest
 import torch
 from torch import nn
-from transformers import AlbertConfig, AlbertModel
 
 from hf_xformers import XFormerConfig, XFormerForSeq2SeqLM, XFormerModel
 from hf_xformers.core.context import LayerContext
@@ -55,69 +53,6 @@ def calls(net, ids, **more):
 # ------------------------------------------------------------------------------------------------ without ACT
 
 
-@pytest.mark.parametrize(("inner", "groups"), [(1, 1), (2, 1), (1, 2), (2, 3)])
-def test_equals_albert(inner, groups):
-    """Without signals and ACT it is ALBERT's stack, parameter by parameter."""
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 99, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32}
-    albert = AlbertModel(
-        AlbertConfig(
-            **sizes,
-            embedding_size=16,
-            num_hidden_layers=3,
-            inner_group_num=inner,
-            num_hidden_groups=groups,
-            max_position_embeddings=20,
-            hidden_act="gelu",
-            layer_norm_eps=1e-5,
-        ),
-        add_pooling_layer=False,
-    )
-    make_strong(albert.double().eval())
-    ours = model(
-        num_hidden_layers=3 * inner,
-        layers_per_step=inner,
-        groups=groups,
-        position="learned_absolute",
-        max_position_embeddings=20,
-        type_vocab_size=2,
-        embedding={"type": "token", "normalize": True},
-        step_signal="none",
-        position_signal=False,
-    )
-    source, target = albert.embeddings, ours.trunk.embedding
-    nn.init.eye_(albert.encoder.embedding_hidden_mapping_in.weight)
-    nn.init.zeros_(albert.encoder.embedding_hidden_mapping_in.bias)
-    pairs = [
-        (source.word_embeddings, target.tokens),
-        (source.token_type_embeddings, target.types),
-        (source.position_embeddings, ours.trunk.position.table),
-        (source.LayerNorm, target.norm),
-    ]
-    assert len(ours.trunk.layers) == inner * groups
-    theirs_all = [layer for group in albert.encoder.albert_layer_groups for layer in group.albert_layers]
-    for theirs, layer in zip(theirs_all, ours.trunk.layers, strict=True):
-        pairs += [
-            (theirs.attention.query, layer.attention.q_proj),
-            (theirs.attention.key, layer.attention.k_proj),
-            (theirs.attention.value, layer.attention.v_proj),
-            (theirs.attention.dense, layer.attention.o_proj),
-            (theirs.attention.LayerNorm, layer.attention_residual.norm),
-            (theirs.ffn, layer.feedforward.up_proj),
-            (theirs.ffn_output, layer.feedforward.down_proj),
-            (theirs.full_layer_layer_norm, layer.feedforward_residual.norm),
-        ]
-    for theirs, layer in pairs:
-        layer.load_state_dict(theirs.state_dict())
-    assert sum(p.numel() for p in ours.parameters()) == sum(
-        p.numel() for theirs, _ in pairs for p in theirs.parameters()
-    )
-    ids, mask = pad([tokens(9), tokens(5, seed=1)], 9, "right")
-    with torch.no_grad():
-        expected = albert(input_ids=ids, attention_mask=mask).last_hidden_state[mask.bool()]
-        close(ours(input_ids=ids, attention_mask=mask).last_hidden_state[mask.bool()], expected)
-
-
 def test_signal_is_the_papers():
     """Layer t reads H + P^t; P by the formula, one entry at a time."""
     net, ids, states = model(num_hidden_layers=3), tokens(1, 5), []
@@ -133,25 +68,6 @@ def test_signal_is_the_papers():
                 signal[place, 2 * pair] = math.sin(place * rate) + math.sin(step * rate)
                 signal[place, 2 * pair + 1] = math.cos(place * rate) + math.cos(step * rate)
         close(given, states[step - 1] + signal, 1e-6)  # sinusoids are computed in float32
-
-
-def test_signals_count():
-    ids = tokens(2, 5)
-    results = []
-    for fields in ({}, {"position_signal": False}, {"step_signal": "none"}, {"step_signal": "learned"}):
-        with torch.no_grad():
-            results.append(model(**fields)(ids).last_hidden_state)
-    for index, one in enumerate(results):
-        assert all((one - other).abs().max() > 1e-3 for other in results[:index])
-    net = model(step_signal="learned")
-    net.trunk.stack.step_table.weight.data = net.trunk.stack.step_table.weight.data.flip(0)
-    assert (net(ids).last_hidden_state - results[-1]).abs().max() > 1e-3, "steps in another order are the same"
-
-
-def test_one_set_of_weights():
-    one, six = (sum(p.numel() for p in model(num_hidden_layers=n).parameters()) for n in (1, 6))
-    assert one == six
-    assert sum(p.numel() for p in model(act="accumulated").parameters()) == one + 16 + 1
 
 
 # ------------------------------------------------------------------------------------------------ ACT by hand
@@ -189,17 +105,6 @@ def run(probabilities, outputs, start=None, padding=None, **stack):
     start = torch.zeros(batch, length, width, dtype=outputs.dtype) if start is None else start
     result = net.stack(nn.ModuleList([layer]), start, context(length, padding), position=Position())
     return result, layer
-
-
-@pytest.mark.parametrize(("act", "expected"), [("accumulated", (0.3, 0.4, 0.3)), ("overwrite", (0.126, 0.28, 0.3))])
-def test_weights_of_a_known_token(act, expected):
-    """p = 0.3, 0.4, 0.9 halts at the third step; the output weighs the three states."""
-    probabilities = torch.tensor([0.3, 0.4, 0.9, 0.5], dtype=torch.float64)[:, None, None]
-    outputs = torch.eye(4, dtype=torch.float64)[:, None, None]  # step t gives the unit vector t
-    result, layer = run(probabilities, outputs, act=act)
-    close(result.hidden_states[0, 0], torch.tensor([*expected, 0.0], dtype=torch.float64))
-    close(result.aux_losses["ponder"], torch.tensor(0.01 * (3 + 0.3), dtype=torch.float64))
-    assert len(layer.seen) == 3, "the loop goes on after everybody has halted"
 
 
 def one_token(probabilities, outputs, act, epsilon):
@@ -252,35 +157,7 @@ def test_state_of_a_halted_token(halted_state):
     assert torch.equal(third[0, 0], outputs[0 if halted_state == "copy" else 1, 0, 0])
 
 
-def test_padding_never_runs():
-    """Its state stays the embedding, and it is not waited for."""
-    probabilities = torch.tensor([[0.995, 0.0]] * 4, dtype=torch.float64)[:, None]
-    outputs = torch.randn(4, 1, 2, 4, dtype=torch.float64)
-    result, layer = run(probabilities, outputs, padding=torch.tensor([[True, False]]), act="accumulated")
-    assert len(layer.seen) == 1
-    close(result.aux_losses["ponder"], torch.tensor(0.02, dtype=torch.float64))
-
-
 # ------------------------------------------------------------------------------------------------ ACT in a model
-
-
-@pytest.mark.parametrize("act", RULES)
-def test_certain_halting_is_one_layer(act):
-    net, plain, ids = model(act=act, bias=1e4), model(num_hidden_layers=1), tokens(2, 7)
-    plain.load_state_dict(net.state_dict(), strict=False)
-    seen, output = calls(net, ids)
-    assert len(seen) == 1
-    close(output.last_hidden_state, plain(ids).last_hidden_state)
-
-
-def test_no_halting_is_every_layer():
-    """All weight falls on the last step."""
-    net, plain, ids = model(act="accumulated", bias=-1e4), model(), tokens(2, 7)
-    plain.load_state_dict(net.state_dict(), strict=False)
-    seen, output = calls(net, ids)
-    assert len(seen) == 6
-    close(output.last_hidden_state, plain(ids).last_hidden_state)
-    close(output.aux_losses["ponder"], torch.tensor(0.01 * 7, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("act", RULES)
@@ -311,18 +188,6 @@ def test_seq2seq_pays_for_both_towers():
     assert len(halting) == 4, "a tower lacks its halting unit"
 
 
-def test_ponder_loss_shortens():
-    """Its gradient asks for a larger bias and a larger probability, that is, for earlier halting."""
-    net, ids = model(act="accumulated"), tokens(2, 7)
-    ponder = net(ids).aux_losses["ponder"]
-    ponder.backward()
-    assert net.trunk.stack.halting.gate.bias.grad < 0
-    before = float(ponder)
-    with torch.no_grad():
-        net.trunk.stack.halting.gate.bias -= 0.05 * net.trunk.stack.halting.gate.bias.grad.sign()
-    assert float(net(ids).aux_losses["ponder"]) < before
-
-
 def test_recording_runs_all_steps():
     """One state per step whatever halts, and the same result."""
     net, ids = model(act="accumulated", bias=3.0), tokens(2, 7)
@@ -346,8 +211,3 @@ def test_recording_runs_all_steps():
 def test_refusals(stack, fields, message):
     with pytest.raises(ValueError, match=message):
         XFormerModel(XFormerConfig(**{**SIZES, **fields, "stack": {"type": "universal", **stack}}))
-
-
-def test_odd_width_without_sinusoids():
-    net = model(hidden_size=15, num_attention_heads=3, step_signal="learned", position_signal=False)
-    assert net(tokens(1, 3)).last_hidden_state.shape == (1, 3, 15)

@@ -48,20 +48,6 @@ def test_votes(tau, power, least):
         close(recorded.logits, output.logits)
 
 
-def test_unanimous_classifiers_are_patient():
-    """With the number of votes alone and classifiers that agree, tau votes are patience tau - 1."""
-    votes, patience = (build(type, **more) for type, more in
-                       (("voting_exit", {"vote_threshold": 3, "vote_lambda": 0, "min_layers": 1}),
-                        ("patience_exit", {"patience": 2})))  # fmt: skip
-    patience.load_state_dict(votes.state_dict())
-    for net in (votes, patience):
-        for classifier in (net.classifier, *net.exits.classifiers):
-            classifier.weight.data.zero_()
-            classifier.bias.data.copy_(torch.tensor([0.0, 1.0, 0.0]))
-    ids = batch()[1][0]
-    assert votes(ids).exit_layers.tolist() == patience(ids).exit_layers.tolist() == [3] * len(ids)
-
-
 def test_training_loss():
     """sum_l l (CE_l - beta min(CE(p_i, p_l), log C)) / sum_l l; without beta that of PABEE."""
     net = build("voting_exit", diversity_weight=0.3).train()
