@@ -14,7 +14,6 @@ from hf_xformers.ops.linear.attention import (
     LinearState,
     delta_rule,
     delta_rule_reference,
-    kernel_attention,
     linear_attention,
     linear_attention_reference,
 )
@@ -97,17 +96,6 @@ def test_a_text_in_two_calls_is_the_text_in_one(weighted, rotated, at_once):
     assert_same((torch.cat([first, second], dim=2), sums[0]), (whole, sums[1]), tensors)
 
 
-def test_feature_maps_get_the_gradients_of_autograd(at_once):
-    q, k, v, rows = draw(B, H, 37, F), draw(B, H, 37, F), draw(B, H, 37, DV), draw(F, 7)
-
-    def features(x, rows):
-        return torch.nn.functional.softplus(x @ rows)
-
-    ours = kernel_attention(q, k, v, features, rows, causal=True, chunk_size=8)
-    theirs = linear_attention_reference(features(q, rows), features(k, rows), v, causal=True)
-    assert_same((ours,), (theirs,), (q, k, v, rows))
-
-
 def test_denominators_are_guarded_as_chunk_by_chunk(at_once, monkeypatch):
     q, k, v = draw(B, H, 37, F), draw(B, H, 37, F), draw(B, H, 37, DV)
     options = {"causal": True, "min_denominator": 0.5, "eps": 0.1, "chunk_size": 8}
@@ -127,18 +115,6 @@ def test_the_delta_rule_is_its_recurrence(length, masked, with_state, at_once):
     theirs = delta_rule_reference(q, k, v, beta, state=state, **options)
     assert_same(delta_rule(q, k, v, beta, state=state, return_state=True, **options), theirs, inputs)
     assert_same((delta_rule(q, k, v, beta, state=state, **options),), theirs[:1], inputs)
-
-
-def test_the_delta_rule_takes_features_of_a_map(at_once):
-    q, k, v, rows = draw(B, H, 70, F), draw(B, H, 70, F), draw(B, H, 70, DV), draw(F, 3)
-    beta = torch.rand(B, H, 70, dtype=torch.float64).requires_grad_()
-
-    def features(x, rows):
-        return normalize(torch.exp(x @ rows), dim=-1)
-
-    ours = delta_rule(q, k, v, beta, rows, feature_map=features)
-    theirs, _ = delta_rule_reference(features(q, rows), features(k, rows), v, beta)
-    assert_same((ours,), (theirs,), (q, k, v, beta, rows))
 
 
 @pytest.mark.parametrize("rule", [True, False], ids=["delta rule", "sums"])

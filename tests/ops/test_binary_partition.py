@@ -45,19 +45,6 @@ def test_what_a_leaf_reads_is_a_partition(count, causal):
             assert sorted(read) == list(range(leaf + 1 if causal else leaves))
 
 
-def test_the_order_of_picks():
-    """Two of each level, and a child where a node is half visited: leaf 13 of 16, written by hand."""
-    nodes, labels = picks(torch.tensor([13]), 16, 2, CLIP, False)
-    listed = spans(16, False)
-    found = [
-        (list(cover(node, 16, listed)), label)
-        for node, label in zip(nodes[0].tolist(), labels[0].tolist(), strict=True)
-        if node >= 0
-    ]
-    expected = [([13], 0), ([12], 1), ([11], 3), ([10], 6), ([8, 9], 8), ([4, 5, 6, 7], 11), ([0, 1, 2, 3], 13)]
-    assert found == [*expected, ([14], 2), ([15], 4)]
-
-
 def test_finished_spans_are_counted():
     counts = [sum(leaves // 2**level for level in range(1, 12)) for leaves in range(200)]
     assert [finished_spans(leaves) for leaves in range(200)] == counts
@@ -103,8 +90,3 @@ def test_attention_equals_loops(count, causal, small_blocks):
                     weights = torch.einsum("hd,htd->ht", q[row, :, leaves + number], k[row, :, inside]) * 0.5
                     expected = torch.einsum("ht,htd->hd", weights.softmax(-1), v[row, :, inside])
                     torch.testing.assert_close(summaries[row, :, number], expected)
-
-
-def test_keys_per_block_grow_with_the_logarithm():
-    widths = [leaf_tiles(length, 4, 10, True, torch.device("cpu"))[0].shape[1] for length in (512, 2048, 4096)]
-    assert widths[-1] <= 2 * binary_partition.BLOCK + 2 * 4 * 13 and widths[-1] - widths[0] <= 3 * 2 * 4

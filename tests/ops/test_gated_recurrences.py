@@ -130,14 +130,6 @@ def test_decays_of_minus_infinity(corrects, channels):
 
 @each_engine
 @each_decay
-def test_derivatives_by_differences(corrects, channels):
-    inputs = [x.detach()[:1].requires_grad_() for x in case(6, corrects, channels)]
-    mask = torch.tensor([[True, True, False, True, False, True]])
-    assert torch.autograd.gradcheck(lambda *given: engine(given, key_padding_mask=mask, chunk_size=4), inputs)
-
-
-@each_engine
-@each_decay
 @pytest.mark.parametrize("length", [1, 70])
 def test_padding_leaves_the_state(corrects, channels, length):
     """Before, behind and inside a text: as the literal loop, and as the real tokens alone."""

@@ -1,8 +1,7 @@
-"""Nystrom attention against its dense factors, its exact limits and transformers' module."""
+"""Nystrom attention against its dense factors and transformers' module."""
 
 import pytest
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
 from hf_xformers.ops.landmarks import segment_means
 from hf_xformers.ops.nystrom import iterative_pinv, nystrom_attention, nystrom_attention_reference
@@ -48,48 +47,6 @@ def test_reference_landmarks_are_plain_means():
     f3 = torch.softmax((pairs[0] / root) @ (k / root).mT, -1)
     expected = f1 @ torch.linalg.inv(m) @ f3 @ v
     assert_same(nystrom_attention_reference(q, k, v, num_landmarks=3, pinv_iterations=None), expected)
-
-
-@pytest.mark.parametrize("length", [1, 3, 8])
-def test_up_to_m_keys_attention_is_exact(length):
-    q, k, v = case(length)
-    assert_same(attend(q, k, v), torch.softmax(q @ k.mT * D**-0.5, -1) @ v)
-
-
-def test_cross_attention():
-    given = case(length=30, keys=50)
-    out = nystrom_attention(*given, num_landmarks=8)
-    assert_same(out, nystrom_attention_reference(*given, num_landmarks=8), 1e-9)
-    few = case(length=3, keys=50)
-    mask = torch.ones(B, 50, dtype=torch.bool)
-    mask[:, 20:] = False
-    cut = [few[0], few[1][:, :, :20], few[2][:, :, :20]]
-    assert_same(
-        nystrom_attention(*few, num_landmarks=8, key_padding_mask=mask), nystrom_attention(*cut, num_landmarks=8), 1e-9
-    )
-
-
-def test_tokens_as_their_own_landmarks_give_exact_attention_through_the_inverse():
-    # The limit m = T of the formula itself: F1 M^+ F3 = A A^+ A = A. Twenty steps of the iteration reach it too.
-    q, k, v = (x.detach() / 2 for x in case(12))
-    exact = scaled_dot_product_attention(q, k, v)
-    for iterations, tolerance in ((None, 1e-9), (25, 1e-6)):
-        out = nystrom_attention_reference(q, k, v, num_landmarks=12, pinv_iterations=iterations)
-        assert_same(out, exact, tolerance)
-
-
-def test_more_landmarks_approximate_better():
-    """From 8 landmarks on: below, the inverse of the ill-conditioned middle matrix can make the result worse again."""
-    torch.manual_seed(1)
-    # Smooth queries and keys, as in text with local topics: segment means then represent their segments.
-    q, k = (torch.randn(1, 2, 256, 4, dtype=torch.float64).cumsum(2) / 8 for _ in range(2))
-    v = torch.randn(1, 2, 256, 4, dtype=torch.float64)
-    exact = scaled_dot_product_attention(q, k, v)
-    errors = [
-        (attend(q, k, v, num_landmarks=m, pinv_iterations=20) - exact).abs().mean().item() for m in (8, 32, 128, 256)
-    ]
-    assert errors[0] > errors[1] > errors[2] > errors[3]
-    assert errors[3] < 1e-12
 
 
 class TestIterativeInverse:
@@ -187,13 +144,6 @@ def test_row_of_padding_only_gives_zeros_and_zero_gradients(length):
     assert_same(out[:1], attend(*(x[:1] for x in given)), 1e-8)
     for gradient in torch.autograd.grad(out.square().sum(), given):
         assert torch.isfinite(gradient).all() and (gradient[1] == 0).all()
-
-
-def test_gradcheck_with_padding():
-    q, k, v = (x[:1, :1, :, :3].detach().requires_grad_() for x in case(11))
-    mask = torch.ones(1, 11, dtype=torch.bool)
-    mask[0, 4], mask[0, 10] = False, False
-    assert torch.autograd.gradcheck(lambda q, k, v: attend(q, k, v, mask, num_landmarks=3), (q, k, v))
 
 
 def test_parity_with_transformers():

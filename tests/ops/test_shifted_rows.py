@@ -23,16 +23,6 @@ def test_gradients_of_all_takes_reach_the_tensor(bounds):
         torch.testing.assert_close(found, expected)
 
 
-def test_takes_can_be_differentiated_twice():
-    x = torch.randn(1, 1, 4, 2, dtype=torch.float64, requires_grad=True)
-
-    def square(x):
-        rows = SharedRows(x, 2)
-        return (rows.take(0, 2) ** 3).sum() + (rows.take(1, 4) ** 3).sum()
-
-    assert torch.autograd.gradgradcheck(square, (x,))
-
-
 def test_takes_by_place():
     """Places may repeat, within a take and between takes."""
     x = torch.randn(1, 1, 6, 3, dtype=torch.float64, requires_grad=True)

@@ -102,13 +102,6 @@ def test_what_nobody_reads_does_not_matter():
     assert torch.equal(torch.autograd.grad(output[:, :, 8:].square().sum(), q)[0], first)
 
 
-def test_a_head_that_reads_nothing():
-    q, k, v, bias, table = (x.detach() for x in case(9, 9, 5))
-    bias[2] = -math.inf
-    found = window_attention(q, k, v, bias, table, 4)
-    assert (found[:, 2] == 0).all() and (found[:, :2] != 0).all()
-
-
 def test_dropout_is_the_same_in_the_backward_pass():
     """Values enter linearly: the sum of gradient times value is the output, with whatever has been dropped."""
     q, k, v, bias, table = case(9, 9, 5)
@@ -122,13 +115,6 @@ def test_dropout_is_the_same_in_the_backward_pass():
 
     assert torch.autograd.gradcheck(again, (q,))
     assert not torch.equal(output, window_attention(q, k, v, bias, table, 4, None, 0.4))
-
-
-def test_dropout_keeps_the_mean():
-    given = [x.detach() for x in case(6, 6, 4)]
-    draws = torch.stack([window_attention(*given, 3, None, 0.5) for _ in range(2000)])
-    error = (draws.mean(0) - window_attention(*given, 3)).abs()
-    assert (error <= 5 * draws.std(0) / 2000**0.5 + 1e-12).all()
 
 
 def test_half_precision_is_computed_in_float32():
