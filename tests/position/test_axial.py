@@ -1,10 +1,10 @@
-"""Axial positions: the grid, its widths, its limit."""
+"""Axial positions: the grid, its widths, its start."""
 
 import pytest
 import torch
 
 from hf_xformers import XFormerConfig, XFormerModel
-from tests.helpers import close, make_strong, tokens
+from tests.helpers import close, make_strong
 
 GEOMETRY = dict(
     vocab_size=40,
@@ -48,10 +48,3 @@ def test_start():
     config = XFormerConfig(**{**GEOMETRY, "max_position_embeddings": 900}, position={"type": "axial", "std": 0.5})
     for table in XFormerModel(config).trunk.position.tables:
         assert table.std().item() == pytest.approx(0.5, rel=0.15)
-
-
-def test_too_long():
-    model = build(shape=(2, 4))
-    model(tokens(1, 8, high=40))
-    with pytest.raises(ValueError, match="9 tokens.*'axial'.*covers 8"):
-        model(tokens(1, 9, high=40))

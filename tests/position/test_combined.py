@@ -59,18 +59,3 @@ def test_inputs_of_all_layers():
     learned = net.trunk.position.parts[1].tables[0].weight[:5]
     close(seen[0], plain + learned)
     close(seen[1], states[1] + learned)
-
-
-def test_it_can_do_what_its_parts_can():
-    spec = model(combined("learned_absolute", "deberta")).config.position
-    assert spec.acts == {"input", "score_terms"} and spec.shares_tables and not spec.extrapolates
-    assert spec.max_length(XFormerConfig(max_position_embeddings=9)) == 9
-    assert model(combined("sinusoidal_absolute", "rotary")).config.position.extrapolates
-    wide = {"type": "factorized", "width": 8, "narrow_positions": True}
-    net = model(combined("learned_absolute", "t5_relative_bias"), embedding=wide, head="transform")
-    assert net.trunk.position.parts[0].table.weight.shape == (12, 8)
-
-
-def test_too_long():
-    with pytest.raises(ValueError, match="has 13 tokens, but position 'combined' of this model covers 12"):
-        model(combined("learned_absolute", "rotary"))(input_ids=tokens(1, 13, high=40))

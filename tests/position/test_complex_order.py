@@ -126,32 +126,6 @@ def test_complex_weights_start_as_real_ones(tmp_path):
     close(torch.cat([past.logits, rest], 1), made(ids).logits, 1e-10)
 
 
-def test_common_frequency_hermitian_depends_on_distance():
-    """Oracle of the survey's ledger: with the key conjugated and one frequency for all words, a shift changes no
-    score."""
-    torch.manual_seed(0)
-    (layer,) = build_layers({"type": "complex_order", "product": "hermitian", "bias": False})
-    amplitude = vectors(1, 6)[..., : WIDTH // 2]
-    frequency = 0.37
-
-    def weights(shift):
-        z = amplitude * torch.exp(1j * frequency * (torch.arange(6).double() + shift))[None, :, None]
-        states = torch.cat([z.real, z.imag], dim=-1)
-        return run_layers([layer], states, make_context(6, implementation="eager"))[0].weights
-
-    close(weights(0), weights(11), 1e-8)
-
-
-def test_without_frequencies_it_is_real_and_blind_to_order():
-    made = model()
-    with torch.no_grad():
-        made.trunk.embedding.tokens.weight[:, 8:] = 0.0
-    ids = tokens(1, 6, high=50)
-    order = torch.tensor([3, 0, 5, 1, 4, 2])
-    with torch.no_grad():
-        close(made(ids[:, order]).last_hidden_state, made(ids).last_hidden_state[:, order])
-
-
 def test_norm_and_feedforward_act_on_parts():
     layer = model().trunk.layers[0]
     states = vectors(2, 3)

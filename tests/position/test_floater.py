@@ -117,11 +117,3 @@ def test_gradients_reach_the_dynamics_every_time():
         model(ids, labels=ids).loss.backward()
         for name, parameter in model.model.trunk.position.named_parameters():
             assert parameter.grad.abs().max() > 0, name
-
-
-def test_own_positions_beyond_the_text():
-    torch.manual_seed(0)
-    model = XFormerModel(XFormerConfig(**SIZES, position="floater")).double().eval()
-    ids = tokens(1, 4, high=50)
-    with torch.no_grad():
-        model(ids, position_ids=torch.arange(60, 64)[None])

@@ -12,15 +12,6 @@ from tests.helpers import close, make_strong, tokens
 GATES = {"position": "forget_gate"}
 
 
-@torch.no_grad()
-def test_open_gates_forget_nothing():
-    (gated,), (plain,) = build_layers("dense", 1, True, **GATES), build_layers("dense", 1, True)
-    plain.load_state_dict({name: x for name, x in gated.state_dict().items() if "position" not in name})
-    gated.position_terms.forget_proj.weight.zero_()
-    gated.position_terms.forget_proj.bias.fill_(60.0)
-    close(*(run_layers([layer], vectors(2, 9), make_context(9, True))[0].output for layer in (gated, plain)))
-
-
 @pytest.mark.parametrize("strength", [0.1, 5.0, 30.0])
 @torch.no_grad()
 def test_float32_has_its_digits(strength):
@@ -55,22 +46,6 @@ def test_numbers_in_a_cache_keep_their_bits(dtype):
     found = appended_with_numbers(cache, key[[1, 0], :, 4:], value[[1, 0], :, 4:], numbers[[1, 0], :, 4:], 0)
     for one, other in zip(found, (key, value, numbers)):
         assert torch.equal(one, other[[1, 0]])
-
-
-@pytest.mark.parametrize("attention", ["dense", {"type": "band_attention", "window_size": 4}])
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_generation(attention, cache):
-    """Equal with and without a cache, in a batch padded on the left."""
-    config = XFormerConfig(**GEOMETRY, **GATES, attention=attention, is_decoder=True, pad_token_id=0, eos_token_id=49)
-    torch.manual_seed(0)
-    model = make_strong(XFormerForCausalLM(config).double()).eval()
-    ids, mask = tokens(2, 5, high=49), torch.ones(2, 5, dtype=torch.long)
-    mask[0, :2] = 0
-    fields = dict(attention_mask=mask, max_new_tokens=8, do_sample=False)
-    if cache == "static" and attention != "dense":
-        pytest.skip("a window has a cache of its own")
-    more = {"cache_implementation": "static"} if cache == "static" else {}
-    assert torch.equal(model.generate(ids, **fields, **more), model.generate(ids, use_cache=False, **fields))
 
 
 @pytest.mark.parametrize(

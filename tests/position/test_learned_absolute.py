@@ -47,24 +47,6 @@ def test_positions_count_real_tokens():
         close(explicit[:, 3:], model(ids).logits)
 
 
-def test_tokens_and_rows_move_together():
-    """Permuting tokens and rows of the table together permutes the output of an encoder."""
-    model = build(XFormerModel)
-    ids, order = tokens(1, 6, high=40), torch.tensor([3, 0, 5, 1, 4, 2])
-    with torch.no_grad():
-        expected = model(ids).last_hidden_state[:, order]
-        table = model.trunk.position.table.weight
-        table[:6] = table[order].clone()
-        close(model(ids[:, order]).last_hidden_state, expected)
-
-
-def test_rows_never_read_get_no_gradient():
-    model = build(XFormerModel)
-    model(tokens(2, 5, high=40)).last_hidden_state.sum().backward()
-    slope = model.trunk.position.table.weight.grad
-    assert (slope[5:] == 0).all() and (slope[:5] != 0).any(dim=1).all()
-
-
 @pytest.mark.parametrize("model_class", [XFormerForMaskedLM, XFormerForCausalLM])
 def test_too_long(model_class):
     """One token too many is a ValueError that says what to do; as many as there are rows is fine."""

@@ -4,8 +4,7 @@ sentence."""
 import pytest
 import torch
 
-from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerForMaskedLM, build_spec
-from hf_xformers.core.components import names
+from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerForMaskedLM
 from tests.helpers import close, make_strong, pad, tokens
 from tests.position.test_matrix import ROWS, SIZES
 
@@ -74,9 +73,3 @@ def test_decoding_goes_on(name):
             cache = output.past_key_values
             steps.append(output.logits)
         close(torch.cat(steps, 1), model(input_ids=ids).logits, 2e-5)
-
-
-def test_every_position_says_so():
-    for name in names("position"):
-        spec = build_spec("position", name)
-        assert isinstance(spec.extrapolates, bool), name

@@ -1,7 +1,7 @@
 """Every position with every attention in every shape: it works, or the config refuses it in the documented sentence.
 
 Each cell's config is built. A cell that works passes forward, backward, padding, and (with a causal tower) decoding
-with a cache: all those where attention sees the position, in an encoder and a decoder, and a cover of the others.
+with a cache: of each row a part of the mechanisms, other ones from row to row. The mixes draw further pairs.
 """
 
 import re
@@ -80,11 +80,12 @@ def known(sentence, attention):
 def to_run(row, shape, configs):
     """Which of the cells that work are run. To attention, positions that act at the input alone are vectors like any
     others, as one of them shows with every mechanism; and an encoder-decoder is made of towers that are run by
-    themselves. Of those every fourth mechanism is run, other ones from row to row."""
+    themselves. Of those every fourth mechanism is run, of others every second, other ones from row to row."""
     acts = frozenset().union(*(config.position.acts for config in configs.values()))
-    if row == WITH_ALL or (shape != "seq2seq" and not acts <= {"input", "layer_input"}):
+    if row == WITH_ALL:
         return configs
-    few = list(configs)[list(ROWS).index(row) % max(1, min(4, len(configs))) :: 4]
+    apart = 4 if shape == "seq2seq" or acts <= {"input", "layer_input"} else 2
+    few = list(configs)[list(ROWS).index(row) % max(1, min(apart, len(configs))) :: apart]
     return {attention: configs[attention] for attention in few}
 
 

@@ -59,20 +59,3 @@ def test_parameters():
         for source in ("sinusoidal", "learned", "learned_per_layer")
     }
     assert counts == {"sinusoidal": 0, "learned": 12 * 16, "learned_per_layer": 3 * 12 * 16}
-
-
-def test_one_layer_is_input_injection():
-    """With one layer, a table before the layer is a table at the input."""
-    ours = build({"type": "per_layer_position", "source": "learned"}, num_hidden_layers=1)
-    other = build("learned_absolute", num_hidden_layers=1)
-    other.load_state_dict({n.replace("position.tables.0", "position.table"): p for n, p in ours.state_dict().items()})
-    ids = tokens(2, 7, high=50)
-    with torch.no_grad():
-        close(ours(ids).last_hidden_state, other(ids).last_hidden_state)
-
-
-def test_length():
-    model = build({"type": "per_layer_position", "source": "learned"})
-    with pytest.raises(ValueError, match="covers 12"):
-        model(tokens(1, 13, high=50))
-    build({"type": "per_layer_position", "source": "sinusoidal"})(tokens(1, 40, high=50))

@@ -1,4 +1,4 @@
-"""Positions inside attention: each equation by a loop over pairs, memory, what is refused, and the contract."""
+"""Positions inside attention: each equation by a loop over pairs, memory, and what is refused."""
 
 import math
 
@@ -14,9 +14,6 @@ from tests.attention.score_helpers import (
     GEOMETRY,
     HEADS,
     WIDTH,
-    check_compile,
-    check_contract,
-    mixes,
     saved_sizes,
     small_blocks,
     vectors,
@@ -77,36 +74,6 @@ def test_shaw_by_the_formula(causal, share, keys):
     check_scores(position, scores, causal, values=values)
 
 
-def test_shaw_without_distances():
-    """k = 0: one vector for all pairs changes no weight and adds the same to every output."""
-    layer, module, _ = build({"type": "shaw_relative", "max_distance": 0})
-    plain, none, _ = build("none")
-    plain.load_state_dict(layer.state_dict(), strict=False)
-    states = vectors(2, 7)
-    added = layer.o_proj.weight @ layer.position_terms.value_table[0, 0].repeat(HEADS)
-    close(run(layer, module, states)[0], run(plain, none, states)[0] + added)
-
-
-def test_shaw_zero_tables_and_reach():
-    layer, module, _ = build({"type": "shaw_relative", "max_distance": 2, "values": False})
-    states = vectors(1, 7)
-    before = run(layer, module, states, literal=True)[1]
-    with torch.no_grad():
-        layer.position_terms.key_table[:, 4] += 1.0  # distance 2 and beyond
-    after = run(layer, module, states, literal=True)[1]
-    ratio = (after / before).log()
-    for i in range(7):
-        near = [j for j in range(7) if j - i < 2]
-        assert ratio[0, :, i, near].std(-1).max() < 1e-9  # only the normalisation changed
-        for j in range(i + 2, 7):
-            assert (ratio[0, :, i, j] - ratio[0, :, i, 0]).abs().min() > 1e-6
-    with torch.no_grad():
-        layer.position_terms.key_table.zero_()
-    plain, none, _ = build("none")
-    plain.load_state_dict(layer.state_dict(), strict=False)
-    close(run(layer, module, states)[0], run(plain, none, states)[0])
-
-
 # ------------------------------------------------------------------------------------------------- Music Transformer
 
 
@@ -119,16 +86,6 @@ def test_music_by_the_formula(share, reach):
 
     position = {"type": "music_transformer", "max_distance": reach, "share_heads": share}
     check_scores(position, by_pairs(term), causal=True)
-
-
-def test_music_is_shaw_with_a_long_reach():
-    music, module, _ = build({"type": "music_transformer", "max_distance": 9, "share_heads": True}, causal=True)
-    shaw, other, _ = build({"type": "shaw_relative", "max_distance": 8, "values": False}, causal=True)
-    shaw.load_state_dict({name: x for name, x in music.state_dict().items() if "terms" not in name}, strict=False)
-    with torch.no_grad():
-        shaw.position_terms.key_table[0, :9] = music.position_terms.table[0].flip(0)
-    states = vectors(2, 9)
-    close(run(music, module, states, causal=True)[0], run(shaw, other, states, causal=True)[0])
 
 
 # ----------------------------------------------------------------------------------------------------------- DeBERTa
@@ -185,14 +142,6 @@ def test_deberta_buckets(buckets, far):
     assert [int(found[d + 700]) for d in inner] == [bucket(d, buckets, far) for d in inner]
 
 
-def test_deberta_ties_far_distances():
-    layer, module, _ = build({"type": "deberta", "max_distance": 2})
-    states = vectors(1, 1).expand(1, 8, -1)  # equal tokens: weights differ by position alone
-    weights = run(layer, module, states, literal=True)[1]
-    close(weights[0, :, 6, 0], weights[0, :, 6, 4])  # i - j = 6 and 2 would be 2: clipped to 1
-    assert (weights[0, :, 6, 4] - weights[0, :, 6, 6]).abs().min() > 1e-9
-
-
 # -------------------------------------------------------------------------------------------------------------- TUPE
 
 
@@ -243,17 +192,6 @@ def test_tupe_left_padding_moves_cls():
     check_scores(spec, tupe_scores(True, True, positions), mask=mask)
 
 
-def test_tupe_without_terms_is_scaled_attention():
-    layer, module, _ = build({"type": "tupe", "relative": False, "untie_cls": False})
-    with torch.no_grad():
-        for parameter in module.query_proj.parameters():
-            parameter.zero_()
-    plain, none, _ = build("none", attention={"type": "dense", "scale": (2 * D_HEAD) ** -0.5})
-    plain.load_state_dict(layer.state_dict(), strict=False)
-    states = vectors(2, 7)
-    close(run(layer, module, states)[0], run(plain, none, states)[0])
-
-
 def test_tupe_refusals():
     assert XFormerConfig(position="tupe").position.resets(XFormerConfig())
     assert not XFormerConfig(position="tupe").position.resets(XFormerConfig(is_decoder=True))
@@ -272,24 +210,6 @@ def test_bias_of_the_layer_by_the_formula(causal):
         return q @ k + layer.position_terms.table.weight[number, h] / D_HEAD**-0.5
 
     check_scores(spec, by_pairs(term), causal)
-
-
-def test_equal_biases_of_layers_are_the_shared_one():
-    sizes = dict(vocab_size=30, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16)
-    own, shared = (
-        XFormerForCausalLM(XFormerConfig(**sizes, position=name)).double().eval()
-        for name in ("t5_bias_per_layer", "t5_relative_bias")
-    )
-    found = shared.load_state_dict(own.state_dict(), strict=False)
-    assert found.missing_keys == ["model.trunk.position.table.weight"]
-    tables = [layer.attention.position_terms.table.weight for layer in own.model.trunk.layers]
-    ids = tokens(2, 9, high=30)
-    with torch.no_grad():
-        tables[1].copy_(tables[0])
-        shared.model.trunk.position.table.weight.copy_(tables[0])
-        close(own(ids).logits, shared(ids).logits)
-        tables[1].add_(torch.randn_like(tables[1]))
-        assert (own(ids).logits - shared(ids).logits).abs().max() > 1e-4
 
 
 # ------------------------------------------------------------------------------------------------ relative sinusoids
@@ -314,20 +234,6 @@ TERMS = {
     "tupe": {"type": "tupe", "num_buckets": 8, "max_distance": 12},
     "sinusoids": "learnable_sinusoidal_relative",
 }
-CASES = mixes({f"terms_{name}": {"position": spec} for name, spec in TERMS.items() if name != "shaw"})
-CASES += mixes({"terms_grouped": {"position": TERMS["shaw"], "num_key_value_heads": 2}}, ("decoder",))
-
-
-@pytest.mark.parametrize("case", CASES[:2], ids=str)
-def test_contract_in_blocks(case):
-    with small_blocks(3):
-        check_contract(case)
-
-
-# A decoder's graph has the same operations under another mask: one of the terms is traced in a decoder.
-@pytest.mark.parametrize("case", CASES[::4], ids=str)
-def test_compile(case):
-    check_compile(case)
 
 
 @pytest.mark.parametrize("name", [*TERMS, "music"])
@@ -340,16 +246,6 @@ def test_memory(name):
     with small_blocks(rows):
         sizes = saved_sizes(lambda: run(layer, module, states, causal=True))
     assert sizes[0] < HEADS * length * length / 2, sizes[:4]
-
-
-@pytest.mark.parametrize("name", [*TERMS, "music"])
-def test_loss_of_a_position_is_noticed(name):
-    """The terms matter: two equal tokens at different places differ."""
-    spec = TERMS.get(name, "music_transformer")
-    layer, module, _ = build(spec, causal=True)
-    states = vectors(1, 3)[:, [0, 1, 1, 2]]
-    weights = run(layer, module, states, causal=True, literal=True)[1]
-    assert (weights[0, :, 3, 1] - weights[0, :, 3, 2]).abs().min() > 1e-6
 
 
 def test_gradients_reach_shared_tables_under_checkpointing():

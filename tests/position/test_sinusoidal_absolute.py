@@ -1,4 +1,4 @@
-"""Sinusoids against their closed form, in double precision and one number at a time."""
+"""Sinusoids, fixed and learnable, against their closed form, one number at a time."""
 
 import math
 
@@ -7,7 +7,6 @@ import torch
 
 from hf_xformers import XFormerConfig, XFormerModel
 from hf_xformers.position.sinusoidal_absolute import sinusoids
-from hf_xformers.variants import config_class, family, model_types
 from tests.helpers import close, tokens
 
 WIDTH = 16
@@ -32,31 +31,6 @@ def test_closed_form(layout, base):
     # An angle of t radians is known to half a unit in its last place or two: t * 2^-23.
     close(table.double(), expected.double(), 511 * 2**-23)
     close(table[0].double(), expected[0].double(), 1e-12)
-
-
-def test_far_positions():
-    """t = 10^5: there is no table that ends."""
-    far = 100_000
-    table = sinusoids(torch.tensor([far]), WIDTH, 10000.0, "interleaved")[0].double()
-    expected = torch.tensor(closed_form(far), dtype=torch.float64)
-    assert (table - expected).abs().max() < far * 2**-23
-    close(table.pow(2).sum(), torch.tensor(WIDTH / 2, dtype=torch.float64), 1e-5)
-
-
-def test_products_depend_on_distance():
-    """PE(t) . PE(s) = sum_i cos(omega_i (t - s))."""
-    table = sinusoids(torch.arange(40), WIDTH, 10000.0, "interleaved").double()
-    products = table @ table.T
-    for distance in range(40):
-        expected = sum(math.cos(distance / 10000 ** (2 * i / WIDTH)) for i in range(WIDTH // 2))
-        diagonal = products.diagonal(distance)
-        close(diagonal, torch.full_like(diagonal, expected), 1e-4)
-
-
-def test_half_layout_is_a_permutation():
-    one, other = (sinusoids(torch.arange(9), WIDTH, 10000.0, layout) for layout in ("interleaved", "half"))
-    order = [*range(0, WIDTH, 2), *range(1, WIDTH, 2)]
-    assert torch.equal(one[:, order], other)
 
 
 @pytest.mark.parametrize("offset", [0, 2])
@@ -98,13 +72,24 @@ def test_bfloat16_keeps_positions_apart():
     assert (output - expected).abs().max() < 2**-8
 
 
-ADDED = [name for name in model_types() if config_class(name)().position.type == "sinusoidal_absolute"]
+# ------------------------------------------------------------------------------------------- with learned frequencies
 
 
-@pytest.mark.parametrize("name", ADDED)
-def test_tokens_are_not_drowned_by_their_places(name):
-    """At the sizes of its paper, a family's token vectors start with a tenth of the size of the sinusoids at least."""
-    embedding = family(name)["Model"](config_class(name)(vocab_size=50, num_hidden_layers=2)).trunk.embedding
-    with torch.no_grad():
-        size = (embedding.lookup(torch.arange(1, 50)) * embedding.scale).square().mean().sqrt()
-    assert size > 0.1 * 0.5**0.5
+def learnable(**fields):
+    position = {"type": "learnable_sinusoidal", **fields}
+    config = XFormerConfig(
+        vocab_size=30, hidden_size=WIDTH, num_attention_heads=2, num_hidden_layers=1, position=position
+    )
+    return XFormerModel(config).trunk.position
+
+
+@pytest.mark.parametrize("layout", ["interleaved", "half"])
+def test_learnable_ones_start_as_fixed_ones(layout):
+    found = learnable(layout=layout).embed(torch.zeros(1, 300, WIDTH), torch.arange(300))[0]
+    close(found, sinusoids(torch.arange(300), WIDTH, 10000.0, layout), 1e-6)
+
+
+def test_learnable_ones_keep_far_positions_apart_in_half_precision():
+    zeros = torch.zeros(1, 2, WIDTH, dtype=torch.bfloat16)
+    table = learnable().to(torch.bfloat16).embed(zeros, torch.tensor([[1000, 1001]]))[0].float()
+    assert (table[0, :2] - table[1, :2]).abs().max() > 0.1

@@ -1,4 +1,4 @@
-"""T5's bias: buckets by a loop over the formula and by a table written down by hand, then in a model."""
+"""T5's bias: buckets by a loop over the formula and as transformers has them, then in a model."""
 
 import math
 
@@ -45,31 +45,6 @@ def whole(distance, bidirectional, buckets, far):
     return abs(share - round(share)) < 1e-6
 
 
-def test_table_by_hand():
-    """32 buckets up to 128, as T5: some entries worked out on paper."""
-    encoder = {
-        0: 0,
-        -1: 1,
-        -7: 7,
-        -8: 8,
-        -11: 8,
-        -12: 9,
-        -16: 10,
-        -23: 11,
-        -32: 12,
-        -46: 13,
-        -64: 14,
-        -91: 15,
-        -5000: 15,
-    }
-    encoder |= {1: 17, 7: 23, 8: 24, 12: 25, 91: 31, 5000: 31}
-    decoder = {5: 0, 0: 0, -1: 1, -15: 15, -16: 16, -18: 16, -19: 17, -32: 21, -64: 26, -113: 31, -128: 31, -5000: 31}
-    for bidirectional, table in ((True, encoder), (False, decoder)):
-        distances = torch.tensor(list(table))
-        found = relative_buckets(distances, bidirectional=bidirectional, num_buckets=32, max_distance=128)
-        assert dict(zip(table, found.tolist())) == table
-
-
 def test_same_as_transformers():
     """The buckets that T5 checkpoints were trained with, rounding included."""
     from transformers.models.t5.modeling_t5 import T5Attention
@@ -111,28 +86,6 @@ def test_block(model_class):
             for j, column in enumerate(columns.tolist()):
                 place = bucket(column - row, not causal, 8, 10)
                 assert matrix[h, i, j] == position.table.weight[place, h]
-
-
-def test_layers_share_one_table():
-    """The attention weights of the first layer are a softmax of scores plus the table's entries; all layers read
-    it."""
-    model = build(XFormerModel).eval()
-    assert [name for name, _ in model.named_parameters() if "table" in name] == ["trunk.position.table.weight"]
-    ids = tokens(1, 6, high=40)
-    mask = torch.tensor([[1, 1, 1, 1, 1, 0]])
-    with torch.no_grad():
-        output = model(ids, attention_mask=mask, output_attentions=True, output_hidden_states=True)
-        for index, layer in enumerate(model.trunk.layers):
-            states = output.hidden_states[index]
-            q, k = (
-                f(states).view(1, 6, 2, 8).transpose(1, 2) for f in (layer.attention.q_proj, layer.attention.k_proj)
-            )
-            scores = q @ k.transpose(-1, -2) / math.sqrt(8)
-            for i in range(6):
-                for j in range(6):
-                    scores[0, :, i, j] += model.trunk.position.table.weight[bucket(j - i, True, 8, 10)]
-            scores[..., 5] = -torch.inf
-            close(output.attentions[index], scores.softmax(-1))
 
 
 def test_towers_have_their_own_tables():
