@@ -8,7 +8,7 @@ from hf_xformers import XFormerConfig, XFormerForCausalLM, build_spec
 from hf_xformers.feedforward.dense import DenseFeedForward
 from hf_xformers.feedforward.hash_layers import HashExperts, balance, cluster, make_maps
 from hf_xformers.feedforward.token_maps import k_means
-from tests.feedforward.expert_helpers import build, context, expert, make_config, padded, vectors
+from tests.feedforward.expert_helpers import build, context, expert, make_config, vectors
 from tests.helpers import close, make_strong
 
 SPEC = {"type": "hash_layers", "num_experts": 4, "layers": (1,)}
@@ -119,35 +119,6 @@ def test_formula(kind):
             w = t if kind == "position" else int(ids[b, t])
             number = w % 3 if kind == "balanced" else (factor * w + offset) % (2**31 - 1) % 4
             close(output[b, t], expert(module.experts, number, states[b, t]))
-
-
-def test_alike_experts_are_the_dense_network():
-    module, states = build(SPEC), vectors(2, 5)
-    with torch.no_grad():
-        for weight in module.experts.parameters():
-            weight.copy_(weight[:1].expand_as(weight))
-    expected = torch.relu(states @ module.experts.up_proj[0].T) @ module.experts.down_proj[0].T
-    close(module(states, context(2, 5, input_ids=ids_of(2, 5))).output, expected)
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padding(side):
-    module, states, ids = build(SPEC).train(), vectors(2, 5), ids_of(2, 5)
-    longer, mask, where = padded(states, side)
-    more = ids_of(2, 8, seed=4)
-    more[:, where] = ids
-    result = module(longer, context(2, 8, mask, input_ids=more)).output
-    close(result[:, where], module(states, context(2, 5, input_ids=ids)).output)
-    assert (result[~mask] == 0).all()
-
-
-def test_one_token_moves_alone():
-    module, states, ids = build(SPEC), vectors(1, 6), ids_of(1, 6)
-    before = module(states, context(1, 6, input_ids=ids)).output
-    other = ids.clone()
-    other[0, 3] = next(w for w in range(30) if module.spread(torch.tensor(w)) != module.spread(ids[0, 3]))
-    change = (module(states, context(1, 6, input_ids=other)).output - before).abs().sum(-1)[0]
-    assert change[3] > 0 and change.count_nonzero() == 1
 
 
 def test_the_map():
@@ -352,20 +323,3 @@ def test_multi_hash(kind, bias):
             close(output[b, t], torch.cat([down[m, k] @ inner + down_bias[m, k] for m, k in enumerate(chosen)]))
             different += chosen[0] != chosen[1]
     assert different
-
-
-def test_multi_hash_trains():
-    """As many parameters as one hash has; each gets a gradient, which is that of finite differences."""
-    one, two = build(SPEC), build({**SPEC, "multi_hash": 2})
-    assert sum(p.numel() for p in one.parameters()) == sum(p.numel() for p in two.parameters())
-    ids = ids_of(1, 7)
-    torch.autograd.gradcheck(
-        lambda states, up, down: (
-            torch.func.functional_call(
-                two, {"experts.up_proj": up, "experts.down_proj": down}, (states, context(1, 7, input_ids=ids))
-            ).output
-        ),
-        (vectors(1, 7).requires_grad_(), two.experts.up_proj, two.experts.down_proj),
-    )
-    with pytest.raises(ValueError, match="`multi_hash=2` needs as many"):
-        build_spec("feedforward", {**SPEC, "hash": "balanced", "multi_hash": 2})

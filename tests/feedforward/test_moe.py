@@ -8,7 +8,6 @@ import torch
 from transformers import NllbMoeConfig
 from transformers.models.nllb_moe.modeling_nllb_moe import NllbMoeSparseMLP
 
-from hf_xformers import build_spec
 from tests.feedforward.expert_helpers import INNER, WIDTH, build, capacity, context, expert, padded, vectors
 from tests.helpers import close
 
@@ -87,13 +86,6 @@ def test_load_is_a_probability():
     assert all(torch.count_nonzero(gradient) for gradient in found)
 
 
-def test_all_experts_make_a_dense_mixture():
-    module, states = build({**NOISY, "topk": 4}), vectors(2, 3)
-    gates = torch.softmax(states @ module.router.weight.T, -1)
-    inner = torch.einsum("btd,efd->btef", states, module.experts.up_proj).relu()
-    close(module(states, None).output, torch.einsum("btef,edf,bte->btd", inner, module.experts.down_proj, gates))
-
-
 # ---------------------------------------------------------------------------------------------- gshard
 
 
@@ -147,19 +139,6 @@ def test_local_groups(size):
     close(packed.view_as(expected), expected)
     whole = pairs_loop(module, states, 1.0)[0]
     assert size >= 11 or (whole - expected).abs().max() > 1e-3
-
-
-def test_groups_do_not_meet():
-    """In a causal tower, with capacities, the future beyond a token's group decides nothing; inside it may."""
-    module = build(
-        {**PAIRS, "capacity_factor": 1.0, "group_size": 4, "decoder_capacity": True}, is_decoder=True
-    ).train()
-    states = vectors(1, 12)
-    before = module(states, None).output
-    for group in (1, 2):
-        changed = states.clone()
-        changed[:, 4 * group :] = 2 * vectors(1, 12 - 4 * group, seed=group + 9)
-        close(module(changed, None).output[:, : 4 * group], before[:, : 4 * group])
 
 
 @pytest.mark.parametrize("queue", ["position", "probability"])
@@ -269,23 +248,6 @@ def test_prototypes(factor, kind):
     close(result.aux_losses["router_balance"], 0.01 * 2 * (asked / 14 * chance / 14).sum())
 
 
-def test_one_prototype_is_switch():
-    ours = build({**GROUPS, "num_prototypes": 1, "capacity_factor": 0.7}).train()
-    switch = build({"type": "switch_transformer", "num_experts": 4, "capacity_factor": 0.7, "jitter": 0.0}).train()
-    switch.load_state_dict(ours.state_dict())
-    states = vectors(2, 7)
-    one, other = ours(states, None), switch(states, None)
-    close(one.output, other.output)
-    close(one.aux_losses["router_balance"], other.aux_losses["router_balance"])
-
-
-def test_as_many_prototypes_as_experts():
-    """Nothing is left to choose: the sum of all experts."""
-    module, states = build({**GROUPS, "num_prototypes": 4, "capacity_factor": 4.0}).train(), vectors(2, 3)
-    inner = torch.einsum("btd,efd->btef", states, module.experts.up_proj).relu()
-    close(module(states, None).output, torch.einsum("btef,edf->btd", inner, module.experts.down_proj))
-
-
 # ---------------------------------------------------------------------------------------------- all of them
 
 
@@ -305,42 +267,3 @@ def test_padding(spec, side, training):
         close(result.aux_losses[name], loss)
     empty = module(longer, context(2, 8, torch.zeros_like(mask)))
     assert (empty.output == 0).all() and all(loss.isfinite() for loss in empty.aux_losses.values())
-
-
-@each_spec
-def test_rows_do_not_meet(spec):
-    quiet = {"noise": False} if spec is NOISY else {"capacity_factor": 0.6}
-    module, states = build({**spec, **quiet}).train(), vectors(3, 6)
-    together = module(states, None).output
-    for row in range(3):
-        close(together[row], module(states[row : row + 1], None).output[0])
-
-
-@each_spec
-def test_later_tokens_change_nothing(spec):
-    """Evaluation of all of them, and the training of all but GShard's encoder."""
-    for training in (False, True):
-        quiet = {"noise": False} if spec is NOISY else {"capacity_factor": 0.6}
-        module = build({**spec, **quiet}, is_decoder=True).train(training)
-        states = vectors(1, 7)
-        before = module(states, None).output
-        for t in range(7):
-            changed = states.clone()
-            changed[:, t:] = 2 * vectors(1, 7 - t, seed=t + 9)
-            close(module(changed, None).output[:, :t], before[:, :t])
-
-
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        ({**NOISY, "topk": 5}, "topk"),
-        ({**NOISY, "topk": 1}, "topk"),
-        ({**NOISY, "load_loss_weight": -1}, "load_loss_weight"),
-        ({**PAIRS, "num_experts": 1}, "num_experts"),
-        ({**PAIRS, "capacity_factor": 0}, "capacity_factor"),
-        ({**GROUPS, "num_prototypes": 3}, "num_prototypes"),
-    ],
-)
-def test_refusals(wrong, said):
-    with pytest.raises(ValueError, match=said):
-        build_spec("feedforward", wrong)

@@ -7,7 +7,7 @@ import torch
 from hf_xformers import build_spec
 from hf_xformers.feedforward.dense import DenseFeedForward
 from hf_xformers.feedforward.product_key_memory import ProductKeyMemory, TokenBatchNorm
-from tests.feedforward.expert_helpers import WIDTH, build, context, make_config, padded, vectors
+from tests.feedforward.expert_helpers import WIDTH, build, make_config, vectors
 from tests.helpers import close
 
 SIZES = {"type": "product_key_memory", "num_heads": 2, "num_keys": 5, "topk": 3, "key_dim": 4, "layers": (1,)}
@@ -73,29 +73,6 @@ def test_same_as_the_package():
     close(module(states, None).output, theirs(states))
 
 
-def test_slots_have_no_order():
-    """Renumbering sub-keys and moving the values with them changes nothing."""
-    module, states = build(LAYER), vectors(2, 4)
-    before = module(states, None).output
-    order = torch.tensor([3, 0, 4, 1, 2])
-    with torch.no_grad():
-        module.keys[:, 0] = module.keys[:, 0, order]
-        module.values.copy_(module.values.view(5, 5, WIDTH)[order].flatten(0, 1))
-    close(module(states, None).output, before)
-
-
-def test_alike_heads_sum():
-    one, two = build({**LAYER, "num_heads": 1}), build(LAYER)
-    with torch.no_grad():
-        for part in ("weight", "bias"):
-            getattr(two.query_proj, part).copy_(torch.cat([getattr(one.query_proj, part)] * 2))
-        two.query_norm.load_state_dict(one.query_norm.state_dict())
-        two.keys.copy_(one.keys.expand(2, -1, -1, -1))
-        two.values.copy_(one.values)
-    states = vectors(2, 3)
-    close(two(states, None).output, 2 * one(states, None).output)
-
-
 def test_batch_norm():
     """torch's own on the real tokens alone, in training and evaluation; gradients too."""
     torch.manual_seed(0)
@@ -116,14 +93,6 @@ def test_batch_norm():
     frozen = ours.requires_grad_(False)(states, torch.ones(4, dtype=torch.bool))
     close(frozen, theirs(states))
     assert torch.equal(ours.running_var, kept)
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("training", [False, True])
-def test_padding(side, training):
-    module, states = build(SIZES).train(training), vectors(2, 5)
-    longer, mask, where = padded(states, side)
-    close(module(longer, context(2, 8, mask)).output[:, where], module(states, None).output)
 
 
 def test_what_a_token_depends_on():
@@ -151,19 +120,6 @@ def test_sparse_gradients():
     assert sparse.values.grad.is_sparse and sparse.values.grad.coalesce().values().shape[0] <= 12
     close(sparse.values.grad.to_dense(), dense.values.grad)
     torch.optim.SparseAdam([sparse.values]).step()
-
-
-def test_lower_precision_and_compiling():
-    module, states = build(LAYER), vectors(2, 3)
-    output = build(LAYER, dtype=torch.bfloat16)(states.bfloat16(), None).output
-    assert output.dtype == torch.bfloat16 and output.isfinite().all()
-    module.float()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert module(states.float(), None).output.isfinite().all()
-    module.double()
-    compiled = torch.compile(lambda x: module(x, None).output, backend="aot_eager", fullgraph=True)
-    close(compiled(states), module(states, None).output)
-    torch._dynamo.reset()
 
 
 def test_sizes():
