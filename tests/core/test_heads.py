@@ -121,13 +121,6 @@ def test_classifier_transform(kind, bias):
     close(found, labels(model, hidden(model, pool(base.last_hidden_state, mask, "last"))))
 
 
-def test_late_mean_without_a_transform():
-    """The mean of the states themselves."""
-    ids, mask = tokens(3, 4, high=40), MASK[:3]
-    late, mean = (build(XFormerForSequenceClassification, classifier_pooling=how) for how in ("late_mean", "mean"))
-    close(late(ids, attention_mask=mask).logits, mean(ids, attention_mask=mask).logits)
-
-
 def test_images_have_the_transform():
     fields = {"image_size": 4, "patch_size": 2, "classifier_transform": "dense", "classifier_activation": "gelu_new"}
     sizes = {key: value for key, value in SMALL.items() if key != "vocab_size"}
@@ -309,12 +302,6 @@ def test_multiple_choice():
 def test_two_towers_are_refused(model_class):
     with pytest.raises(ValueError, match=f"{model_class.__name__} reads one sequence; .*`is_encoder_decoder=False`"):
         model_class(XFormerConfig(**SMALL, is_encoder_decoder=True))
-
-
-def test_sentence_pairs_read_both_ways():
-    """The head is an encoder's, whatever the config said."""
-    model = build(XFormerForNextSentencePrediction, is_decoder=True)
-    assert not model.config.is_decoder and model(tokens(2, 4, high=40)).logits.shape == (2, 2)
 
 
 def test_an_encoder_loads_into_another_head(tmp_path):
