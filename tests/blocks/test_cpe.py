@@ -1,11 +1,11 @@
-"""Conditional positional encoding against unfolded windows; what borders tell; padding, images, decoding."""
+"""Conditional positional encoding against unfolded windows, of texts and of images."""
 
 import pytest
 import torch
 
 from hf_xformers import XFormerConfig, XFormerModel
 from tests.attention.score_helpers import make_context, vectors
-from tests.helpers import close, make_strong, tokens
+from tests.helpers import close
 
 SIZES = dict(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, intermediate_size=24)
 
@@ -57,40 +57,6 @@ def test_image_by_loop():
                     if 0 <= y < 2 and 0 <= x < 3:
                         expected = expected + module.weight[:, 0, i, j] * grid[:, y, x]
             close(found[:, 1 + row * 3 + column], expected)
-
-
-def test_borders_tell_the_place():
-    """Inside, a shift of the text shifts the output; within reach of the border it does not. With circular borders an
-    encoder without other positions follows every roll of the image."""
-    module, states = generator(), vectors(1, 9)
-    found = module(states, make_context(9)).output
-    shifted = module(states.roll(1, 1), make_context(9)).output
-    close(shifted[:, 2:-1], found[:, 1:-2])
-    assert (shifted[:, 1] - found[:, 0]).abs().max() > 1e-3
-    torch.manual_seed(0)
-    made = config(block={"grid_size": (3, 4), "border": "circular"})
-    model = make_strong(XFormerModel(made).double().eval())
-    ids = tokens(1, 12, high=50)
-    rolled = ids.view(1, 3, 4).roll((1, 2), (1, 2)).view(1, 12)
-    with torch.no_grad():
-        expected = model(ids).last_hidden_state.view(1, 3, 4, 16).roll((1, 2), (1, 2)).view(1, 12, 16)
-        close(model(rolled).last_hidden_state, expected)
-        made = config(block={"grid_size": (3, 4)})
-        model.trunk.layers[0].peg.circular = False
-        assert (model(rolled).last_hidden_state - expected).abs().max() > 1e-4
-
-
-def test_zero_kernel_is_identity():
-    torch.manual_seed(0)
-    model = make_strong(XFormerModel(config()).double().eval())
-    plain = XFormerModel(config().__class__(**SIZES, position="none", residual="pre_ln")).double().eval()
-    state = {name: x for name, x in model.state_dict().items() if "peg" not in name}
-    plain.load_state_dict(state)
-    ids = tokens(2, 7, high=50)
-    with torch.no_grad():
-        model.trunk.layers[0].peg.weight.zero_()
-        model.trunk.layers[0].peg.bias.zero_()
-        close(model(ids).last_hidden_state, plain(ids).last_hidden_state)
 
 
 def test_which_layers():

@@ -1,4 +1,4 @@
-"""Dynamic mask attention and the mask attention network: the multiplicative definition, limits, two caches."""
+"""Dynamic mask attention and the mask attention network: the multiplicative definition and the order."""
 
 import pytest
 import torch
@@ -58,37 +58,6 @@ def test_multiplicative_definition(causal, relu):
     for own, other, third in zip(*slopes, reference, strict=True):
         close(own, other)
         close(own, third)
-
-
-@torch.no_grad()
-def test_limits():
-    """Open masks are plain attention; masks that are closed off the diagonal map each token by itself."""
-    states, context = vectors(2, 6), make_context(6)
-    module = layer(relu=False)
-    (plain,) = build_layers("dense")
-    plain.load_state_dict({name: x for name, x in module.state_dict().items() if "proj" in name})
-    module.query_gate.weight.zero_()
-    module.distances.zero_()
-    module.head_offset.fill_(50.0)
-    close(run_layers([module], states, context)[0].output, run_layers([plain], states, make_context(6))[0].output)
-    module.head_offset.zero_()
-    module.distances.fill_(-80.0)
-    close(run_layers([module], states, make_context(6))[0].output, module.o_proj(module.v_proj(states)))
-
-
-def test_masks_depend_on_queries_alone():
-    """The factors M of a row are the same whatever the keys say, and turn the right way."""
-    module, states = layer(), vectors(1, 5)
-    _, factors = by_definition(module, states, REAL[:1, :5], causal=False)
-    other = states.clone()
-    other[:, 3] += 1.0
-    rows = [0, 1, 2, 4]
-    close(by_definition(module, other, REAL[:1, :5], causal=False)[1][:, :, rows], factors[:, :, rows])
-    with torch.no_grad():
-        module.distances[0].fill_(-80.0)  # nothing before the query
-    context = make_context(5, output_attentions=True)
-    weights = run_layers([module], states, context)[0].weights
-    assert weights.tril(-1).abs().max() < 1e-20 and weights.triu(1).abs().max() > 0.01
 
 
 def config(**fields):

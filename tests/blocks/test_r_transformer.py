@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from hf_xformers import XFormerConfig, XFormerModel
+from hf_xformers import XFormerConfig
 from tests.attention.score_helpers import make_context, vectors
-from tests.helpers import close, make_strong, tokens
+from tests.helpers import close
 
 SIZES = dict(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, intermediate_size=24)
 
@@ -51,28 +51,3 @@ def test_windows_one_by_one(cell, torch_class, window):
     # Their order: input weight, state weight, input bias, state bias.
     for one, other in zip(ours, (theirs[0], theirs[2], theirs[1], theirs[3]), strict=True):
         close(torch.zeros_like(other) if one is None else one, other)  # a window of one token has no state to read
-
-
-def test_reach():
-    """Without attention, output t depends on exactly the tokens t - n (M - 1) .. t, n recurrent sublayers in all."""
-    torch.manual_seed(0)
-    made = config(block={"rnn_per_layer": 2}, num_hidden_layers=1)
-    model = make_strong(XFormerModel(made).double().eval(), amount=0.3)
-    with torch.no_grad():
-        model.trunk.layers[0].attention.o_proj.weight.zero_()
-    inputs = vectors(1, 12).requires_grad_()
-    (slope,) = torch.autograd.grad(model(inputs_embeds=inputs).last_hidden_state[0, 9].sum(), inputs)
-    assert (slope[0].abs().amax(-1) > 0).tolist() == [9 - 4 <= t <= 9 for t in range(12)]
-
-
-def test_shift_and_order():
-    module, states = local(), vectors(1, 8)
-    found = module(states, make_context(8)).output
-    close(module(states[:, 2:], make_context(6)).output[:, 2:], found[:, 4:])
-    torch.manual_seed(0)
-    ids, order = tokens(1, 6, high=50), torch.tensor([3, 0, 5, 1, 4, 2])
-    for window, blind in ((1, True), (2, False)):
-        model = make_strong(XFormerModel(config(block={"window": window})).double().eval())
-        with torch.no_grad():
-            gap = model(ids[:, order]).last_hidden_state - model(ids).last_hidden_state[:, order]
-        assert (gap.abs().max() < 1e-9) == blind
