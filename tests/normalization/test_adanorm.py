@@ -43,9 +43,3 @@ def test_no_parameters_and_a_fixed_mean():
     norm = build(eps=0.0, k=0.2, scale=1.5)
     assert not list(norm.parameters())
     close(norm(vectors(4)).mean(-1), torch.full((4,), -1.5 * 0.2, dtype=torch.float64))
-
-
-def test_invariance():
-    x = vectors(4)
-    norm = build(eps=0.0)
-    close(norm(3 * x + 5), norm(x))

@@ -1,4 +1,4 @@
-"""Admin: the sum by formula, its starts, the profile of a batch against the recursion, and the authors' package."""
+"""Admin: the sum by formula, its starts, and the profile of a batch against the recursion."""
 
 import math
 
@@ -29,15 +29,6 @@ def test_formula():
     total = x * frame.omega + f
     expected = (total - total.mean(-1, keepdim=True)) / (total.var(-1, correction=0, keepdim=True) + 1e-5).sqrt()
     close(frame.leave(x, f), expected * frame.norm.weight + frame.norm.bias)
-
-
-def test_weights_of_one_are_post_norm():
-    one, other = model(start="linear", strong=False), model(strong=False)
-    torch.manual_seed(0)
-    plain = XFormerForMaskedLM(XFormerConfig(**SIZES)).double().eval()
-    ids = torch.randint(1, 40, (2, 6))
-    close(one(ids).logits, plain(ids).logits)
-    assert (other(ids).logits - plain(ids).logits).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize(("start", "named"), [("logn", "O(logn)"), ("constant", "O(1)"), ("linear", "O(n)")])
@@ -109,19 +100,3 @@ def test_training_waits_for_a_profile(tmp_path):
         close(frame.omega, expected.omega)
     with pytest.raises(ValueError, match="admin"):
         profile(XFormerForMaskedLM(XFormerConfig(**SIZES)), input_ids=ids)
-
-
-def test_share_of_a_branch():
-    """Deep sublayers write 1 / (n + 1) of their sum, not the half that post-norm gives each of them."""
-    torch.manual_seed(0)
-    config = XFormerConfig(**{**SIZES, "num_hidden_layers": 8}, residual={"type": "admin", "start": "profile"})
-    net = XFormerForMaskedLM(config).double().eval()
-    ids = torch.randint(1, 40, (4, 16))
-    profile(net, input_ids=ids)
-    heard = []
-    for layer in net.model.trunk.layers:
-        for part in (layer.attention, layer.feedforward):
-            part.register_forward_hook(lambda _, __, output: heard.append(output.output.detach().var()))
-    net(ids)
-    shares = [float(v / (v + frame.omega[0].detach() ** 2)) for v, frame in zip(heard, frames(net))]
-    assert max(shares[8:]) < 0.2 and sum(shares[8:]) / 8 < sum(shares[:2]) / 2

@@ -44,8 +44,3 @@ def test_large_states(dtype):
     norm = config.normalization.build(config).to(dtype)
     output = norm(torch.full((3, 8), 6e4, dtype=dtype))
     assert output.dtype == dtype and (output == 1).all()
-
-
-def test_refusals():
-    with pytest.raises(ValueError, match="`alpha` > 0, got 0"):
-        XFormerConfig(**SIZES, normalization={"type": "dynamic_tanh", "alpha": 0})

@@ -88,21 +88,6 @@ def test_groups():
     torch.autograd.gradcheck(norm.scale_groups, (x.requires_grad_(),))
 
 
-def test_settles_on_the_exact_gradient():
-    """With the same step again and again, nu goes to its limit geometrically, and the approximate gradient to that of
-    x / sqrt(mean x^2) by automatic differentiation."""
-    norm = build(group_num=None, warmup_iters=0).train()
-    norm.eps, norm.settings = 0.0, (0.9, 0.9, 0, 0.0)
-    x, g = vectors(9).requires_grad_(), vectors(9, seed=5)
-    exact = torch.autograd.grad(((norm.weight * x / x.square().mean(0).sqrt()) * g).sum(), x)[0]
-    errors = []
-    for _ in range(400):
-        errors.append((torch.autograd.grad((norm(x) * g).sum(), x)[0] - exact).abs().max())
-    close(errors[-1], torch.zeros(()).double())
-    assert errors[50] > 1e-4
-    assert 0.8 < errors[101] / errors[100] < 0.95  # the decay is 0.9
-
-
 def test_padding_changes_nothing():
     for side in ("left", "right"):
         one, other = build().train(), build().train()
@@ -173,37 +158,6 @@ def test_in_a_model(residual):
         close(buffer.double(), expected.double())
     close_gradients(*({n: p.grad[:6] for n, p in net.named_parameters() if "table" in n} for net in (other, one)))
     assert {int(buffer) for name, buffer in one.named_buffers() if name.endswith("steps")} == {1}
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
-def test_activation_checkpointing(reentrant):
-    """From the same state: the same gradients and, moved once, the same statistics."""
-    ids = torch.randint(1, 40, (2, 6), generator=torch.Generator().manual_seed(0))
-    found = []
-    for checkpointing in (False, True):
-        net = model()
-        if checkpointing:
-            net.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-        for _ in range(2):
-            net.zero_grad()
-            net(ids, labels=ids).loss.backward()
-        found.append(({n: p.grad for n, p in net.named_parameters()}, dict(net.named_buffers())))
-    close_gradients(found[1][0], found[0][0])
-    for name, buffer in found[0][1].items():
-        close(found[1][1][name].double(), buffer.double())
-
-
-def test_compiled_training():
-    """The step stands outside the graph and gives what it gives."""
-    one, other = build().train(), build().train()
-    x, g = vectors(2, 5).requires_grad_(), vectors(2, 5, seed=3)
-    compiled = torch.compile(lambda v: other(v * 2) + v, backend="aot_eager")
-    outputs = one(x * 2) + x, compiled(x)
-    close(outputs[1], outputs[0])
-    close(*(torch.autograd.grad((output * g).sum(), x)[0] for output in outputs))
-    close(other.running_gradient, one.running_gradient)
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize(

@@ -164,14 +164,6 @@ def test_encoder_decoder_equals_torch(norm_first):
     close(ours, theirs)
 
 
-def test_vanilla_block_names():
-    model, _ = pair(norm_first=True, two_towers=True)
-    names = {name.split(".")[0] for name, _ in model.decoder.layers[0].named_parameters()}
-    sublayers = ("attention", "cross_attention", "feedforward")
-    assert names == {*sublayers, *(f"{name}_residual" for name in sublayers)}
-    assert "cross_attention" not in dict(model.trunk.layers[0].named_children())
-
-
 @pytest.mark.parametrize("scale", [1.0, 0.5])
 def test_frames_that_normalise_what_sublayers_give(scale):
     """res_post: x + LN(f(x)); peri: x + LN_out(f(LN(x))); scale and gate act on what is added."""
@@ -199,10 +191,3 @@ def test_the_first_sublayer_may_go_without_a_norm():
     names = [name for name, _ in XFormerModel(made).named_parameters() if "_residual.norm.weight" in name]
     kept = [f"trunk.layers.{i}.{part}_residual.norm.weight" for i in range(2) for part in ("attention", "feedforward")]
     assert names == kept[1:]
-
-
-def test_frames_end_in_a_norm():
-    for name in ("res_post_ln", "peri_ln"):
-        for wanted in (True, False):
-            made = XFormerConfig(**GEOMETRY, residual={"type": name, "final_norm": wanted})
-            assert (XFormerModel(made).trunk.final_norm is not None) == wanted

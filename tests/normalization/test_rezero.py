@@ -1,4 +1,4 @@
-"""ReZero: the identity at the start, and what the first step may change."""
+"""ReZero: the identity at the start, and a plain residual net with open gates."""
 
 from __future__ import annotations
 
@@ -28,16 +28,6 @@ def test_starts_as_the_identity():
     tower = net.model.trunk
     expected = tower.embedding.tokens(ids) + tower.position.table.weight[:6]
     torch.testing.assert_close(net.model(ids).last_hidden_state, expected)
-
-
-def test_first_gradient_reaches_the_gates_only():
-    net, ids = model(), torch.randint(0, 40, (2, 6))
-    net(ids, labels=ids).loss.backward()
-    for name, parameter in net.model.trunk.layers.named_parameters():
-        if name.endswith("alpha"):
-            assert parameter.grad.abs() > 0
-        else:
-            assert torch.count_nonzero(parameter.grad) == 0, name
 
 
 def test_one_gate_a_layer_or_one_a_sublayer():
