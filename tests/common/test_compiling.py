@@ -36,11 +36,10 @@ def traced_alone():
 
 
 def traced_parts(case):
-    """Each component, of positions each form, of stacks each direction, and fields beside components."""
+    """Each component, of positions each form, and fields beside components."""
     parts = components(case)
     plain = {(slot, name) for slot, name, _, _ in parts if slot not in ATTENTION or name not in traced_alone()}
-    forms = {(*part[:2], part[3]) for part in parts if part[0] == "stack"}
-    forms |= {part[:3] for part in parts if part[0] == "position"}
+    forms = {part[:3] for part in parts if part[0] == "position"}
     return plain | forms | {("field", name) for name in json.loads(case.fields) if name not in SLOTS}
 
 

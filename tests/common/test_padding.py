@@ -9,13 +9,13 @@ LENGTHS = (1, 2, 7, 13)
 
 
 @each_part
-def test_padding_changes_nothing(case, side=None):
+def test_padding_changes_nothing(case):
     """Padding that is added, on a side or on both, and its contents; forward and gradients."""
     model, ids = case.shared(), tokens(2, 7)
     expected = case.run(model, ids)
     expected_gradients = gradients(model, expected)
     close(case.run(model, ids, torch.ones_like(ids)), expected)
-    for where in [side] if side else ["right", "left"]:
+    for where in ("right", "left"):
         padded, mask = pad(list(ids), 12, where)
         with torch.no_grad():
             close(case.run(model, padded, mask)[mask.bool()].view_as(expected), expected)
@@ -38,13 +38,13 @@ def test_padding_between_tokens(case):
 
 
 @each_part
-def test_one_by_one(case, side=None):
+def test_one_by_one(case):
     """A batch of lengths 1, 2, 7 and 13 gives each text what it gets alone and unpadded."""
     model = case.shared()
     rows = [tokens(length, seed=length) for length in LENGTHS]
     with torch.no_grad():
         alone = [case.run(model, row[None])[0] for row in rows]
-        for where in [side] if side else ["right", "left"]:
+        for where in ("right", "left"):
             batch, mask = pad(rows, max(LENGTHS), where, seed=9)
             output = case.run(model, batch, mask)
             for index, expected in enumerate(alone):
