@@ -26,14 +26,6 @@ def test_a_gate_is_open_as_often_as_the_penalty_counts():
     assert float(gates.open_gates()) == pytest.approx(total, rel=1e-5)
 
 
-def test_speed_is_the_scale_of_the_steps():
-    slow, fast = HeadGates(2), HeadGates(2, speed=10.0)
-    close(slow.a, fast.a, 1e-6)
-    for gates in (slow, fast):
-        gates.location.data += 0.01
-    close(fast.a - slow.a, torch.full((2,), 0.09), 1e-5)
-
-
 def test_the_loss_has_the_share_of_open_gates_in_training_alone():
     model, inputs = tiny(double=False), batch()
     with torch.no_grad():

@@ -20,17 +20,6 @@ from tests.training.runs import flags, pretrain, write_text
 SMALL = {"num_attention_heads": 4, "hidden_size": 16, "num_hidden_layers": 2, "hidden_dropout_prob": 0}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def own_cache(tmp_path_factory):
-    """`datasets` caches what it reads; not in the user's folder."""
-    import datasets
-
-    before = datasets.config.HF_DATASETS_CACHE
-    datasets.config.HF_DATASETS_CACHE = tmp_path_factory.mktemp("datasets")
-    yield
-    datasets.config.HF_DATASETS_CACHE = before
-
-
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     return write_text(tmp_path_factory.mktemp("text") / "text.txt")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_xformers import XFormerForMaskedLM, XFormerForSeq2SeqLM, XFormerForSequenceClassification
+from hf_xformers import XFormerForMaskedLM, XFormerForSequenceClassification
 from hf_xformers.compression.students import StudentChoice, build_student
 from tests.compression.test_methods import make, rows
 
@@ -47,14 +47,6 @@ def test_another_mechanism_and_another_width():
     again = build(teacher, start="scratch", components={"attention": "performer"}, fields={"num_hidden_layers": 3})
     one, other = fresh.model.state_dict(), again.model.state_dict()
     assert all(torch.equal(one[key], other[key]) for key in one)
-
-
-def test_an_encoder_decoder():
-    teacher = make(XFormerForSeq2SeqLM, layers=4, num_decoder_layers=2, pad_token_id=0, decoder_start_token_id=0)
-    student = build(teacher).model
-    assert len(student.model.trunk.layers) == 2 and len(student.model.decoder.layers) == 1
-    student = build(teacher, fields={"num_decoder_layers": 2}).model
-    assert len(student.model.decoder.layers) == 2
 
 
 @pytest.mark.parametrize("cls", [XFormerForMaskedLM, XFormerForSequenceClassification])
