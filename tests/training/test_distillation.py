@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from transformers import TrainingArguments
 
 from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerForMaskedLM, XFormerForSeq2SeqLM
 from hf_xformers.training.distillation import (
@@ -14,6 +13,7 @@ from hf_xformers.training.distillation import (
     prediction_divergence,
     state_error,
 )
+from tests.training.runs import plain_sgd, same_parameters, stacked, step_by_hand
 
 VOCAB = 19
 
@@ -43,35 +43,14 @@ def rows(count=8, length=9):
     return [{"input_ids": i, "labels": c, "attention_mask": m} for i, c, m in zip(ids, labels, real.long())]
 
 
-def collate(features):
-    return {name: torch.stack([feature[name] for feature in features]) for name in features[0]}
-
-
 def train(model, teacher, folder, settings, data=None, **arguments):
-    defaults = {
-        "output_dir": str(folder),
-        "max_steps": 1,
-        "per_device_train_batch_size": 8,
-        "learning_rate": 0.05,
-        "lr_scheduler_type": "constant",
-        "optim": "sgd",
-        "max_grad_norm": 0.0,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "remove_unused_columns": False,
-        "train_sampling_strategy": "sequential",
-        "dataloader_pin_memory": False,
-    }
     trainer = DistillationTrainer(
         model=model,
         teacher=teacher,
         distillation=settings,
-        args=TrainingArguments(**{**defaults, **arguments}),
+        args=plain_sgd(folder, **{"max_steps": 1, **arguments}),
         train_dataset=data or rows(),
-        data_collator=collate,
+        data_collator=stacked,
     )
     trainer.train()
     return trainer
@@ -93,7 +72,7 @@ def divergence_by_loops(student, teacher, labels, temperature, shift):
 def test_divergence(shift, temperature):
     torch.manual_seed(0)
     student, teacher = torch.randn(3, 6, VOCAB), torch.randn(3, 6, VOCAB)
-    labels = collate(rows())["labels"][:3, :6]
+    labels = stacked(rows())["labels"][:3, :6]
     found = prediction_divergence(student, teacher, labels, temperature, next_token=bool(shift))
     expected = divergence_by_loops(student, teacher, labels, temperature, shift)
     assert float(found[0]) == pytest.approx(expected[0], rel=1e-5) and int(found[1]) == expected[1]
@@ -118,7 +97,7 @@ def test_the_step_is_the_gradient_of_all_terms(tmp_path, cls):
     twin = copy.deepcopy(model)
     settings = Distillation(teacher="it", logit_weight=0.7, temperature=2.0, hidden_weight=0.4)
     trainer = train(model, teacher, tmp_path, settings)
-    batch = {**collate(rows()), "output_hidden_states": True}
+    batch = {**stacked(rows()), "output_hidden_states": True}
     own, taught = twin(**batch), teacher(**batch)
     shift = int(cls is XFormerForCausalLM)
     chosen = batch["labels"][:, shift:] != -100
@@ -126,13 +105,8 @@ def test_the_step_is_the_gradient_of_all_terms(tmp_path, cls):
     p, q = (torch.log_softmax(o.logits[:, :length][chosen] / 2.0, -1) for o in (taught, own))
     logits = 0.7 * 4.0 * (p.exp() * (p - q)).sum(-1).mean()
     states = 0.4 * state_error(own, taught, batch)
-    (own.loss + logits + states).backward()
-    with torch.no_grad():
-        for parameter in twin.parameters():
-            if parameter.grad is not None:
-                parameter -= 0.05 * parameter.grad
-    for (name, one), (_, other) in zip(model.named_parameters(), twin.named_parameters()):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6, msg=name)
+    step_by_hand(twin, own.loss + logits + states)
+    same_parameters(model, twin, rtol=1e-4)
     assert all(torch.equal(before[name], tensor) for name, tensor in teacher.state_dict().items())
     logged = {key: value for entry in trainer.state.log_history for key, value in entry.items() if "distill" in key}
     assert logged["distill_logits"] == pytest.approx(float(logits.detach()), rel=1e-4)
@@ -148,8 +122,7 @@ def test_accumulation_does_not_change_the_weight(tmp_path, hidden_weight):
     one = train(whole, teacher, tmp_path / "whole", settings, data)
     split = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
     other = train(parts, teacher, tmp_path / "parts", settings, data, **split)
-    for (name, first), (_, second) in zip(whole.named_parameters(), parts.named_parameters()):
-        torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-6, msg=name)
+    same_parameters(whole, parts, rtol=1e-4)
     values = [next(e["distill_logits"] for e in t.state.log_history if "distill_logits" in e) for t in (one, other)]
     assert values[0] == pytest.approx(values[1], rel=1e-4)
 

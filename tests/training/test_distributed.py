@@ -6,6 +6,7 @@ Everything is in float64, so that a difference is a mistake and no rounding; eac
 
 from __future__ import annotations
 
+from functools import cache
 from re import fullmatch
 
 import pytest
@@ -49,28 +50,13 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def results(folder):
-    """The results of a job: of the process that was alone, and of the two."""
-    read: dict = {}
+    """The results of a job: of the process that was alone, and of two or four."""
 
-    def of(job):
-        if job not in read:
-            read[job] = result(folder, job, 1), result(folder, job, 2, 0), result(folder, job, 2, 1)
-        return read[job]
+    @cache
+    def read(job, world, rank):
+        return result(folder, job, world, rank)
 
-    return of
-
-
-@pytest.fixture(scope="module")
-def of_four(folder):
-    """The results of a job in four processes."""
-    read: dict = {}
-
-    def of(job):
-        if job not in read:
-            read[job] = [result(folder, job, 4, rank) for rank in range(4)]
-        return read[job]
-
-    return of
+    return lambda job, world=2: [read(job, 1, 0), *(read(job, world, rank) for rank in range(world))]
 
 
 def close(actual, expected, tolerance=TOLERANCE, where=""):
@@ -87,7 +73,7 @@ def test_families_learn_the_same(results):
     """Those that together have all that a step changes. DDP without a broadcast of buffers: parameters, running
     statistics, centroids, counters, random features. Rows are of unequal lengths, so the processes hold unequal
     numbers of tokens."""
-    every, (first, second) = results("data_parallel")[0], results("data_parallel")[1:]
+    every, first, second = results("data_parallel")
     assert every.keys() == first.keys() == second.keys() and len(every) > 50
     for name, alone in every.items():
         close(first[name], second[name], 0, f"{name}, of both processes")
@@ -150,34 +136,22 @@ def test_trainer_with_fsdp(name, results):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [case.name for case in sharded_cases()])
-def test_families_under_their_fsdp_plans(name, results):
-    """Those that together have all that a plan can go wrong with; every plan's names are looked at below."""
-    alone, first, second = (job[name] for job in results("fully_sharded"))
-    sharded, every = first["split"]
-    assert sharded == every > 0
-    torch.testing.assert_close(first["logits"], alone["logits"], rtol=TOLERANCE, atol=TOLERANCE)
-    torch.testing.assert_close(first["loss"] + second["loss"], 2 * alone["loss"])
-    close(first["state"], alone["state"])
-    if "saved" in first:
-        close(first["saved"], alone["state"])
-        close(second["saved"], alone["state"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [case.name for case in cases_of_four()])
-def test_fsdp_on_four_processes(name, results, of_four):
-    """A row each."""
-    alone, every = results("fully_sharded")[0][name], [job[name] for job in of_four("fully_sharded")]
+@pytest.mark.parametrize(
+    ("name", "world"), [*((case.name, 2) for case in sharded_cases()), *((case.name, 4) for case in cases_of_four())]
+)
+def test_families_under_their_fsdp_plans(name, world, results):
+    """Those that together have all that a plan can go wrong with; every plan's names are looked at below. Four
+    processes have a row each."""
+    alone, *every = (job[name] for job in results("fully_sharded", world))
     sharded, all_of_them = every[0]["split"]
     assert sharded == all_of_them > 0
     torch.testing.assert_close(every[0]["logits"], alone["logits"], rtol=TOLERANCE, atol=TOLERANCE)
-    torch.testing.assert_close(sum(found["loss"] for found in every), 4 * alone["loss"])
+    torch.testing.assert_close(sum(found["loss"] for found in every), world * alone["loss"])
     close(every[0]["state"], alone["state"])
-    assert all("saved" in found for found in every) == (name in SAVED_OF_FOUR)
-    for found in every:
-        if "saved" in found:
-            close(found["saved"], alone["state"])
+    if world == 4:
+        assert all("saved" in found for found in every) == (name in SAVED_OF_FOUR)
+    for found in every if "saved" in every[0] else ():
+        close(found["saved"], alone["state"])
 
 
 def test_what_four_processes_train():
@@ -198,28 +172,17 @@ def test_a_sharded_checkpoint_of_every_stack(results):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", list(SPLIT))
-def test_tensor_parallel(name, results):
-    """A step of two processes that hold half of the heads and inner channels each, and the model that they save."""
-    alone, first, second = (job[name] for job in results("tensor_parallel"))
-    for job in (first, second):
-        for key in ("loss", "logits"):
-            torch.testing.assert_close(job[key], alone[key], rtol=TOLERANCE, atol=TOLERANCE)
-    close(first["state"], alone["state"])
-    parts = {key.rsplit(".", 2)[-2] for key in first["split"]}
-    assert {"q_proj", "up_proj"} & parts and "tokens" in parts  # the table, and what is tied to it
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SPLIT_OF_FOUR)
-def test_tensor_parallel_on_four_processes(name, results, of_four):
-    """A head each, and a quarter of a table whose rows four does not divide."""
-    alone = results("tensor_parallel")[0][name]
-    for job in (found[name] for found in of_four("tensor_parallel")):
+@pytest.mark.parametrize(("name", "world"), [*((name, 2) for name in SPLIT), *((name, 4) for name in SPLIT_OF_FOUR)])
+def test_tensor_parallel(name, world, results):
+    """A step of processes that hold a part of the heads and inner channels each, and the model that they save; four
+    have a head each, and a quarter of a table whose rows four does not divide."""
+    alone, *every = (job[name] for job in results("tensor_parallel", world))
+    for job in every:
         for key in ("loss", "logits"):
             torch.testing.assert_close(job[key], alone[key], rtol=TOLERANCE, atol=TOLERANCE)
         close(job["state"], alone["state"])
-        assert "tokens" in {key.rsplit(".", 2)[-2] for key in job["split"]}
+        parts = {key.rsplit(".", 2)[-2] for key in job["split"]}
+        assert {"q_proj", "up_proj"} & parts and "tokens" in parts  # the table, and what is tied to it
 
 
 @pytest.mark.slow

@@ -10,7 +10,8 @@ from hf_xformers.training import head_pieces
 from hf_xformers.training.attention_transfer import attention_pairs, transfer_losses
 from hf_xformers.training.trainer import XFormerTrainer
 from tests.helpers import make_strong
-from tests.training.test_distillation import collate, rows
+from tests.training.runs import quiet, stacked
+from tests.training.test_distillation import rows
 
 VOCAB, TOKENS = 40, 9
 FIELDS = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
@@ -26,10 +27,8 @@ CASES = {
 
 
 def evaluated(model, folder):
-    from transformers import TrainingArguments
-
-    args = TrainingArguments(str(folder), per_device_eval_batch_size=4, report_to="none", use_cpu=True)
-    trainer = XFormerTrainer(model=model, args=args, data_collator=collate, eval_dataset=rows(8, TOKENS))
+    args = quiet(folder, per_device_eval_batch_size=4)
+    trainer = XFormerTrainer(model=model, args=args, data_collator=stacked, eval_dataset=rows(8, TOKENS))
     return {name: value for name, value in trainer.evaluate().items() if "second" not in name and "time" not in name}
 
 

@@ -15,7 +15,7 @@ from hf_xformers.data.patch_processors import patch_processor
 from hf_xformers.objectives import build_objective
 from hf_xformers.training.image_pictures import PICTURES_FILE
 from hf_xformers.training.image_trainer import patches_of
-from tests.training.runs import flags, history, summary, weights
+from tests.training.runs import flags, same_run, summary
 
 Image = pytest.importorskip("PIL.Image")
 datasets = pytest.importorskip("sklearn.datasets")
@@ -74,31 +74,14 @@ def runs(digits, tmp_path_factory):
 def test_what_is_held_out_costs_less_than_its_floor(runs, kind):
     found = summary(runs[kind])
     assert found["status"] == "finished" and found["train_rows"] + found["validation_rows"] == 300
-    # So short a run learns no more of hidden patches than the floor knows; a task below shows what more there is.
-    assert kind == "patches" or found["eval_loss"] < 0.9 * found["eval_baseline_loss"], found
+    # So short a run learns no more of hidden patches than the floor knows.
+    assert kind == "patches" or found["eval_loss"] < 0.9 * found["eval_floor_loss"], found
     tokens = {"patches": 16, "colours": 65, "plane": 64}[kind]
     assert found["block_size"] == tokens and found["vocabulary"] == {"patches": None, "colours": 17, "plane": 8}[kind]
     picture = Image.open(runs[kind] / PICTURES_FILE)
     assert picture.size == (3 * 100 + 4, 8 * 100 + 4)  # 8 images of 8 x 8 pixels, zoomed 12 times, in 3 columns
     left = np.asarray(picture)[4:100, 4:100]
     assert left.max() > 200 and left.min() < 50
-
-
-def test_hidden_patches_are_told_beyond_the_median_picture(tmp_path):
-    """One side of a line is bright, lying or standing, in every picture: the patches that are seen say which. Four
-    seeds of pictures and run came to 0.38 to 0.50 of the floor."""
-    generator, folder = np.random.default_rng(0), tmp_path / "halves"
-    folder.mkdir()
-    for number in range(300):
-        pixels = np.zeros((8, 8), dtype=np.uint8)
-        pixels[:, generator.integers(1, 8) :] = 245
-        pixels = pixels if generator.integers(2) else 245 - pixels
-        pixels = pixels if generator.integers(2) else pixels.T.copy()
-        Image.fromarray(pixels + generator.integers(0, 11, dtype=np.uint8)).save(folder / f"{number}.png")
-    wide = {"per_device_train_batch_size": 32, "initializer": "xavier", "attention_probs_dropout_prob": 0.0}
-    options = {**KINDS["patches"], **wide, "max_steps": 120, "save_strategy": "no", "seed": 0, "eval_steps": 120}
-    found = summary(pretrain(folder, tmp_path / "run", **options))
-    assert found["eval_baseline_loss"] > 0.8 and found["eval_loss"] < 0.6 * found["eval_baseline_loss"], found
 
 
 def test_the_error_of_hidden_pixels_and_its_floor(runs, digits):
@@ -177,9 +160,7 @@ def test_resume_is_exact(runs, digits, tmp_path, kind):
             (output / path.name).write_bytes(path.read_bytes())
     shutil.copytree(whole / "checkpoint-20", output / "checkpoint-20")
     pretrain(digits, output, "--resume_from_checkpoint", **KINDS[kind], max_steps=40, save_steps=20)
-    assert history(output) == history(whole)
-    for name, tensor in weights(whole).items():
-        assert torch.equal(tensor, weights(output)[name]), name
+    same_run(output, whole)
 
 
 def test_a_saved_model_goes_on_with_its_colours(runs, digits, tmp_path):

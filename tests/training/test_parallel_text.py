@@ -3,16 +3,13 @@
 import json
 
 import pytest
-import torch
-from transformers import TrainerCallback
 
 import hf_xformers.cli
-from hf_xformers.cli.pretrain import run
 from hf_xformers.data.parallel import load_parallel_dataset
 from hf_xformers.data.phrases import phrase_pairs
 from hf_xformers.objectives import build_objective
 from hf_xformers.training.parallel_rows import parallel_rows
-from tests.training.runs import pretrain, pretrain_flags, summary, weights
+from tests.training.runs import interrupted_and_resumed, pretrain, pretrain_flags, same_run, summary
 
 PAIRS = phrase_pairs(60)
 OPTIONS = {"variant": "bert", "objective": "tlm", "block_size": 64, "vocab_size": 400, "max_steps": 4}
@@ -82,23 +79,14 @@ def test_streams_have_the_shares_of_their_languages(tmp_path):
     assert counts[a] == 40
 
 
-class Die(TrainerCallback):
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == 3:
-            raise KeyboardInterrupt
-
-
 def test_a_run_is_resumed_and_evaluated(files, tmp_path, capsys):
     """Both kinds of rows; stopped between two checkpoints; figures of the run from `evaluate`."""
     options = {**OPTIONS, "objective.tasks": "pairs,streams", "save_strategy": "steps", "save_steps": 2}
     options |= {"hidden_dropout_prob": 0.1, "validation_fraction": 0.1}
     whole = pretrain(files / "lines", tmp_path / "whole", **options)
     argv = pretrain_flags(files / "lines", tmp_path / "stopped", **options)
-    with pytest.raises(KeyboardInterrupt):
-        run(argv, [Die()])
-    assert run([*argv, "--resume_from_checkpoint"]) == 0
-    expected, found = weights(whole), weights(tmp_path / "stopped")
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    interrupted_and_resumed(argv, 3)
+    same_run(tmp_path / "stopped", whole)
     config = json.loads((whole / "config.json").read_text())
     assert config["embedding"]["languages"] == ["en", "de"]
     capsys.readouterr()

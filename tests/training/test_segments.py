@@ -2,14 +2,15 @@
 
 import pytest
 import torch
-from transformers import TrainerCallback, TrainingArguments
+from transformers import TrainerCallback
 
+from hf_xformers import XFormerForCausalLM
 from hf_xformers.training.segments import SegmentCarrier, StreamSampler
 from hf_xformers.training.trainer import XFormerTrainer
 from hf_xformers.variants.transformer_xl import XFTransformerXLConfig, XFTransformerXLForCausalLM
 from tests.helpers import NO_DROPOUT, close
+from tests.training.runs import plain_sgd, same_parameters, stacked
 from tests.training.test_trainer import VOCAB, config, logged
-from tests.training.test_trainer import train as train_without
 
 LENGTH = 6
 
@@ -34,10 +35,6 @@ def rows(count):
     return [{"input_ids": row, "labels": row} for row in ids]
 
 
-def collate(features):
-    return {name: torch.stack([torch.as_tensor(feature[name]) for feature in features]) for name in features[0]}
-
-
 class Record(TrainerCallback):
     """Batches as the model saw them."""
 
@@ -51,26 +48,17 @@ class Record(TrainerCallback):
 
 def train(trained, folder, data, evaluation=None, resume=None, **settings):
     defaults = {
-        "output_dir": str(folder),
         "max_steps": 4,
         "per_device_train_batch_size": 2,
         "per_device_eval_batch_size": 2,
-        "learning_rate": 0.05,
-        "lr_scheduler_type": "constant",
-        "optim": "sgd",
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "dataloader_pin_memory": False,
+        "max_grad_norm": 1.0,
     }
     trainer = XFormerTrainer(
         model=trained,
-        args=TrainingArguments(**{**defaults, **settings}),
+        args=plain_sgd(folder, **{**defaults, **settings}),
         train_dataset=data,
         eval_dataset=evaluation,
-        data_collator=collate,
+        data_collator=stacked,
         segment_streams=True,
     )
     trainer.train(resume_from_checkpoint=resume)
@@ -111,8 +99,7 @@ def test_memory_is_carried(tmp_path):
         torch.nn.utils.clip_grad_norm_(by_hand.parameters(), 1.0)
         optimizer.step()
     close(torch.tensor(logged(trainer, "loss")), torch.tensor(optimized), 1e-4)
-    for one, other in zip(trained.parameters(), by_hand.parameters(), strict=True):
-        close(one, other, 1e-5)
+    same_parameters(trained, by_hand, 1e-5, 1e-5)
 
 
 def test_micro_batches_follow_each_other(tmp_path):
@@ -153,6 +140,8 @@ def test_rows_that_begin_a_text_forget(tmp_path):
     train(trained, tmp_path, data, max_steps=3)
     assert record.batches[1][1].mask.tolist() == [[True] * 6, [False] * 6]
     assert record.batches[2][1].mask.tolist() == [[True] * 8, [False] * 2 + [True] * 6]
+    with pytest.raises(ValueError, match="segment_recurrent"):  # a model without memory
+        train(XFormerForCausalLM(config()), tmp_path, rows(4))
 
 
 @pytest.mark.parametrize("stop", [3, 4])
@@ -167,20 +156,4 @@ def test_resumption_restores_the_memory(tmp_path, stop):
     resumed = train(again, tmp_path / "again", rows(8), resume=str(checkpoint), **settings)
     assert (record.batches[0][1] is None) == (stop == 4)
     assert logged(resumed, "loss")[-3:] == logged(whole, "loss")[-3:]
-    for one, other in zip(again.parameters(), whole.model.parameters(), strict=True):
-        assert torch.equal(one, other)
-
-
-def test_model_without_memory(tmp_path):
-    from hf_xformers import XFormerForCausalLM
-
-    with pytest.raises(ValueError, match="segment_recurrent"):
-        train(XFormerForCausalLM(config()), tmp_path, rows(4))
-
-
-def test_memory_model_without_streams(tmp_path):
-    """Without the flag nothing is carried."""
-    trained = model()
-    record = Record(trained)
-    train_without(trained, tmp_path, [{**row, "labels": row["labels"]} for row in rows(8)])
-    assert all(batch[1] is None for batch in record.batches)
+    same_parameters(again, whole.model, 0, 0)

@@ -4,14 +4,14 @@ import copy
 
 import torch
 from torch import nn
-from transformers import TrainingArguments
 
 from hf_xformers import XFormerForCausalLM
 from hf_xformers.training import memory
 from hf_xformers.training.distillation import Distillation, DistillationTrainer
 from hf_xformers.training.memory import memory_line
 from hf_xformers.training.partial_checkpoints import share_frozen
-from tests.training.test_distillation import collate, config, rows
+from tests.training.runs import quiet, stacked
+from tests.training.test_distillation import config, rows
 
 
 def test_frozen_weights_are_the_teachers():
@@ -36,14 +36,13 @@ def test_training_leaves_the_teacher(tmp_path, capsys, monkeypatch):
     student = copy.deepcopy(teacher).requires_grad_(False)
     student.model.trunk.layers[0].requires_grad_(True)
     before = {name: tensor.clone() for name, tensor in teacher.state_dict().items()}
-    args = {"max_steps": 2, "learning_rate": 0.1, "save_strategy": "no", "report_to": "none", "use_cpu": True}
     trainer = DistillationTrainer(
         model=student,
         teacher=teacher,
         distillation=Distillation("t"),
-        args=TrainingArguments(str(tmp_path), **args),
+        args=quiet(tmp_path, max_steps=2, learning_rate=0.1, save_strategy="no"),
         train_dataset=rows(),
-        data_collator=collate,
+        data_collator=stacked,
     )
     trainer.train()
     changed = {name for name, tensor in student.state_dict().items() if not torch.equal(before[name], tensor)}

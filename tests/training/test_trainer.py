@@ -5,12 +5,13 @@ import math
 
 import pytest
 import torch
-from transformers import TrainerState, TrainingArguments
+from transformers import TrainerState
 
 from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerForMaskedLM
 from hf_xformers.core.losses import step_share, with_aux_losses
 from hf_xformers.training.callbacks import ExactSaves
 from hf_xformers.training.trainer import XFormerTrainer
+from tests.training.runs import plain_sgd, same_parameters, stacked, step_by_hand
 
 VOCAB = 23
 
@@ -41,34 +42,13 @@ def rows(count=8, length=9, seed=0, labelled=0.4):
     return [{"input_ids": i, "labels": torch.where(c, i, -100)} for i, c in zip(ids, chosen)]
 
 
-def collate(features):
-    return {name: torch.stack([feature[name] for feature in features]) for name in features[0]}
-
-
 def train(model, folder, data=None, evaluation=None, callbacks=(), **settings):
-    defaults = {
-        "output_dir": str(folder),
-        "max_steps": 2,
-        "per_device_train_batch_size": 4,
-        "learning_rate": 0.05,
-        "lr_scheduler_type": "constant",
-        "optim": "sgd",
-        "max_grad_norm": 0.0,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "remove_unused_columns": False,
-        "train_sampling_strategy": "sequential",
-        "dataloader_pin_memory": False,
-    }
     trainer = XFormerTrainer(
         model=model,
-        args=TrainingArguments(**{**defaults, **settings}),
+        args=plain_sgd(folder, **{"max_steps": 2, "per_device_train_batch_size": 4, **settings}),
         train_dataset=data or rows(),
         eval_dataset=evaluation,
-        data_collator=collate,
+        data_collator=stacked,
         callbacks=list(callbacks),
     )
     trainer.train()
@@ -87,19 +67,14 @@ def make_auxiliary():
     return Auxiliary(config(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
 
 
-def test_auxiliary_losses_are_logged_by_name(tmp_path):
+def test_auxiliary_losses_are_logged_as_means_since_the_last_log(tmp_path):
     model = make_auxiliary()
     first = model.get_input_embeddings().weight.detach().double()
-    trainer = train(model, tmp_path, learning_rate=0.0)
-    assert logged(trainer, "aux_balance") == pytest.approx([0.5 * float(first.pow(2).mean())] * 2, rel=1e-5)
-    assert logged(trainer, "aux_ponder") == pytest.approx([2.0 * float(first.pow(4).mean())] * 2, rel=1e-5)
-
-
-def test_the_logged_value_is_the_mean_since_the_last_log(tmp_path):
-    single = train(make_auxiliary(), tmp_path / "single", logging_steps=1, max_steps=4)
-    paired = train(make_auxiliary(), tmp_path / "paired", logging_steps=2, max_steps=4)
+    single = train(model, tmp_path / "single", max_steps=4)
     values = logged(single, "aux_balance")
-    assert values[0] != values[1]
+    assert values[0] == pytest.approx(0.5 * float(first.pow(2).mean()), rel=1e-5) != values[1]
+    assert logged(single, "aux_ponder")[0] == pytest.approx(2.0 * float(first.pow(4).mean()), rel=1e-5)
+    paired = train(make_auxiliary(), tmp_path / "paired", logging_steps=2, max_steps=4)
     assert logged(paired, "aux_balance") == pytest.approx(
         [(values[0] + values[1]) / 2, (values[2] + values[3]) / 2], rel=1e-5
     )
@@ -111,36 +86,29 @@ def test_accumulation_does_not_change_their_weight(tmp_path, smoothing):
     parts = copy.deepcopy(whole)
     settings = {"max_steps": 1, "label_smoothing_factor": smoothing}
     train(whole, tmp_path / "whole", per_device_train_batch_size=8, **settings)
-    trainer = train(
-        parts, tmp_path / "parts", per_device_train_batch_size=2, gradient_accumulation_steps=4, **settings
-    )
-    for (name, one), (_, other) in zip(whole.named_parameters(), parts.named_parameters()):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6, msg=name)
+    settings |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+    trainer = train(parts, tmp_path / "parts", **settings)
+    same_parameters(whole, parts)
     assert len(logged(trainer, "aux_balance")) == 1
 
 
 def test_the_step_is_the_gradient_of_mean_loss_plus_auxiliary_losses(tmp_path):
     model = make_auxiliary()
     twin = copy.deepcopy(model)
-    train(model, tmp_path, max_steps=1, per_device_train_batch_size=4, gradient_accumulation_steps=2)
-    batch = collate(rows())
+    train(model, tmp_path, max_steps=1, gradient_accumulation_steps=2)
+    batch = stacked(rows())
     logits = twin(input_ids=batch["input_ids"]).logits
     table = twin.get_input_embeddings().weight
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
-    (loss + 0.5 * table.pow(2).mean() + 2.0 * table.pow(4).mean()).backward()
-    with torch.no_grad():
-        for parameter in twin.parameters():
-            if parameter.grad is not None:
-                parameter -= 0.05 * parameter.grad
-    for (name, one), (_, other) in zip(model.named_parameters(), twin.named_parameters()):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6, msg=name)
+    step_by_hand(twin, loss + 0.5 * table.pow(2).mean() + 2.0 * table.pow(4).mean())
+    same_parameters(model, twin)
 
 
 def test_evaluation_keeps_them_apart_from_the_loss(tmp_path):
     model = make_auxiliary()
     trainer = train(model, tmp_path, evaluation=rows(seed=3), learning_rate=0.0)
     metrics = trainer.evaluate()
-    batch = collate(rows(seed=3))
+    batch = stacked(rows(seed=3))
     with torch.no_grad():
         logits = model.eval()(input_ids=batch["input_ids"]).logits
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1).double(), batch["labels"].flatten())
@@ -161,40 +129,36 @@ class Counting(XFormerForMaskedLM):
         return outputs
 
 
-@pytest.mark.parametrize("size", [1, 3, 8])
-def test_auxiliary_figures_weigh_batches_by_their_targets(tmp_path, size):
+def test_auxiliary_figures_weigh_batches_by_their_targets(tmp_path):
     data = [row for share in (0.0, 0.9) for row in rows(count=4, seed=int(10 * share), labelled=share)]
-    trainer = train(Counting(config()), tmp_path, evaluation=data, per_device_eval_batch_size=size, max_steps=1)
-    labels = collate(data)["labels"]
+    trainer = train(Counting(config()), tmp_path, evaluation=data, per_device_eval_batch_size=3, max_steps=1)
+    labels = stacked(data)["labels"]
     expected = float(labels[labels != -100].double().mean())
     assert trainer.evaluate()["eval_aux_label"] == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("size", [1, 3, 8])
-def test_metrics_do_not_depend_on_the_batch_size(tmp_path, size):
+@pytest.mark.parametrize("causal", [False, True])
+def test_metrics_do_not_depend_on_the_batch_size(tmp_path, causal):
+    """Rows have very different numbers of targets: a mean of batch means would come out elsewhere."""
     torch.manual_seed(0)
-    model = XFormerForMaskedLM(config())
-    # Rows with very different numbers of targets: a mean of batch means would come out elsewhere.
+    model = (XFormerForCausalLM if causal else XFormerForMaskedLM)(config())
     data = [row for share in (0.0, 0.9) for row in rows(count=5, seed=int(10 * share), labelled=share)]
-    trainer = train(model, tmp_path, evaluation=data, per_device_eval_batch_size=size, learning_rate=0.0)
+    trainer = train(model, tmp_path, evaluation=data, per_device_eval_batch_size=3, learning_rate=0.0)
     metrics = trainer.evaluate()
-    batch = collate(data)
+    batch = stacked(data)
     with torch.no_grad():
         logits = model.eval()(input_ids=batch["input_ids"]).logits.double()
-    target = batch["labels"] != -100
-    nll = -torch.log_softmax(logits[target], -1).gather(1, batch["labels"][target][:, None])
+    labels = batch["labels"]
+    if causal:
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    target = labels != -100
+    nll = -torch.log_softmax(logits[target], -1).gather(1, labels[target][:, None])
     assert metrics["eval_loss"] == pytest.approx(float(nll.mean()), rel=1e-6)
     assert metrics["eval_perplexity"] == pytest.approx(float(nll.mean().exp()), rel=1e-5)
-    assert metrics["eval_accuracy"] == pytest.approx(
-        float((logits.argmax(-1)[target] == batch["labels"][target]).double().mean())
-    )
+    assert metrics["eval_accuracy"] == pytest.approx(float((logits.argmax(-1) == labels)[target].double().mean()))
     assert metrics["eval_tokens"] == int(target.sum())
-    assert_floor(metrics, batch["labels"][target].tolist())
-
-
-def assert_floor(metrics, targets):
-    """What the targets' own frequencies give: the share of the most frequent, and the mean of -log of each one's
-    share."""
+    # What the targets' own frequencies give: the share of the most frequent, and the mean of -log of each one's share.
+    targets = labels[target].tolist()
     share = {token: count / len(targets) for token, count in collections.Counter(targets).items()}
     assert metrics["eval_baseline_accuracy"] == pytest.approx(max(share.values()))
     assert metrics["eval_baseline_loss"] == pytest.approx(-sum(math.log(share[t]) for t in targets) / len(targets))
@@ -206,17 +170,9 @@ def test_evaluation_leaves_no_trace_in_training(tmp_path):
     often = copy.deepcopy(never)
     settings = {"max_steps": 5, "train_sampling_strategy": "random"}
     train(never, tmp_path / "never", **settings)
-    train(
-        often,
-        tmp_path / "often",
-        evaluation=rows(seed=3),
-        eval_strategy="steps",
-        eval_steps=1,
-        eval_on_start=True,
-        **settings,
-    )
-    for (name, one), (_, other) in zip(never.named_parameters(), often.named_parameters()):
-        assert torch.equal(one, other), name
+    settings |= {"evaluation": rows(seed=3), "eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True}
+    train(often, tmp_path / "often", **settings)
+    same_parameters(never, often, 0, 0)
 
 
 # ------------------------------------------------------------------------------------------------ loss
@@ -234,31 +190,15 @@ def causal_model():
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 def test_causal_loss_is_about_the_next_token(tmp_path, smoothing):
     model = causal_model()
-    trainer = train(
-        model, tmp_path, data=causal_rows(), learning_rate=0.0, max_steps=1, label_smoothing_factor=smoothing
-    )
-    batch = collate(causal_rows()[:4])
+    settings = {"learning_rate": 0.0, "max_steps": 1, "label_smoothing_factor": smoothing}
+    trainer = train(model, tmp_path, data=causal_rows(), **settings)
+    batch = stacked(causal_rows()[:4])
     with torch.no_grad():
         logits = model.eval()(input_ids=batch["input_ids"]).logits.double()
     log = torch.log_softmax(logits[:, :-1], -1)
     nll = -log.gather(-1, batch["labels"][:, 1:, None]).mean()
-    uniform = -log.mean()
-    expected = (1 - smoothing) * nll + smoothing * uniform
+    expected = (1 - smoothing) * nll - smoothing * log.mean()
     assert logged(trainer, "loss")[0] == pytest.approx(float(expected), rel=1e-5)
-
-
-def test_causal_metrics_are_about_the_next_token(tmp_path):
-    model = causal_model()
-    trainer = train(model, tmp_path, data=causal_rows(), evaluation=causal_rows(), learning_rate=0.0, max_steps=1)
-    metrics = trainer.evaluate()
-    batch = collate(causal_rows())
-    with torch.no_grad():
-        logits = model.eval()(input_ids=batch["input_ids"]).logits.double()
-    log = torch.log_softmax(logits[:, :-1], -1)
-    expected = -log.gather(-1, batch["labels"][:, 1:, None]).mean()
-    assert metrics["eval_loss"] == pytest.approx(float(expected), rel=1e-6)
-    assert metrics["eval_tokens"] == 8 * 8
-    assert_floor(metrics, batch["labels"][:, 1:].flatten().tolist())
 
 
 # ------------------------------------------------------------------------------------------------ saving
@@ -287,37 +227,21 @@ def test_a_checkpoint_that_is_written_over_is_incomplete_meanwhile(tmp_path, mon
     assert not state.exists()
 
 
-def test_a_saved_step_has_its_loss_logged(tmp_path):
-    trainer = train(
-        causal_model(),
-        tmp_path,
-        data=causal_rows(),
-        callbacks=[ExactSaves()],
-        max_steps=6,
-        logging_steps=4,
-        save_strategy="steps",
-        save_steps=3,
-    )
-    assert [entry["step"] for entry in trainer.state.log_history if "loss" in entry] == [3, 4, 6]
-    state = json.loads((tmp_path / "checkpoint-3" / "trainer_state.json").read_text())
-    assert [entry["step"] for entry in state["log_history"]] == [3]
-
-
-def test_a_save_at_the_end_of_an_epoch_waits_for_its_evaluation(tmp_path):
-    train(
-        causal_model(),
-        tmp_path,
-        data=causal_rows(),
-        evaluation=causal_rows(),
-        callbacks=[ExactSaves()],
-        max_steps=4,
-        eval_strategy="epoch",
-        save_strategy="steps",
-        save_steps=2,
-    )
-    state = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())
-    assert state["epoch"] == 1.0
-    assert [entry["step"] for entry in state["log_history"] if "eval_loss" in entry] == [2]
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_a_saved_step_has_its_figures_logged(tmp_path, evaluates):
+    """Its loss; at the end of an epoch also the evaluation, for which the save waits."""
+    settings = {"max_steps": 6, "logging_steps": 4, "save_strategy": "steps", "save_steps": 3}
+    if evaluates:
+        settings |= {"max_steps": 4, "save_steps": 2, "eval_strategy": "epoch", "evaluation": causal_rows()}
+    trainer = train(causal_model(), tmp_path, data=causal_rows(), callbacks=[ExactSaves()], **settings)
+    step = settings["save_steps"]
+    state = json.loads((tmp_path / f"checkpoint-{step}" / "trainer_state.json").read_text())
+    if evaluates:
+        assert state["epoch"] == 1.0
+        assert [entry["step"] for entry in state["log_history"] if "eval_loss" in entry] == [step]
+    else:
+        assert [entry["step"] for entry in trainer.state.log_history if "loss" in entry] == [3, 4, 6]
+        assert [entry["step"] for entry in state["log_history"]] == [step]
 
 
 # ------------------------------------------------------------------------------------------------ what is printed
@@ -326,14 +250,9 @@ def test_a_save_at_the_end_of_an_epoch_waits_for_its_evaluation(tmp_path):
 def test_lines_for_people(tmp_path, capsys):
     from hf_xformers.training.callbacks import speak_plainly
 
-    model = causal_model()
-    args = TrainingArguments(
-        output_dir=str(tmp_path), use_cpu=True, report_to="none", disable_tqdm=True, max_steps=2, logging_steps=1,
-        eval_strategy="steps", eval_steps=2, save_strategy="no",
-    )  # fmt: skip
-    trainer = XFormerTrainer(
-        model=model, args=args, data_collator=collate, train_dataset=causal_rows(), eval_dataset=causal_rows()
-    )
+    args = plain_sgd(tmp_path, max_steps=2, eval_strategy="steps", eval_steps=2)
+    data = dict.fromkeys(("train_dataset", "eval_dataset"), causal_rows())
+    trainer = XFormerTrainer(model=causal_model(), args=args, data_collator=stacked, **data)
     speak_plainly(trainer)
     trainer.train()
     lines = capsys.readouterr().out.splitlines()

@@ -1,7 +1,6 @@
 """What weight decay leaves alone, and that the optimizer's groups say so."""
 
 import pytest
-import torch
 from transformers import TrainingArguments
 
 from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerForMaskedLM
@@ -66,18 +65,3 @@ def test_an_adapter_s_names(tmp_path):
         parameter.requires_grad_("alpha" in key or "lora" in key)
     decayed, left_out = groups(model, tmp_path)
     assert {key.rpartition(".")[2] for key in left_out} == {"alpha"} and all("lora" in key for key in decayed)
-
-
-@pytest.mark.parametrize("head", ["masked", "causal"])
-def test_it_is_an_optimizer_s_own_choice_for_plain_trainers(head):
-    """`no_weight_decay` has what a plain Trainer's optimizer has to be told."""
-    model = (XFormerForMaskedLM if head == "masked" else XFormerForCausalLM)(XFormerConfig(**SMALL, residual="admin"))
-    names = model.no_weight_decay()
-    parameters = dict(model.named_parameters())
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [p for key, p in parameters.items() if key not in names], "weight_decay": 0.1},
-            {"params": [parameters[key] for key in sorted(names & set(parameters))], "weight_decay": 0.0},
-        ]
-    )
-    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(parameters)
