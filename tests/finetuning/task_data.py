@@ -8,8 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import hf_xformers.cli
+from hf_xformers.data import train_tokenizer
+from hf_xformers.variants import config_class, family
 from tests.training.runs import SHAPE, flags
+
+# Runs that neither evaluate nor save on the way.
+BARE = {"load_best_model_at_end": "false", "eval_strategy": "no", "save_strategy": "no"}
 
 GOOD, BAD, REST = ["fine", "great", "sunny"], ["awful", "dull", "rainy"], ["day", "the", "was", "it", "film", "a"]
 
@@ -100,6 +107,22 @@ def summarization(folder: Path) -> list[str]:
 def language(folder: Path) -> list[str]:
     (folder / "train.txt").write_text("\n".join(text for text, _ in sentences(80, 0)) + "\n")
     return [str(folder / "train.txt")]
+
+
+def pretrained(folder: Path, variant: str = "bert", head: str = "ForMaskedLM", **fields: Any) -> Path:
+    """A model that could have been pretrained, with its tokenizer."""
+    torch.manual_seed(0)
+    texts, template = [text for text, _ in sentences(64, 0)], "cls_sep"
+    if head == "ForSeq2SeqLM":  # translations are in capitals
+        texts, template = texts + [text.upper() for text in texts], "eos"
+    tokenizer = train_tokenizer(texts, vocab_size=300, num_sentinels=0, template=template)
+    if head == "ForCausalLM":
+        tokenizer.bos_token = tokenizer.eos_token
+    special = {"pad_token_id": 0, "bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    sizes = {**SHAPE, "vocab_size": 300, "max_position_embeddings": 64, **special, **fields}
+    family(variant)[head](config_class(variant)(**sizes)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 DATA = {

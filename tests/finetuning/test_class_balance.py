@@ -8,7 +8,7 @@ import torch
 
 import hf_xformers.cli
 from hf_xformers.finetuning.class_balance import BalancedLoss, class_weights
-from tests.finetuning.task_data import finetune, write_lines
+from tests.finetuning.task_data import BARE, finetune, write_lines
 
 LABELS = [[0, 0, 0, -100, 0], [0, 0, 1], [2, 0, -100]]  # eight examples of class 0, one each of 1 and 2
 
@@ -66,17 +66,9 @@ def data(tmp_path_factory):
 
 @pytest.mark.parametrize("decoder", ["softmax", "crf"])
 def test_rare_entities_are_found(decoder, data, tmp_path):
+    options = {"num_train_epochs": 4, "learning_rate": 0.01, "tag_decoder": decoder, "metric_for_best_model": "loss"}
     found = {
-        balance: finetune(
-            "token-classification",
-            data,
-            tmp_path / str(balance),
-            num_train_epochs=4,
-            learning_rate=0.01,
-            class_balance=balance,
-            tag_decoder=decoder,
-            metric_for_best_model="loss",
-        )
+        balance: finetune("token-classification", data, tmp_path / str(balance), class_balance=balance, **options)
         for balance in (0.0, 1.0)
     }
     assert found[0.0]["eval_recall"] == 0.0
@@ -88,8 +80,7 @@ def test_rare_entities_are_found(decoder, data, tmp_path):
 def test_accumulated_steps_are_one_step(data, tmp_path):
     """Rows of a step may lie in one batch or in four."""
     common = {"max_steps": 3, "learning_rate": 0.01, "class_balance": 0.5, "hidden_dropout_prob": 0.0}
-    common |= {"attention_probs_dropout_prob": 0.0, "eval_strategy": "no", "save_strategy": "no"}
-    common |= {"load_best_model_at_end": "false"}
+    common |= {**BARE, "attention_probs_dropout_prob": 0.0}
     sizes = ({"per_device_train_batch_size": 8}, {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4})
     one, four = (
         finetune("token-classification", data, tmp_path / str(index), **common, **size)

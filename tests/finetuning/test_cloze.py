@@ -1,11 +1,9 @@
 """UniLM on pairs of source and target: rows, masks, what is written, whole runs of the commands."""
 
 import json
-import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 import hf_xformers.cli
@@ -14,6 +12,7 @@ from hf_xformers.families import CLASSES
 from hf_xformers.modeling.cloze_writing import write_targets
 from tests.finetuning.task_data import command, finetune, predictions, summarization, translation
 from tests.helpers import NO_DROPOUT, make_strong, pad, tokens
+from tests.training.runs import cut_after, same_weights
 
 SIZES = dict(vocab_size=99, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24)
 IDS = dict(mask_token_id=4, sep_token_id=3, pad_token_id=0)
@@ -63,12 +62,9 @@ def test_translation_end_to_end(tmp_path, capsys):
     config = json.loads((out / "config.json").read_text())
     words = AutoTokenizer.from_pretrained(out)
     assert config["architectures"] == ["XFUniLMForClozeWriting"] and config["mask_token_id"] == words.mask_token_id
-    shutil.copytree(out, tmp_path / "cut")
-    last = max(tmp_path.glob("cut/checkpoint-*"), key=lambda place: int(place.name.rpartition("-")[2]))
-    shutil.rmtree(last)
-    finetune("translation", data, tmp_path / "cut", "--resume_from_checkpoint", **options)
-    whole, cut = (load_file(place / "model.safetensors") for place in (out, tmp_path / "cut"))
-    assert all(torch.equal(cut[name], tensor) for name, tensor in whole.items())
+    cut = cut_after(log[-1]["step"] - 1, out, tmp_path / "cut")
+    finetune("translation", data, cut, "--resume_from_checkpoint", **options)
+    same_weights(cut, out)
     kept = predictions(out)
     texts = [row["source"] for row in kept]
     capsys.readouterr()

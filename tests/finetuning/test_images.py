@@ -45,10 +45,8 @@ def run(folder, tmp_path_factory):
     """A model that was trained by the command."""
     target = tmp_path_factory.mktemp("run") / "model"
     command = ["finetune", *OPTIONS, "--data", str(folder), "--output_dir", str(target), "--num_train_epochs", "20"]
-    assert (
-        main([*command, "--per_device_train_batch_size", "8", "--augment", "flip", "--metric_for_best_model", "loss"])
-        == 0
-    )
+    command += ["--per_device_train_batch_size", "8", "--augment", "flip", "--metric_for_best_model", "loss"]
+    assert main(command) == 0
     return target
 
 
@@ -153,10 +151,8 @@ class Bare:
 
 
 def test_what_happens_to_an_image_depends_on_seed_epoch_and_image():
-    images = [
-        torch.randint(0, 256, (3, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(n))
-        for n in (1, 2)
-    ]
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8, generator=generator)
     rows = [{"pixel_values": image, "labels": n} for n, image in enumerate(images)]
     collator = ImageCollator(Bare(), ("flip", "crop"), seed=3)
     first = collator(rows)["pixel_values"]

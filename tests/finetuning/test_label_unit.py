@@ -7,6 +7,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipe
 
 import hf_xformers.cli
 from tests.finetuning.task_data import finetune, predictions, sentences, write_lines
+from tests.training.runs import SHAPE, flags
 
 QUIET = {"learning_rate": 0.003, "hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0, "seed": 3,
          "num_hidden_layers": 1, "max_grad_norm": 0, "metric_for_best_model": "mse"}  # fmt: skip
@@ -48,20 +49,9 @@ def test_several_tasks_have_units_of_their_own(tmp_path):
         output = tmp_path / str(scale)
         data = labelled(tmp_path, scale, shift)
         both = ["--task", "a=text-classification", "--data", f"a={write_lines(tmp_path / 'a.jsonl', words)}"]
-        both += [
-            "--task",
-            "b=regression",
-            "--data",
-            f"b={data[0]}",
-            f"b={data[1]}",
-            "--metric_for_best_model",
-            "b_mse",
-        ]
-        shape = ["--hidden_size", "16", "--num_attention_heads", "2", "--intermediate_size", "32"]
-        rest = {name: value for name, value in QUIET.items() if name != "metric_for_best_model"}
-        line = [token for name, value in rest.items() for token in (f"--{name}", str(value))]
-        line += ["--variant", "bert", "--output_dir", str(output), "--use_cpu", "--num_train_epochs", "1"]
-        assert hf_xformers.cli.main(["finetune", *both, *shape, *line]) == 0
+        both += ["--task", "b=regression", "--data", f"b={data[0]}", f"b={data[1]}"]
+        options = {**SHAPE, **QUIET, "metric_for_best_model": "b_mse", "variant": "bert", "num_train_epochs": 1}
+        assert hf_xformers.cli.main(["finetune", *both, *flags(**options, output_dir=output, use_cpu=True)]) == 0
         found.append([(row["prediction"] - shift) / scale for row in predictions(output / "b")])
     assert found[1] == pytest.approx(found[0], abs=2e-3)
 

@@ -1,23 +1,21 @@
 """Rates by layer, gradual unfreezing, the slanted triangular schedule: their definitions, what a run does with them,
 resuming, refusals."""
 
-import shutil
 from fractions import Fraction
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import BertConfig, BertForSequenceClassification
 from transformers.trainer_callback import TrainerState
 
 import hf_xformers.cli
-from hf_xformers.data import train_tokenizer
 from hf_xformers.finetuning.layerwise import GradualUnfreezing, LayerGroups, slanted_share, spread_rates
 from hf_xformers.variants import config_class, family
-from tests.finetuning.task_data import classification, command, finetune, sentences
-from tests.training.runs import SHAPE
+from tests.finetuning.task_data import BARE, classification, command, finetune, pretrained
+from tests.training.runs import SHAPE, cut_after, same_weights, weights
 
-PLAIN = {"load_best_model_at_end": "false", "eval_strategy": "no", "learning_rate": 0.01}
+PLAIN = {**BARE, "learning_rate": 0.01}
+SAVES = {"save_strategy": "steps", "save_total_limit": 9}
 
 
 @pytest.fixture(scope="module")
@@ -27,14 +25,7 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def bert(tmp_path_factory):
-    """A pretrained encoder with its tokenizer."""
-    folder = tmp_path_factory.mktemp("models") / "bert"
-    torch.manual_seed(0)
-    tokenizer = train_tokenizer([text for text, _ in sentences(64, 0)], vocab_size=300, num_sentinels=0)
-    config = config_class("bert")(**{**SHAPE, "vocab_size": 300, "max_position_embeddings": 32})
-    family("bert")["ForMaskedLM"](config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return pretrained(tmp_path_factory.mktemp("models") / "bert")
 
 
 # ------------------------------------------------------------------------------------------------ definitions
@@ -95,8 +86,7 @@ def test_groups_of_layers():
             assert depth == 4
     # A table that is the head's, too, learns with the head.
     found, top = depths(small("gpt2", "ForCausalLM"))
-    assert found["model.trunk.embedding.tokens.weight" if "model.trunk.embedding.tokens.weight" in found else
-                 next(name for name in found if "embedding" in name)] == top  # fmt: skip
+    assert next(depth for name, depth in found.items() if "embedding" in name) == top
 
 
 def test_rates_by_layer():
@@ -124,15 +114,11 @@ def test_rates_by_layer():
 # ------------------------------------------------------------------------------------------------ runs
 
 
-def weights(place):
-    return load_file(place / "model.safetensors")
-
-
 @pytest.mark.parametrize("every", [1, 0.5])
 def test_layers_join_from_the_top(bert, data, tmp_path, every):
     """After k times so many epochs the head and k - 1 layers differ from where they began, and nothing else does."""
-    options = {**PLAIN, "model": bert, "num_train_epochs": 3 * every, "unfreeze_every": every, "weight_decay": 0.1,
-               "save_strategy": "steps", "save_steps": int(4 * every), "save_total_limit": 9}  # fmt: skip
+    options = {**PLAIN, **SAVES, "model": bert, "num_train_epochs": 3 * every, "unfreeze_every": every}
+    options |= {"weight_decay": 0.1, "save_steps": int(4 * every)}
     summary = finetune("text-classification", data, tmp_path / "run", **options)
     start = weights(bert)
     for count in (1, 2, 3):
@@ -159,33 +145,19 @@ def test_parts_of_an_epoch_are_counted_in_whole_steps(every, steps):
         assert unfreezing.lowest == max(0, 4 - int(Fraction(done, steps) / Fraction(every).limit_denominator(100)))
 
 
-def test_nothing_to_divide_by_is_plain(bert, data, tmp_path):
-    options = {**PLAIN, "model": bert, "max_steps": 6}
-    finetune("text-classification", data, tmp_path / "plain", **options)
-    finetune("text-classification", data, tmp_path / "one", layer_decay=1, **options)
-    plain, one = weights(tmp_path / "plain"), weights(tmp_path / "one")
-    assert all(torch.equal(one[name], value) for name, value in plain.items())
-
-
 def test_a_resumed_run_ends_the_same(bert, data, tmp_path):
     """All three at once, cut within an epoch after a layer joined."""
-    options = {**PLAIN, "model": bert, "num_train_epochs": 3, "unfreeze_every": 1, "layer_decay": 2.6, "save_steps": 3,
-               "slanted_triangular": True, "save_strategy": "steps", "save_total_limit": 9}  # fmt: skip
+    options = {**PLAIN, **SAVES, "model": bert, "num_train_epochs": 3, "unfreeze_every": 1, "layer_decay": 2.6}
+    options |= {"save_steps": 3, "slanted_triangular": True}
     finetune("text-classification", data, tmp_path / "whole", **options)
-    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
-    for step in (9, 12):
-        shutil.rmtree(tmp_path / "cut" / f"checkpoint-{step}")
-    (tmp_path / "cut" / "model.safetensors").unlink()
+    cut = cut_after(6, tmp_path / "whole", tmp_path / "cut")
     again = {**options, "resume_from_checkpoint": True}
-    summary = finetune("text-classification", data, tmp_path / "cut", **again)
-    whole, cut = weights(tmp_path / "whole"), weights(tmp_path / "cut")
-    assert all(torch.equal(cut[name], value) for name, value in whole.items())
+    summary = finetune("text-classification", data, cut, **again)
+    same_weights(cut, tmp_path / "whole")
     history = torch.load(tmp_path / "whole" / "checkpoint-12" / "optimizer.pt", weights_only=True)["param_groups"]
     assert len({round(group["initial_lr"] / 0.01, 6) for group in history}) == 4 and summary["steps"] == 12
-    code = hf_xformers.cli.main(
-        ["finetune", *command("text-classification", data, tmp_path / "cut", **{**again, "layer_decay": 2})]
-    )
-    assert code == 2
+    argv = command("text-classification", data, cut, **{**again, "layer_decay": 2})
+    assert hf_xformers.cli.main(["finetune", *argv]) == 2
 
 
 REFUSED = [

@@ -2,7 +2,6 @@
 predicting, resuming, refusals."""
 
 import json
-import shutil
 from collections import Counter
 
 import pytest
@@ -12,16 +11,14 @@ from safetensors.torch import load_file
 
 import hf_xformers.cli
 from hf_xformers.cli.several_tasks import split_file, split_tasks
-from hf_xformers.data import train_tokenizer
 from hf_xformers.finetuning.multi_task import MultiTaskModel, TaskBatchSampler, batch_counts, load_tasks
 from hf_xformers.variants import config_class, family
-from tests.finetuning.task_data import classification, finetune, regression, sentences, tagging
+from tests.finetuning.task_data import BARE, classification, finetune, pretrained, regression, tagging
 from tests.training.processes import result, run_jobs
-from tests.training.runs import SHAPE, flags
+from tests.training.runs import SHAPE, cut_after, flags, same_weights
 
 LEARN = {"learning_rate": 0.01, "hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
-SAVES = {"load_best_model_at_end": "false", "eval_strategy": "no", "save_strategy": "steps", "save_steps": 2,
-         "save_total_limit": 9}  # fmt: skip
+SAVES = {**BARE, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 9}
 IDS = torch.arange(5, 23).reshape(2, 9)
 
 
@@ -30,16 +27,11 @@ def places(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tasks")
     for name in ("classes", "tags", "numbers"):
         (folder / name).mkdir()
-    torch.manual_seed(0)
-    tokenizer = train_tokenizer([text for text, _ in sentences(64, 0)], vocab_size=300, num_sentinels=0)
-    config = config_class("bert")(**{**SHAPE, "vocab_size": 300, "max_position_embeddings": 32})
-    family("bert")["ForMaskedLM"](config).save_pretrained(folder / "bert")
-    tokenizer.save_pretrained(folder / "bert")
     return {
         "a": classification(folder / "classes", count=64),
         "b": tagging(folder / "tags", count=48),
         "c": regression(folder / "numbers"),
-        "bert": folder / "bert",
+        "bert": pretrained(folder / "bert", max_position_embeddings=32),
     }
 
 
@@ -100,13 +92,9 @@ def test_batches_are_of_one_task(exponent):
 def two_heads():
     torch.manual_seed(0)
     config = config_class("bert")
-    made = family("bert")
-    return MultiTaskModel(
-        {
-            "a": made["ForSequenceClassification"](config(**SHAPE, num_labels=2)),
-            "b": made["ForTokenClassification"](config(**SHAPE, num_labels=3)),
-        }
-    )
+    kinds = {"a": ("SequenceClassification", 2), "b": ("TokenClassification", 3)}
+    made = {name: (family("bert")[f"For{kind}"], config(**SHAPE, num_labels=n)) for name, (kind, n) in kinds.items()}
+    return MultiTaskModel({name: cls(config) for name, (cls, config) in made.items()})
 
 
 def test_one_encoder_and_what_a_step_moves():
@@ -149,6 +137,14 @@ def test_both_tasks_are_learned(run):
     assert (summary["tasks"]["a"]["eval_accuracy"] + summary["tasks"]["b"]["eval_f1"]) / 2 == pytest.approx(best)
 
 
+def evaluated(folder, name, capsys):
+    """The figures of a task, by the command for one model."""
+    capsys.readouterr()
+    line = ["evaluate", "--model", str(folder), "--task", name, "--json", "--no_progress", "--use_cpu"]
+    assert hf_xformers.cli.main(line) == 0
+    return json.loads(capsys.readouterr().out)
+
+
 def test_every_task_is_a_model_by_itself(run, places, capsys):
     folder, summary = run
     first, second = (load_file(folder / name / "model.safetensors") for name in BOTH)
@@ -159,36 +155,23 @@ def test_every_task_is_a_model_by_itself(run, places, capsys):
     assert loaded.heads["a"].base_model is loaded.heads["b"].base_model
     # The figures of the run, by the commands for one model.
     for name, metric in (("a", "accuracy"), ("b", "f1")):
-        capsys.readouterr()
-        assert (
-            hf_xformers.cli.main(
-                ["evaluate", "--model", str(folder), "--task", name, "--json", "--no_progress", "--use_cpu"]
-            )
-            == 0
-        )
-        found = json.loads(capsys.readouterr().out)
+        found = evaluated(folder, name, capsys)
         assert found[metric] == pytest.approx(summary["tasks"][name][f"eval_{metric}"])
-    assert (
-        hf_xformers.cli.main(
-            ["predict", "--model", str(folder), "--task", "b", "--text", "it was a fine day", "--no_progress"]
-        )
-        == 0
-    )
+    line = ["predict", "--model", str(folder), "--task", "b", "--text", "it was a fine day", "--no_progress"]
+    assert hf_xformers.cli.main(line) == 0
     assert json.loads(capsys.readouterr().out)["prediction"] == ["O", "O", "O", "B-GOOD", "O"]
     assert hf_xformers.cli.main(["predict", "--model", str(folder), "--text", "a"]) == 2
     assert "holds models for the tasks a, b; name one with --task" in " ".join(capsys.readouterr().err.split())
 
 
-@pytest.mark.parametrize("name, balance", [("a", 0), ("b", 0), ("b", 0.5)])
+@pytest.mark.parametrize("name, balance", [("a", 0), ("b", 0.5)])
 def test_one_task_is_a_run_of_it_alone(name, balance, places, tmp_path):
     """With dropout, and micro-batches: the same weights, bit by bit."""
     options = {**SAVES, "max_steps": 5, "learning_rate": 0.01, "per_device_train_batch_size": 4}
     options |= {"gradient_accumulation_steps": 2, "class_balance": balance}
     several(places, tmp_path / "several", {name: BOTH[name]}, **options)
     finetune(BOTH[name], places[name], tmp_path / "alone", model=places["bert"], **options)
-    one = load_file(tmp_path / "several" / name / "model.safetensors")
-    alone = load_file(tmp_path / "alone" / "model.safetensors")
-    assert one.keys() == alone.keys() and all(torch.equal(one[key], value) for key, value in alone.items())
+    same_weights(tmp_path / "several" / name, tmp_path / "alone")
 
 
 def test_rare_classes_of_one_task_count_more(places, tmp_path):
@@ -210,7 +193,7 @@ def test_auxiliary_losses_count_beside_class_weights(name, places, tmp_path):
     """Weights of nearly 1 change nothing, neither does it that the loss is then made of the logits."""
     options = {"variant": "switch_transformer", "gradient_accumulation_steps": 2, "max_steps": 1, "optim": "sgd"}
     options |= {**LEARN, "learning_rate": 1.0, "lr_scheduler_type": "constant", "warmup_steps": 0}
-    options |= {"eval_strategy": "no", "load_best_model_at_end": "false"}
+    options |= BARE
     more = ["--feedforward.balance_loss_weight", "1", "--per_device_train_batch_size", "4", "--feedforward.every", "1"]
     states = []
     for balance in ("0", "1e-9"):
@@ -228,17 +211,11 @@ def test_a_resumed_run_ends_the_same(places, tmp_path):
     options = {**SAVES, "num_train_epochs": 2, "learning_rate": 0.01, "sampling": "sqrt", "variant": "bert"}
     options |= {"self_ensemble": "sda", "layer_decay": 1.5, "unfreeze_every": 1, "save_steps": 5}
     whole = several(places, tmp_path / "whole", tasks, **options)
-    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
-    for checkpoint in (tmp_path / "cut").glob("checkpoint-*"):
-        if int(checkpoint.name.rpartition("-")[2]) > 5:
-            shutil.rmtree(checkpoint)
-    for name in tasks:
-        shutil.rmtree(tmp_path / "cut" / name)
-    again = several(places, tmp_path / "cut", tasks, "--resume_from_checkpoint", **options)
+    cut = cut_after(5, tmp_path / "whole", tmp_path / "cut", *tasks)
+    again = several(places, cut, tasks, "--resume_from_checkpoint", **options)
     assert again["steps"] == whole["steps"] > 5
     for name in tasks:
-        one, other = (load_file(tmp_path / place / name / "model.safetensors") for place in ("whole", "cut"))
-        assert all(torch.equal(other[key], value) for key, value in one.items())
+        same_weights(cut / name, tmp_path / "whole" / name)
 
 
 def test_uncertain_rows_are_trained_on(places, tmp_path):
@@ -247,14 +224,10 @@ def test_uncertain_rows_are_trained_on(places, tmp_path):
     whole = several(places, tmp_path / "whole", BOTH, **options)
     assert whole["steps"] == 3 * (8 + 6) and whole["sampling"] == "uncertainty"
     assert whole["tasks"]["a"]["eval_accuracy"] > 0.8 and whole["tasks"]["b"]["eval_f1"] > 0.4
-    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
-    shutil.rmtree(tmp_path / "cut" / "checkpoint-42")
+    cut = cut_after(41, tmp_path / "whole", tmp_path / "cut", *BOTH)
+    several(places, cut, BOTH, "--resume_from_checkpoint", **options)
     for name in BOTH:
-        shutil.rmtree(tmp_path / "cut" / name)
-    several(places, tmp_path / "cut", BOTH, "--resume_from_checkpoint", **options)
-    for name in BOTH:
-        one, other = (load_file(tmp_path / place / name / "model.safetensors") for place in ("whole", "cut"))
-        assert all(torch.equal(other[key], value) for key, value in one.items())
+        same_weights(cut / name, tmp_path / "whole" / name)
 
 
 def test_batches_over_processes():
@@ -270,12 +243,8 @@ def test_batches_over_processes():
 
 @pytest.mark.slow
 def test_two_processes_learn_what_one_does(places, tmp_path):
-    never = {"eval_strategy": "no", "save_strategy": "no", "load_best_model_at_end": "false"}
-    tasks = {
-        "a": "classification",
-        "b": "classification",
-    }  # a mean over tags is not that of its halves
-    line = argv({**places, "b": places["a"]}, tmp_path / "unused", tasks, max_steps=6, optim="sgd", **LEARN, **never)
+    tasks = dict.fromkeys("ab", "classification")  # a mean over tags is not that of its halves
+    line = argv({**places, "b": places["a"]}, tmp_path / "unused", tasks, max_steps=6, optim="sgd", **LEARN, **BARE)
     for option in ("--output_dir", "--per_device_train_batch_size"):
         place = line.index(option)
         del line[place : place + 2]
@@ -301,12 +270,9 @@ def test_tasks_share_an_adapter(method, places, tmp_path, capsys):
     assert shared and all(torch.equal(first[key], second[key]) for key in shared)
     assert any("pooler" in key for key in first) and not any("pooler" in key for key in second)
     assert all("trunk.embedding" not in key for key in first)
-    capsys.readouterr()
     for name in BOTH:
-        line = ["evaluate", "--model", str(tmp_path / "run"), "--task", name, "--json", "--no_progress", "--use_cpu"]
-        assert hf_xformers.cli.main(line) == 0
-        found = json.loads(capsys.readouterr().out)
-        assert found["loss"] == pytest.approx(summary["tasks"][name]["eval_loss"], rel=1e-4)
+        loss = evaluated(tmp_path / "run", name, capsys)["loss"]
+        assert loss == pytest.approx(summary["tasks"][name]["eval_loss"], rel=1e-4)
     with pytest.raises(ValueError, match="holds adapters"):
         load_tasks(tmp_path / "run")
 
@@ -319,13 +285,10 @@ def test_a_model_that_is_told_the_task(places, tmp_path, capsys):
     said = " ".join(capsys.readouterr().err.split())
     assert "the model knows 1 tasks, and 2 are named; give --attention.num_tasks 2" in said
     summary = several(places, tmp_path / "run", BOTH, "--attention.num_tasks", "2", **options)
-    capsys.readouterr()
     for number, name in enumerate(BOTH):
         assert summary["tasks"][name]["task_number"] == number
-        line = ["evaluate", "--model", str(tmp_path / "run"), "--task", name, "--json", "--no_progress", "--use_cpu"]
-        assert hf_xformers.cli.main(line) == 0
-        found = json.loads(capsys.readouterr().out)
-        assert found["loss"] == pytest.approx(summary["tasks"][name]["eval_loss"], rel=1e-5)
+        loss = evaluated(tmp_path / "run", name, capsys)["loss"]
+        assert loss == pytest.approx(summary["tasks"][name]["eval_loss"], rel=1e-5)
     head = load_tasks(tmp_path / "run").eval().heads["b"]
     first, second = (head(IDS, tasks=torch.full((2,), number)).logits for number in (0, 1))
     assert not torch.equal(first, second)
@@ -357,26 +320,14 @@ def test_a_command_line_for_each_task():
 
 def test_a_file_of_several_tasks(places, tmp_path, capsys):
     """A run of the file is that of the command line; what stands there wins over the file."""
-    (tmp_path / "tasks.yaml").write_text(
-        yaml.safe_dump(
-            {
-                "task": {"a": "classification", "b": "tagging"},
-                "data": {name: [str(file) for file in places[name]] for name in BOTH},
-                "model": str(places["bert"]),
-                "per_device_train_batch_size": 8,
-                "max_steps": 9,
-                "sampling": "sqrt",
-                "use_cpu": True,
-                "disable_tqdm": True,
-            }
-        )
-    )
+    said = {"task": BOTH, "data": {name: [str(file) for file in places[name]] for name in BOTH}}
+    said |= {"model": str(places["bert"]), "per_device_train_batch_size": 8, "max_steps": 9, "sampling": "sqrt"}
+    (tmp_path / "tasks.yaml").write_text(yaml.safe_dump({**said, "use_cpu": True, "disable_tqdm": True}))
     line = ["finetune", str(tmp_path / "tasks.yaml"), "--output_dir", str(tmp_path / "file"), "--max_steps", "3"]
     assert hf_xformers.cli.main(line) == 0
     several(places, tmp_path / "line", BOTH, max_steps=3, sampling="sqrt")
     for name in BOTH:
-        one, other = (load_file(tmp_path / place / name / "model.safetensors") for place in ("file", "line"))
-        assert all(torch.equal(other[key], value) for key, value in one.items())
+        same_weights(tmp_path / "file" / name, tmp_path / "line" / name)
     found = split_file({"task": {"a": "x", "b": "y"}, "data": {"a": "1"}, "attention": {"type": "z"}, "seed": 1})
     assert found == {
         "a": {"task": "x", "data": "1", "attention": {"type": "z"}, "seed": 1},
@@ -412,9 +363,3 @@ def test_refusals(tasks, extra, options, message, places, tmp_path, capsys):
     assert hf_xformers.cli.main(argv(places, tmp_path / "run", tasks, *extra, **options)) == 2
     assert message in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "run").exists()
-
-
-def test_sampling_is_of_several(places, tmp_path, capsys):
-    line = ["finetune", "--task", "classification", "--data", *places["a"], "--variant", "bert", "--sampling", "sqrt"]
-    assert hf_xformers.cli.main([*line, "--output_dir", str(tmp_path / "run")]) == 2
-    assert "--sampling says how often each of several tasks comes" in " ".join(capsys.readouterr().err.split())

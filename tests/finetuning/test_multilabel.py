@@ -34,14 +34,8 @@ def trained(tmp_path_factory):
     data = [
         write_lines(folder / f"{split}.jsonl", rows(n, seed)) for split, n, seed in (("train", 256, 0), ("dev", 24, 1))
     ]
-    summary = finetune(
-        TASK,
-        [str(file) for file in data],
-        folder / "run",
-        num_train_epochs=6,
-        learning_rate=0.01,
-        hidden_dropout_prob=0.0,
-    )
+    options = {"num_train_epochs": 6, "learning_rate": 0.01, "hidden_dropout_prob": 0.0}
+    summary = finetune(TASK, [str(file) for file in data], folder / "run", **options)
     return folder / "run", summary, data
 
 
@@ -99,18 +93,11 @@ def test_separated_labels(trained, tmp_path):
         made = tmp_path / f"{file.stem}.csv"
         made.write_text("text,tags\n" + "".join(f"{row['text']},{' | '.join(row['labels'])}\n" for row in lines))
         files.append(str(made))
-    again = finetune(TASK, files, tmp_path / "run", model=folder, label_separator="|", learning_rate=0.0, seed=1)
+    still = {"model": folder, "label_separator": "|", "learning_rate": 0.0}
+    again = finetune(TASK, files, tmp_path / "run", **still, seed=1)
     assert again["labels"] == summary["labels"]
     assert again["eval_loss"] == pytest.approx(summary["eval_loss"], rel=1e-5)
-    strict = finetune(
-        TASK,
-        files,
-        tmp_path / "strict",
-        model=folder,
-        label_separator="|",
-        learning_rate=0.0,
-        label_threshold=0.999999,
-    )
+    strict = finetune(TASK, files, tmp_path / "strict", **still, label_threshold=0.999999)
     assert strict["eval_f1_micro"] == 0.0 and all(row["prediction"] == [] for row in predictions(tmp_path / "strict"))
 
 

@@ -2,21 +2,20 @@
 saves, resuming, refusals."""
 
 import json
-import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import hf_xformers.cli
 from hf_xformers.finetuning.options import RunOptions
 from hf_xformers.finetuning.self_ensemble import SelfEnsemble
 from hf_xformers.variants import config_class, family
-from tests.finetuning.task_data import classification, command, finetune, tagging
-from tests.training.runs import SHAPE
+from tests.finetuning.task_data import BARE, classification, command, finetune, tagging
+from tests.training.runs import SHAPE, cut_after, same_weights, weights
 
 STILL = {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
-PLAIN = {"load_best_model_at_end": "false", "eval_strategy": "no", "learning_rate": 0.01, "logging_steps": 1}
+PLAIN = {**BARE, "learning_rate": 0.01, "logging_steps": 1}
+SAVES = {"save_strategy": "steps", "save_total_limit": 9}
 IDS = torch.arange(5, 23).reshape(2, 9)
 
 
@@ -66,30 +65,6 @@ def test_the_teacher_is_the_mean_of_the_last_steps(mode):
     assert not found.requires_grad and torch.equal(torch.get_rng_state(), before)
 
 
-def test_weights_that_stay_are_their_mean():
-    network = model().float()
-    ensemble = SelfEnsemble(network, RunOptions(self_ensemble="se", teacher_window=5))
-    for _ in range(7):
-        ensemble.push()
-    own = dict(network.named_parameters())
-    assert len(ensemble.window) == 5
-    assert all(torch.equal(value, own[name]) for name, value in ensemble.mean().items())
-
-
-def test_logits_of_the_mean_are_the_mean_of_logits_where_a_model_is_linear():
-    """Of a classifier on fixed states both teachers are one."""
-    network = model()
-    network.model.requires_grad_(False)
-    both = [SelfEnsemble(network, RunOptions(self_ensemble=mode)) for mode in ("sda", "sdv")]
-    for step in range(4):
-        with torch.no_grad():
-            network.classifier.weight.add_(torch.randn(network.classifier.weight.shape).double())
-        for ensemble in both:
-            ensemble.push()
-    averaged, voted = (ensemble.logits({"input_ids": IDS}) for ensemble in both)
-    torch.testing.assert_close(averaged, voted, rtol=1e-5, atol=1e-6)
-
-
 def test_the_error_counts_what_has_a_label():
     network = model()
     ensemble = SelfEnsemble(network, RunOptions(self_ensemble="sda"))
@@ -106,10 +81,6 @@ def test_the_error_counts_what_has_a_label():
 # ------------------------------------------------------------------------------------------------ runs
 
 
-def weights(place):
-    return load_file(place / "model.safetensors")
-
-
 def history(folder, name):
     entries = json.loads((folder / "trainer_state.json").read_text())["log_history"]
     return [entry[name] for entry in entries if name in entry]
@@ -117,8 +88,8 @@ def history(folder, name):
 
 def test_the_first_teacher_is_the_model_itself(data, tmp_path):
     """Without dropout there is nothing to learn from it at the first step; later there is."""
-    finetune("text-classification", data, tmp_path / "run", self_ensemble="sda", teacher_window=1, max_steps=4,
-             warmup_steps=0, **PLAIN, **STILL)  # fmt: skip
+    options = {**PLAIN, **STILL, "self_ensemble": "sda", "teacher_window": 1, "max_steps": 4, "warmup_steps": 0}
+    finetune("text-classification", data, tmp_path / "run", **options)
     errors = history(tmp_path / "run", "aux_self_distillation")
     assert errors[0] == 0.0 and all(error > 0 for error in errors[1:]) and len(errors) == 4
 
@@ -128,14 +99,14 @@ def test_without_weight_it_is_plain(data, tmp_path):
     finetune("text-classification", data, tmp_path / "plain", **options)
     finetune("text-classification", data, tmp_path / "sdv", self_ensemble="sdv", self_distillation_weight=0, **options)
     finetune("text-classification", data, tmp_path / "some", self_ensemble="sdv", **options)
-    plain, none, some = (weights(tmp_path / name) for name in ("plain", "sdv", "some"))
-    assert all(torch.equal(none[name], value) for name, value in plain.items())
+    same_weights(tmp_path / "sdv", tmp_path / "plain")
+    plain, some = (weights(tmp_path / name) for name in ("plain", "some"))
     assert not all(torch.equal(some[name], value) for name, value in plain.items())
 
 
 def test_the_ensemble_is_what_is_saved(data, tmp_path):
     """The mean of the last three steps of a run that is plain otherwise; and of the best checkpoint's."""
-    options = {**PLAIN, "max_steps": 5, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 9}
+    options = {**PLAIN, **SAVES, "max_steps": 5, "save_steps": 1}
     finetune("text-classification", data, tmp_path / "plain", **options)
     finetune("text-classification", data, tmp_path / "se", self_ensemble="se", teacher_window=3, **options)
     last = [weights(tmp_path / "plain" / f"checkpoint-{step}") for step in (3, 4, 5)]
@@ -152,17 +123,13 @@ def test_the_ensemble_is_what_is_saved(data, tmp_path):
 @pytest.mark.parametrize("mode, update", [("se", "step"), ("sda", "step"), ("sdv", "epoch")])
 def test_a_resumed_run_ends_the_same(mode, update, tmp_path):
     data = tagging(tmp_path, count=32)
-    options = {**PLAIN, "num_train_epochs": 3, "self_ensemble": mode, "teacher_window": 2, "teacher_update": update}
-    options |= {"save_strategy": "steps", "save_steps": 3, "save_total_limit": 9, "gradient_accumulation_steps": 2}
-    options |= {"per_device_train_batch_size": 4}
+    options = {**PLAIN, **SAVES, "num_train_epochs": 3, "self_ensemble": mode, "teacher_window": 2}
+    options |= {"teacher_update": update, "save_steps": 3}
+    options |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
     finetune("token-classification", data, tmp_path / "whole", **options)
-    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
-    for step in (9, 12):
-        shutil.rmtree(tmp_path / "cut" / f"checkpoint-{step}")
-    (tmp_path / "cut" / "model.safetensors").unlink()
-    finetune("token-classification", data, tmp_path / "cut", "--resume_from_checkpoint", **options)
-    whole, cut = weights(tmp_path / "whole"), weights(tmp_path / "cut")
-    assert all(torch.equal(cut[name], value) for name, value in whole.items())
+    cut = cut_after(6, tmp_path / "whole", tmp_path / "cut")
+    finetune("token-classification", data, cut, "--resume_from_checkpoint", **options)
+    same_weights(cut, tmp_path / "whole")
 
 
 REFUSED = [

@@ -36,16 +36,7 @@ def run(folders, tmp_path_factory):
     """A model that was trained by the command."""
     target = tmp_path_factory.mktemp("run") / "model"
     data = ["--data", str(folders / "train"), "--test_data", str(folders / "test"), "--output_dir", str(target)]
-    steps = [
-        "--num_train_epochs",
-        "10",
-        "--logging_steps",
-        "12",
-        "--per_device_train_batch_size",
-        "8",
-        "--eval_strategy",
-        "no",
-    ]
+    steps = "--num_train_epochs 10 --logging_steps 12 --per_device_train_batch_size 8 --eval_strategy no".split()
     assert main(["finetune", *OPTIONS, *data, *steps, "--validation_fraction", "0", "--save_strategy", "no"]) == 0
     return target
 

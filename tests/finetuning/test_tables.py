@@ -14,7 +14,7 @@ from hf_xformers.data import load_text_dataset
 from hf_xformers.finetuning.options import TaskData
 from hf_xformers.finetuning.origin import ORIGIN
 from hf_xformers.finetuning.sources import load_rows
-from tests.finetuning.task_data import answering, command, finetune, write_lines
+from tests.finetuning.task_data import command, write_lines
 
 
 def read(path, **options):
@@ -96,10 +96,8 @@ def test_rows_know_their_lines(name, content, lines, tmp_path):
     rows = read(tmp_path / name)["train"]
     assert rows[ORIGIN] == [f"{name!r}, line {line}" for line in lines]
     assert rows["text"][0] == "x" and rows["label"] == list(range(1, len(lines) + 1))
-    assert load_rows(TaskData(data=[str(tmp_path / name)], validation_fraction=0))["train"].column_names == [
-        "text",
-        "label",
-    ]
+    plain = load_rows(TaskData(data=[str(tmp_path / name)], validation_fraction=0))["train"]
+    assert plain.column_names == ["text", "label"]
 
 
 def test_marks_and_line_ends_are_no_part_of_a_token(tmp_path):
@@ -143,7 +141,7 @@ def squad(contexts=6, questions=2):
     paragraphs = [{"context": f"x y {c}", "qas": [entry(c, q) for q in range(questions)]} for c in range(contexts)]
     return {
         "version": "v",
-        "data": [{"title": "t", "paragraphs": paragraphs[:2]}, {"title": "u", "paragraphs": paragraphs[2:]}],
+        "data": [{"title": "t", "paragraphs": paragraphs[at]} for at in (slice(2), slice(2, None))],
     }
 
 
@@ -160,38 +158,14 @@ def test_the_official_file_of_squad(tmp_path):
         read(path)
 
 
-def test_questions_train_from_the_official_file(tmp_path):
-    rows = [json.loads(line) for line in open(answering(tmp_path)[0])]
-    paragraphs = [
-        {
-            "context": row["context"],
-            "qas": [
-                {
-                    "id": str(n),
-                    "question": row["question"],
-                    "answers": [{"text": t, "answer_start": s} for t, s in zip(*row["answers"].values())],
-                }
-            ],
-        }
-        for n, row in enumerate(rows)
-    ]
-    path = tmp_path / "official.json"
-    path.write_text(json.dumps({"data": [{"paragraphs": paragraphs}]}))
-    summary = finetune("question-answering", [str(path)], tmp_path / "run", max_train_rows=8, max_steps=1)
-    assert summary["train_rows"] == 8 and summary["validation_rows"] > 0
-
-
 def test_folders_of_save_to_disk(tmp_path):
     train = Dataset.from_dict({"text": ["a", "b", "c"], "label": [0, 1, 0]})
     dev = Dataset.from_dict({"text": ["d"], "label": [1]})
     DatasetDict(train=train, dev=dev).save_to_disk(str(tmp_path / "both"))
     dev.save_to_disk(str(tmp_path / "test"))
     splits = load_rows(TaskData(data=[str(tmp_path / "both")], test_data=[str(tmp_path / "test")]))
-    assert {split: rows["text"] for split, rows in splits.items()} == {
-        "train": ["a", "b", "c"],
-        "validation": ["d"],
-        "test": ["d"],
-    }
+    found = {split: rows["text"] for split, rows in splits.items()}
+    assert found == {"train": ["a", "b", "c"], "validation": ["d"], "test": ["d"]}
     assert load_rows(TaskData(data=[str(tmp_path / "test")], validation_fraction=0))["train"]["text"] == ["d"]
     write_lines(tmp_path / "more.jsonl", [{"text": "x"}])
     with pytest.raises(ValueError, match="was written by save_to_disk and '.*more.jsonl' was not"):
@@ -211,11 +185,8 @@ def test_saved_folders_as_text(streaming, tmp_path):
     Dataset.from_dict({"text": texts, "n": range(9)}).save_to_disk(str(tmp_path / "one"))
     splits = load_text_dataset(tmp_path / "one", streaming=streaming)
     assert sorted(row["text"] for part in splits.values() for row in part) == texts
-    DatasetDict(train=Dataset.from_dict({"text": ["a"]}), valid=Dataset.from_dict({"text": ["b"]})).save_to_disk(
-        str(tmp_path / "two")
-    )
+    both = {split: Dataset.from_dict({"text": [text]}) for split, text in (("train", "a"), ("valid", "b"))}
+    DatasetDict(both).save_to_disk(str(tmp_path / "two"))
     splits = load_text_dataset(tmp_path / "two", streaming=streaming)
-    assert {split: [row["text"] for row in part] for split, part in splits.items()} == {
-        "train": ["a"],
-        "validation": ["b"],
-    }
+    found = {split: [row["text"] for row in part] for split, part in splits.items()}
+    assert found == {"train": ["a"], "validation": ["b"]}

@@ -5,18 +5,23 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import hf_xformers.cli
-from hf_xformers.data import train_tokenizer
 from hf_xformers.finetuning import loading
 from hf_xformers.finetuning.two_stages import save_encoder
-from hf_xformers.variants import config_class, family
-from tests.finetuning.task_data import classification, command, finetune, language, sentences, tagging
-from tests.training.runs import SHAPE
+from tests.finetuning.task_data import (
+    BARE,
+    classification,
+    command,
+    finetune,
+    language,
+    pretrained,
+    sentences,
+    tagging,
+)
+from tests.training.runs import cut_after, same_weights, weights
 
-SAVES = {"load_best_model_at_end": "false", "eval_strategy": "no", "learning_rate": 0.01, "save_strategy": "steps",
-         "save_steps": 2, "save_total_limit": 9}  # fmt: skip
+SAVES = {**BARE, "learning_rate": 0.01, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 9}
 
 
 @pytest.fixture(scope="module")
@@ -25,21 +30,12 @@ def places(tmp_path_factory):
     folder = tmp_path_factory.mktemp("stages")
     for name in ("tags", "classes", "texts"):
         (folder / name).mkdir()
-    torch.manual_seed(0)
-    tokenizer = train_tokenizer([text for text, _ in sentences(64, 0)], vocab_size=300, num_sentinels=0)
-    config = config_class("bert")(**{**SHAPE, "vocab_size": 300, "max_position_embeddings": 32})
-    family("bert")["ForMaskedLM"](config).save_pretrained(folder / "bert")
-    tokenizer.save_pretrained(folder / "bert")
     return {
         "tags": tagging(folder / "tags", count=32)[0],
         "classes": classification(folder / "classes", count=32),
         "texts": language(folder / "texts")[0],
-        "bert": folder / "bert",
+        "bert": pretrained(folder / "bert"),
     }
-
-
-def weights(place):
-    return load_file(place / "model.safetensors")
 
 
 def two(places, output, *extra, **options):
@@ -73,19 +69,17 @@ def test_the_second_stage_starts_from_the_first_encoder(run, places):
 
 def test_it_is_two_runs(run, places, tmp_path):
     folder, _ = run
-    finetune("text-classification", places["classes"], tmp_path / "own", model=folder / "intermediate" / "encoder",
-             max_steps=4, **SAVES)  # fmt: skip
-    together, apart = weights(folder), weights(tmp_path / "own")
-    assert all(torch.equal(together[name], value) for name, value in apart.items())
+    encoder = folder / "intermediate" / "encoder"
+    finetune("text-classification", places["classes"], tmp_path / "own", model=encoder, max_steps=4, **SAVES)
+    same_weights(folder, tmp_path / "own")
 
 
 def test_a_first_stage_that_learns_nothing_is_none(places, tmp_path):
     """With a rate of nearly 0 the target task is learned as from the model itself, the head included."""
     two(places, tmp_path / "two", intermediate_learning_rate=1e-30, weight_decay=0)
-    finetune("text-classification", places["classes"], tmp_path / "one", model=places["bert"], max_steps=4,
-             weight_decay=0, **SAVES)  # fmt: skip
-    together, alone = weights(tmp_path / "two"), weights(tmp_path / "one")
-    assert all(torch.equal(together[name], value) for name, value in alone.items())
+    options = {**SAVES, "model": places["bert"], "max_steps": 4, "weight_decay": 0}
+    finetune("text-classification", places["classes"], tmp_path / "one", **options)
+    same_weights(tmp_path / "two", tmp_path / "one")
 
 
 def test_a_head_is_new_even_of_the_same_kind(places, tmp_path):
@@ -108,20 +102,15 @@ def test_more_pretraining_first(places, tmp_path):
 @pytest.mark.parametrize("stage", [1, 2])
 def test_resuming_in_either_stage(stage, run, places, tmp_path):
     folder, _ = run
-    shutil.copytree(folder, tmp_path / "cut")
-    cut = tmp_path / "cut"
-    (cut / "model.safetensors").unlink()
-    shutil.rmtree(cut / "checkpoint-4")
+    cut = cut_after(2 * (stage - 1), folder, tmp_path / "cut")
     if stage == 1:
-        shutil.rmtree(cut / "checkpoint-2")
         shutil.rmtree(cut / "intermediate" / "encoder")
         shutil.rmtree(cut / "intermediate" / "checkpoint-4")
         (cut / "intermediate" / "model.safetensors").unlink()
     again = two(places, cut, "--resume_from_checkpoint")
     assert again["steps"] == 4
     for place in (".", "intermediate", "intermediate/encoder"):
-        whole, resumed = weights(folder / place), weights(cut / place)
-        assert whole.keys() == resumed.keys() and all(torch.equal(resumed[k], v) for k, v in whole.items())
+        same_weights(cut / place, folder / place)
 
 
 def test_encoder_of_another_family(tmp_path):
