@@ -21,7 +21,6 @@ from hf_xformers.objectives import (
     register,
 )
 from hf_xformers.objectives.base import keyed_generator, pad_rows
-from hf_xformers.training import EpochCallback
 
 
 def features(count=24, length=20):
@@ -252,59 +251,6 @@ def test_resumed_loader_continues_with_the_same_batches(bert_tokenizer):
     fresh.set_epoch(7)
     resumed = list(skip_first_batches(DataLoader(features(), batch_size=4, collate_fn=fresh), 3))
     assert same(full[3:], resumed)
-
-
-def _trainer(tokenizer, folder, collator, epochs, seen):
-    from transformers import BertConfig, BertForMaskedLM, Trainer, TrainingArguments
-
-    class Recorder(Trainer):
-        def training_step(self, model, inputs, *args, **kwargs):
-            seen.append((self.state.global_step, inputs["input_ids"].clone(), inputs["labels"].clone()))
-            return super().training_step(model, inputs, *args, **kwargs)
-
-    torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=len(tokenizer), hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8
-    )
-    arguments = TrainingArguments(
-        output_dir=str(folder),
-        num_train_epochs=epochs,
-        per_device_train_batch_size=8,
-        save_steps=4,
-        report_to=[],
-        disable_tqdm=True,
-        use_cpu=True,
-        dataloader_pin_memory=False,
-        logging_strategy="no",
-    )
-    return Recorder(
-        BertForMaskedLM(config),
-        arguments,
-        train_dataset=features(),
-        data_collator=collator,
-        callbacks=[EpochCallback(collator)],
-    )
-
-
-def test_trainer_sets_epochs_and_resumes(bert_tokenizer, tmp_path):
-    """3 steps per epoch, a checkpoint at step 4 (inside epoch 1); the resumed run sees what the first one saw."""
-    seen, resumed = [], []
-    collator = MaskedLMObjective().collator(bert_tokenizer)
-    _trainer(bert_tokenizer, tmp_path, collator, 3, seen).train()
-    assert collator.epoch == 2 and len(seen) == 9
-    fresh = MaskedLMObjective().collator(bert_tokenizer)
-    trainer = _trainer(bert_tokenizer, tmp_path, fresh, 3, resumed)
-    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-    assert fresh.epoch == 2
-    assert len(resumed) == 5
-    for (step, ids, labels), (step_2, ids_2, labels_2) in zip(seen[4:], resumed):
-        assert step == step_2 and torch.equal(ids, ids_2) and torch.equal(labels, labels_2)
-    # Dynamic: the same row is masked otherwise in another epoch.
-    where = {tuple(torch.where(lab >= 0, lab, ids)[i].tolist()): [] for _, ids, lab in seen for i in range(8)}
-    for _, ids, lab in seen:
-        for i in range(8):
-            where[tuple(torch.where(lab >= 0, lab, ids)[i].tolist())].append(tuple((lab[i] >= 0).tolist()))
-    assert sum(len(set(masks)) > 1 for masks in where.values()) > 20
 
 
 def test_import_is_light():

@@ -103,18 +103,6 @@ def test_each_direction_is_a_causal_model(side):
 
 
 @torch.no_grad()
-def test_no_direction_sees_its_target():
-    model, ids = build(), tokens(1, 7)
-    before = model(input_ids=ids).features[0]
-    for place in range(7):
-        other = ids.clone()
-        other[0, place] = (other[0, place] + 1) % 99
-        moved = (model(input_ids=other).features[0] != before).view(7, 2, -1).any(-1)
-        assert moved[:, 0].tolist() == [at >= place for at in range(7)]
-        assert moved[:, 1].tolist() == [at <= place for at in range(7)]
-
-
-@torch.no_grad()
 def test_reversal_is_an_anticausal_mask():
     """Without positions, reading the reversed text from the left is reading the text under the mask j >= i."""
     model, ids = build(XFormerForBidirectionalLM, XFormerConfig, position="none"), tokens(2, 8)

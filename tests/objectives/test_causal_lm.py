@@ -60,13 +60,6 @@ def test_documents_kept_apart_do_not_predict_each_other(gpt_tokenizer):
     assert plain.tolist() == [[5, 6, 7, 8, 9]]
 
 
-def test_epochs_change_nothing(gpt_tokenizer):
-    collator = CausalLMObjective().collator(gpt_tokenizer)
-    first = collator([{"input_ids": [5, 6]}])
-    collator.set_epoch(4)
-    assert torch.equal(first["labels"], collator([{"input_ids": [5, 6]}])["labels"])
-
-
 def test_padding_on_the_left_predicts_nothing(gpt_tokenizer, monkeypatch):
     """The token before a text's first one is padding: no label there, and the loss of the text alone."""
     monkeypatch.setattr(gpt_tokenizer, "padding_side", "left")

@@ -14,6 +14,7 @@ from hf_xformers.modeling.contrastive_prediction import XFormerForContrastivePre
 from hf_xformers.objectives import build_objective
 from hf_xformers.objectives.cpc_etc import apply_noise, sample_noise
 from hf_xformers.variants.etc import XFETCConfig, XFETCForContrastivePrediction
+from tests.helpers import NO_DROPOUT, tiny_fields
 
 TEXTS = [
     "The cat sat on the mat. A dog barked at it loudly. Nobody cared about either. It rained all day long.",
@@ -36,18 +37,8 @@ def rows(tokenizer):
 
 def model(**fields) -> XFETCForContrastivePrediction:
     torch.manual_seed(0)
-    config = XFETCConfig(
-        vocab_size=120,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=32,
-        max_position_embeddings=64,
-        attention={"type": "etc", "local_radius": 3},
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        **fields,
-    )
+    sizes = tiny_fields(XFETCConfig, vocab_size=120, hidden_size=16, max_position_embeddings=64, **NO_DROPOUT)
+    config = XFETCConfig(**{**sizes, "attention": {"type": "etc", "local_radius": 3}, **fields})
     return XFETCForContrastivePrediction(config).double().eval()
 
 

@@ -138,31 +138,6 @@ def test_who_can_be_trained():
         InsertionObjective().raw_block_size(3)
 
 
-SENTENCES = [[11, 12, 5, 13], [12, 14, 6, 15, 11], [11, 7, 16], [16, 13, 8, 12, 17]]
-
-
-@pytest.mark.parametrize("order", ["tree", "searched"])
-def test_it_learns_to_write_sentences(bert_tokenizer, order):
-    """Trained on four sentences, from the middle outwards, the model completes each of them in one call from the word
-    in its middle; trained in orders that it infers, it writes one of them from nothing."""
-    model, searched = indigo(torch.float32), order == "searched"
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    batch = InsertionObjective(order=order, beam=2).collator(bert_tokenizer)([{"input_ids": x} for x in SENTENCES])
-    for _ in range(240):
-        loss = model.train()(**model.prepare_batch(batch)).loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    model.eval()
-    if searched:
-        assert model.insert_tokens(torch.tensor([[2, 3]]), 10)[0] in SENTENCES
-        return
-    ids = torch.tensor([[2, middle, 3] for middle in (5, 6, 7, 8)])
-    found = model.generate_by_insertion(ids, max_new_tokens=10)
-    expected = torch.nn.utils.rnn.pad_sequence([torch.tensor([2, *text, 3]) for text in SENTENCES], True, 0)
-    assert torch.equal(found, expected)
-
-
 def test_one_call():
     """Padding on either side, rows alone and together; what cannot be a text is refused."""
     model = make_strong(indigo().eval(), amount=0.3)

@@ -13,14 +13,10 @@ SIZES = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, interme
 SIZES |= dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
 # objective: variant, settings, what has a label beside tokens
 CASES = {
-    "info_word": ("xf_bert", {}, "phrase"),
-    # Else nothing is replaced once the generator knows the batch.
-    "replaced_token_detection": ("xf_electra", {"generator_avoids_original": True}, None),
     "segment_reordering": ("xf_ernie_doc", {"chunks": 2}, "order"),
     "struct_bert": ("xf_bert", {}, "sentence"),
     "unilm": ("xf_unilm", {"mode_probs": (0.7, 0.1, 0.1, 0.1)}, "sentence"),
 }
-STEPS = {"info_word": 360, "replaced_token_detection": 240}
 
 
 def features(number=6, length=14):
@@ -49,7 +45,7 @@ def test_one_batch_is_learned_by_heart(bert_tokenizer, name):
     torch.manual_seed(0)
     model = build_model(config, objective).train()
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
-    for _ in range(STEPS.get(name, 120)):
+    for _ in range(120):
         output = model(**batch)
         optimizer.zero_grad()
         output.loss.backward()
@@ -61,5 +57,4 @@ def test_one_batch_is_learned_by_heart(bert_tokenizer, name):
     for kind, (logits, wanted) in figures.items():
         loss, count, right = token_statistics(logits, wanted, next_token=False).sum(0).tolist()
         assert len(wanted[wanted != -100].unique()) > 1, kind
-        drawn_anew = name == "replaced_token_detection"  # a replacement may be one that it never met
-        assert right >= count - 3 * drawn_anew and loss < 0.05 * count, (kind, loss / count)
+        assert right == count and loss < 0.05 * count, (kind, loss / count)

@@ -62,15 +62,8 @@ def test_whole_words_of_reversed_rows(bert_tokenizer):
     whole = build_objective({"type": "permuted_lm", "whole_word": True, "max_gram": 2, "mask_alpha": 4})
     collate, broken = whole.collator(bert_tokenizer), {True: 0, False: 0}
     for number in range(200):
-        words = [
-            [5 + number % 7],
-            [12, 13],
-            [14, 15, 16],
-            [17],
-            [18, 19],
-            [20, 21, 22, 23],
-            [24 + number % 29, 25],
-        ] * 3
+        lengths = ([12, 13], [14, 15, 16], [17], [18, 19], [20, 21, 22, 23])
+        words = [[5 + number % 7], *lengths, [24 + number % 29, 25]] * 3
         row = [token for word in words for token in word]
         numbers = [index for index, word in enumerate(words) for _ in word]
         batch = collate([{"input_ids": row, "word_ids": numbers}])

@@ -102,7 +102,8 @@ def test_loss_by_hand():
     places, draws = torch.tensor([[1, 4, 6], [2, -1, -1]]), torch.tensor([[0.1, 0.6, 0.9], [0.4, 0.2, 0.2]])
     masked, labels = ids.clone(), ids.masked_fill(mask == 0, -100)
     masked[0, 1] = masked[0, 6] = masked[1, 2] = 4
-    output = model(masked, attention_mask=mask, labels=labels, target_positions=places, sampling_draws=draws)
+    given = {"attention_mask": mask, "labels": labels, "target_positions": places, "sampling_draws": draws}
+    output = model(masked, **given)
     scores = model.generator(masked, attention_mask=mask).logits.log_softmax(-1)
     read, predicted = ids.clone(), []
     for row, place, draw in ((0, 1, 0.1), (0, 4, 0.6), (0, 6, 0.9), (1, 2, 0.4)):
@@ -127,15 +128,7 @@ def test_loss_by_hand():
     close(output.loss, generator + 50 * detection)
     close(output.logits, judged)
     assert output.targets.tolist() == replaced.long().masked_fill(mask == 0, -100).tolist()
-    several = model(
-        masked,
-        attention_mask=mask,
-        labels=labels,
-        target_positions=places,
-        sampling_draws=draws,
-        num_items_in_batch=26,
-    )
-    close(several.loss, 0.5 * output.loss)
+    close(model(masked, **given, num_items_in_batch=26).loss, 0.5 * output.loss)
     logits, targets = scored(output, labels)
     close(logits.log_softmax(-1)[0, 0, 1], torch.nn.functional.logsigmoid(judged[0, 0]))
     assert torch.equal(targets, output.targets)

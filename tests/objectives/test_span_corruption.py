@@ -193,15 +193,6 @@ def test_left_padding_only_for_the_encoder(t5_tokenizer):
     assert batch["labels"][1, 0] >= 0 and batch["labels"][1, -1] == -100
 
 
-def test_epochs_change_the_spans(t5_tokenizer):
-    collator = SpanCorruptionObjective().collator(t5_tokenizer)
-    rows = [{"input_ids": list(range(3, 40))}]
-    first = collator(rows)["labels"]
-    collator.set_epoch(1)
-    assert not torch.equal(first, collator(rows)["labels"])
-    assert torch.equal(first, collator.as_static()(rows)["labels"])
-
-
 def test_missing_tokens_are_refused(bert_tokenizer):
     with pytest.raises(ValueError, match="no eos token"):
         SpanCorruptionObjective(sentinel_start=40).collator(bert_tokenizer)

@@ -82,13 +82,9 @@ def features(bert_tokenizer):
     rows = []
     for number in range(4):
         a, b = list(range(6, 18 + number)), list(range(20, 32))
-        rows.append(
-            {
-                "input_ids": [2, *a, 3, *b, 3],
-                "token_type_ids": [0] * (len(a) + 2) + [1] * (len(b) + 1),
-                "next_sentence_label": number % 3,
-            }
-        )
+        types = [0] * (len(a) + 2) + [1] * (len(b) + 1)
+        ids = [2, *a, 3, *b, 3]
+        rows.append({"input_ids": ids, "token_type_ids": types, "next_sentence_label": number % 3})
     return rows
 
 
@@ -112,11 +108,8 @@ def test_batches(bert_tokenizer):
     moved = 0
     for number, row in enumerate(rows):
         size = len(row["input_ids"])
-        ids, inputs, labels = (
-            torch.tensor(row["input_ids"]),
-            batch["input_ids"][number, :size],
-            batch["labels"][number],
-        )
+        ids, labels = torch.tensor(row["input_ids"]), batch["labels"][number]
+        inputs = batch["input_ids"][number, :size]
         target = labels[:size] != -100
         assert torch.equal(inputs[~target], ids[~target]) and torch.equal(labels[:size][target], ids[target])
         assert (labels[size:] == -100).all() and not target[ids == 3].any()
