@@ -67,7 +67,7 @@ def packed(dataset):
 @pytest.mark.parametrize("keep_remainder", [False, True])
 @pytest.mark.parametrize("specials", [False, True])
 @pytest.mark.parametrize("separate", [False, True])
-@pytest.mark.parametrize("block_size", [3, 16, 64, 5000])
+@pytest.mark.parametrize("block_size", [3, 16, 5000])
 def test_rows_equal_the_literal_ones(tokenizer, block_size, separate, specials, keep_remainder):
     ids, words = random_documents(block_size)
     dataset = dataset_of(ids, words)
@@ -83,12 +83,10 @@ def test_rows_equal_the_literal_ones(tokenizer, block_size, separate, specials, 
         "word_ids": True,
     }
     for batch_size in (1, 7, 1000):
-        rows = pack(dataset, block_size, batch_size=batch_size, **options)
-        assert packed(rows) == expected
-        assert rows.column_names == ["input_ids", "word_ids"]
-        stream = pack(dataset.to_iterable_dataset(num_shards=3), block_size, batch_size=batch_size, **options)
-        assert packed(stream) == expected
-        assert stream.column_names == ["input_ids", "word_ids"]
+        for given in (dataset, dataset.to_iterable_dataset(num_shards=3)):
+            rows = pack(given, block_size, batch_size=batch_size, **options)
+            assert packed(rows) == expected
+            assert rows.column_names == ["input_ids", "word_ids"]
     assert expected or block_size == 5000
 
 

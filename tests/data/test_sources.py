@@ -2,13 +2,10 @@
 
 import gzip
 import hashlib
-import http.server
 import json
 import os
 import subprocess
 import sys
-import threading
-import urllib.parse
 from pathlib import Path
 
 import datasets
@@ -17,6 +14,7 @@ import pytest
 from hf_xformers.data import load_text_dataset, stdlib_corpus
 from hf_xformers.finetuning.options import TaskData
 from hf_xformers.finetuning.sources import load_rows
+from tests.hub.hub_server import Hub, Repo
 
 ROOT = Path(__file__).parents[2]
 TEXTS = [f"document {index} with \u201cquotes\u201d, commas" for index in range(40)]
@@ -255,7 +253,6 @@ def test_refusals_of_other_kinds(tmp_path, monkeypatch):
 
 # --- a Hub of our own: the real client code, talking to a server on this machine -------------------------------------
 
-COMMIT = "a" * 40
 CARD = "---\nconfigs:\n{}---\n"
 CONFIG = "- config_name: {}\n  data_files:\n{}"
 FILE = "  - split: {}\n    path: {}\n"
@@ -274,68 +271,6 @@ HUB = {
         "t.txt": "t1\nt2\n",
     },
 }
-
-
-class HubHandler(http.server.BaseHTTPRequestHandler):
-    """As much of the Hub's HTTP interface as loading a dataset takes."""
-
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *args):
-        pass
-
-    def reply(self, status, body=b"", **headers):
-        self.send_response(status)
-        for name, value in {**headers, "Content-Length": len(body)}.items():
-            self.send_header(name.replace("_", "-"), str(value))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    def do_HEAD(self):
-        self.do_GET()
-
-    def do_POST(self):
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0))).decode()
-        self.answer(urllib.parse.parse_qs(body).get("paths", []))
-
-    def do_GET(self):
-        self.answer([])
-
-    def answer(self, wanted):
-        path = urllib.parse.unquote(urllib.parse.urlparse(self.path).path)
-        for name, files in HUB.items():
-            if path.startswith(f"/datasets/{name}/resolve/"):
-                return self.send_file(files, path.split("/resolve/")[1].split("/", 1)[1])
-            if path.startswith(f"/api/datasets/{name}"):
-                return self.send_info(name, files, path.removeprefix(f"/api/datasets/{name}"), wanted)
-        return self.reply(404, b"{}", X_Error_Code="RepoNotFound")
-
-    def send_file(self, files, name):
-        if name not in files:
-            return self.reply(404, b"Entry not found", X_Error_Code="EntryNotFound", X_Repo_Commit=COMMIT)
-        content = files[name].encode()
-        common = {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X_Repo_Commit": COMMIT, "Accept_Ranges": "bytes"}
-        wanted = self.headers.get("Range")
-        if not wanted:
-            return self.reply(200, content, **common)
-        first, last = wanted.split("=")[1].split("-")
-        first, last = int(first), min(int(last or len(content)), len(content) - 1)
-        part = f"bytes {first}-{last}/{len(content)}"
-        return self.reply(206, content[first : last + 1], Content_Range=part, **common)
-
-    def send_info(self, name, files, request, wanted):
-        entries = [{"type": "file", "path": p, "size": len(c.encode()), "oid": "b" * 40} for p, c in files.items()]
-        if request.startswith("/tree/"):
-            folder = "/".join(request.split("/")[3:])
-            entries = [e for e in entries if e["path"].rpartition("/")[0] == folder]
-            return self.reply(200, json.dumps(entries).encode(), Content_Type="application/json")
-        if request.startswith("/paths-info/"):
-            entries = [e for e in entries if e["path"] in wanted]
-            return self.reply(200, json.dumps(entries).encode(), Content_Type="application/json")
-        info = {"id": name, "sha": COMMIT, "siblings": [{"rfilename": path} for path in files], "private": False}
-        info.update(gated=False, disabled=False, tags=[], downloads=0, likes=0)
-        return self.reply(200, json.dumps(info).encode(), Content_Type="application/json")
 
 
 HUB_CLIENT = """
@@ -366,19 +301,17 @@ print("RESULTS" + json.dumps(results))
 
 
 def test_hub_datasets_through_the_real_client(tmp_path, monkeypatch, offline_and_private_cache):
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), HubHandler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
     monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.delenv("HF_HUB_OFFLINE")
-    try:
+    with Hub() as hub:
+        for name, files in HUB.items():
+            hub.repos[name] = Repo()
+            hub.repos[name].commit("main", {path: text.encode() for path, text in files.items()}, "data")
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
         done = subprocess.run(
             [sys.executable, "-c", HUB_CLIENT], cwd=ROOT, capture_output=True, text=True, timeout=240
         )
-    finally:
-        server.shutdown()
-        server.server_close()
     assert done.returncode == 0, done.stderr
     results = json.loads(done.stdout.split("RESULTS")[1])
     # Only the words in which `datasets` refuses a split differ between the two modes.

@@ -1,4 +1,5 @@
-"""A small Hub on loopback, in memory: as much of the protocol as the real client needs to create, upload and download.
+"""A small Hub on loopback, in memory: as much of the protocol as the real client needs to create, upload and download
+models, and to read data sets.
 
 Endpoints: whoami, repos/create, validate-yaml, branch, preupload, LFS batch, the upload itself (one part or several),
 verify, commit (and pull request), model info, tree, resolve. Commits are atomic: a revision is a mapping from path to
@@ -212,13 +213,23 @@ class Handler(BaseHTTPRequestHandler):
         if commit is None:
             return self.refuse(404, f"Invalid rev id: {revision}", "RevisionNotFound")
         entries = [
-            {"type": "file", "path": path, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+            self.entry(path, data)
             for path, data in sorted(repo.commits[commit].items())
             if not folder or path.startswith(f"{folder.strip('/')}/")
         ]
         if folder and not entries:
             return self.refuse(404, f"{folder} does not exist on {revision}", "EntryNotFound")
         self.answer(entries)
+
+    def paths_info(self, name: str, revision: str, *, query: Any, content: bytes) -> None:
+        repo = self.repo(name)
+        if repo is not None:
+            files, asked = repo.commits[repo.at(revision) or ""], parse_qs(content.decode()).get("paths", [])
+            self.answer([self.entry(path, files[path]) for path in asked if path in files])
+
+    @staticmethod
+    def entry(path: str, data: bytes) -> dict[str, Any]:
+        return {"type": "file", "path": path, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
 
     def refs(self, name: str, *, query: Any, content: bytes) -> None:
         repo = self.repo(name)
@@ -336,7 +347,7 @@ class Handler(BaseHTTPRequestHandler):
         self.answer({"error": "Entry not found"}, 404, headers)
 
 
-_REPO = r"([\w.-]+/[\w.-]+)"
+_REPO, _KIND = r"([\w.-]+/[\w.-]+)", "(?:models|datasets)"
 ROUTES = (
     (("GET",), r"/api/whoami-v2", "whoami"),
     (("POST",), r"/api/repos/create", "create"),
@@ -349,7 +360,8 @@ ROUTES = (
     (("POST",), r"/lfs/(\w{64})", "complete"),
     (("POST",), r"/lfs/(\w{64})/verify", "verify"),
     (("GET",), rf"/api/models/{_REPO}/refs", "refs"),
-    (("GET",), rf"/api/models/{_REPO}/tree/([^/]+|refs/pr/\d+)(/.+)?", "tree"),
-    (("GET",), rf"/api/models/{_REPO}(?:/revision/(.+))?", "info"),
-    (("GET", "HEAD"), rf"/{_REPO}/resolve/([^/]+|refs/pr/\d+)/(.+)", "resolve"),
+    (("GET",), rf"/api/{_KIND}/{_REPO}/tree/([^/]+|refs/pr/\d+)(/.+)?", "tree"),
+    (("POST",), rf"/api/{_KIND}/{_REPO}/paths-info/(.+)", "paths_info"),
+    (("GET",), rf"/api/{_KIND}/{_REPO}(?:/revision/(.+))?", "info"),
+    (("GET", "HEAD"), rf"(?:/datasets)?/{_REPO}/resolve/([^/]+|refs/pr/\d+)/(.+)", "resolve"),
 )
