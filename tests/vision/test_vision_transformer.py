@@ -231,12 +231,3 @@ def test_pooling():
             states = net.model(pixels).last_hidden_state
             vector = states[:, 0] if pooling != "mean" and token else states[:, -9:].mean(1)
             close(net(pixels).logits, F.linear(vector, net.classifier.weight, net.classifier.bias))
-
-
-def test_mixing():
-    """Other components stand in it as in any encoder."""
-    config = XFVisionTransformerConfig(
-        **SIZES, feedforward="swiglu", normalization="rms_norm", attention={"type": "dense", "bias": False}
-    )
-    net = XFVisionTransformerModel(config)
-    assert net(picture(12, 12).float()).last_hidden_state.shape == (2, 10, 16)
