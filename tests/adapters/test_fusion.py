@@ -169,30 +169,21 @@ def test_another_width(tmp_path):
 
 def test_the_command(tmp_path, capsys):
     """Fusions, and networks beside the layers: trained, saved alone, evaluated on their base."""
-    from hf_xformers.data import train_tokenizer
-    from hf_xformers.variants import config_class, family
-    from tests.finetuning.task_data import classification, command, finetune, sentences
-    from tests.training.runs import SHAPE
+    from tests.finetuning.task_data import classification, command, finetune, pretrained
 
-    torch.manual_seed(0)
-    tokenizer = train_tokenizer([text for text, _ in sentences(64, 0)], vocab_size=300, num_sentinels=0)
-    config = config_class("bert")(**{**SHAPE, "vocab_size": 300, "max_position_embeddings": 32})
-    family("bert")["ForMaskedLM"](config).save_pretrained(tmp_path / "bert")
-    tokenizer.save_pretrained(tmp_path / "bert")
     data = classification(tmp_path, count=32)
-    options = {"model": tmp_path / "bert", "max_steps": 2}
+    options = {"model": pretrained(tmp_path / "bert"), "max_steps": 2}
     for name in ("a", "b"):
         finetune("text-classification", data, tmp_path / name, peft="pfeiffer", **options)
     both = f"{tmp_path / 'a'},{tmp_path / 'b'}"
-    summary = finetune("text-classification", data, tmp_path / "run", "--peft", "fusion", "--peft.adapters", both,
-                       **options)  # fmt: skip
+    fusion = ["--peft", "fusion", "--peft.adapters", both]
+    summary = finetune("text-classification", data, tmp_path / "run", *fusion, **options)
     said = capsys.readouterr().err
     assert "load_adapter(model" in said and summary["trained_parameters"] < summary["parameters"]
     assert hf_xformers.cli.main(["evaluate", "--model", str(tmp_path / "run"), "--json", "--no_progress"]) == 0
     assert f'"accuracy": {summary["eval_accuracy"]}' in capsys.readouterr().out
     small = ["--peft", "k_adapter", "--peft.adapter_hidden", "8"]
-    beside = finetune("text-classification", data, tmp_path / "beside", *small,
-                      **options)  # fmt: skip
+    beside = finetune("text-classification", data, tmp_path / "beside", *small, **options)
     assert hf_xformers.cli.main(["evaluate", "--model", str(tmp_path / "beside"), "--json", "--no_progress"]) == 0
     assert f'"loss": {beside["eval_loss"]:.4f}'[:-1] in capsys.readouterr().out
     argv = command("text-classification", data, tmp_path / "no", **options, peft="fusion")

@@ -1,12 +1,1 @@
-import pytest
-
-
-@pytest.fixture(scope="session", autouse=True)
-def own_cache(tmp_path_factory):
-    """`datasets` caches what it reads; not in the user's folder."""
-    import datasets
-
-    before = datasets.config.HF_DATASETS_CACHE
-    datasets.config.HF_DATASETS_CACHE = tmp_path_factory.mktemp("datasets")
-    yield
-    datasets.config.HF_DATASETS_CACHE = before
+from tests.training.conftest import own_cache  # noqa: F401  `datasets` caches what it reads

@@ -131,7 +131,6 @@ def failing():
 
 
 @linux
-@linux
 def test_timed_calls_keep_their_pages():
     """In a process of its own, whose heap stays as it is afterwards: after the first round no page is handed out
     anew, but for what the system takes back from a round on its own account."""
