@@ -10,22 +10,11 @@ import pytest
 import torch
 import transformers
 
-VOCAB, LENGTH, FIRST = 60, 9, 5  # ids below FIRST are special tokens
-LENGTHS = (9, 6, 1)
+from tests.conversion.architectures import FIRST, LENGTH, LENGTHS, SMALL, SPECIAL, VOCAB
 
-SIZES = dict(
-    vocab_size=VOCAB,
-    hidden_size=32,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    intermediate_size=48,
-    max_position_embeddings=24,
-)
-BERT = ("BertConfig", SIZES)
-ROBERTA = ("RobertaConfig", {**SIZES, "type_vocab_size": 1, "layer_norm_eps": 1e-5})
-GPT_SIZES = dict(
-    vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=24, pad_token_id=0, bos_token_id=1, eos_token_id=2
-)
+BERT = ("BertConfig", SMALL)
+ROBERTA = ("RobertaConfig", {**SMALL, "type_vocab_size": 1, "layer_norm_eps": 1e-5})
+GPT_SIZES = dict(**SPECIAL, vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=24)
 GPT2 = ("GPT2Config", {**GPT_SIZES, "n_inner": 48})
 GPT = ("OpenAIGPTConfig", GPT_SIZES)
 BART = (
@@ -42,9 +31,9 @@ BART = (
         max_position_embeddings=24,
     ),
 )
-ROFORMER = ("RoFormerConfig", {**SIZES, "layer_norm_eps": 1e-5})
+ROFORMER = ("RoFormerConfig", {**SMALL, "layer_norm_eps": 1e-5})
 DEBERTA_SIZES = dict(
-    **SIZES, relative_attention=True, position_biased_input=False, pos_att_type=["p2c", "c2p"], cls_dropout=0.2
+    **SMALL, relative_attention=True, position_biased_input=False, pos_att_type=["p2c", "c2p"], cls_dropout=0.2
 )
 # as the published second and third versions have it, smaller
 DEBERTA = (

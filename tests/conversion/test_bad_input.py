@@ -66,6 +66,11 @@ def rewrite(folder, change):
     save_file(change(tensors), folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def pickled(folder):
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
 def in_shards(folder, suffix):
     """The weights in two files with an index."""
     tensors = load_file(folder / "model.safetensors")
@@ -84,7 +89,83 @@ def in_shards(folder, suffix):
 
 # ------------------------------------------------------------------------------- what is refused, and how
 
+
+def quantized(method, **fields):
+    return {"quantization_config": {**({"quant_method": method} if method else {}), **fields}}
+
+
+EDITED = {  # name -> (fields of config.json, what the paragraph says)
+    "wider config": (
+        {"hidden_size": 32},
+        r"other sizes .*'bert.embeddings.\w+.weight' \[\d+, 16\] instead of \[\d+, 32\]",
+    ),
+    "larger vocabulary": (
+        {"vocab_size": 61},
+        r"other sizes .*'bert.embeddings.word_embeddings.weight' \[60, 16\] instead of \[61, 16\]",
+    ),
+    "deeper config": ({"num_hidden_layers": 3}, "lacks 'bert.encoder.layer.2."),
+    "shallower config": ({"num_hidden_layers": 1}, "no place for: 'bert.encoder.layer.1."),
+    "heads that do not divide": ({"num_attention_heads": 3}, "num_attention_heads|multiple of"),
+    "width of letters": ({"hidden_size": "wide"}, "config.json.*hidden_size"),
+    "layers of none": ({"num_hidden_layers": -2}, "config.json.*num_hidden_layers|num_hidden_layers"),
+    "model type of a list": ({"model_type": ["bert"]}, r"model type \['bert'\]"),
+    "nearly a known type": ({"model_type": "bert2"}, "model type 'bert2'; did you mean 'bert'"),
+    "unknown class": ({"architectures": ["BertForPoetry"]}, "BertForPoetry has no counterpart"),
+    **{
+        f"quantised, {method or 'unnamed'}": (
+            quantized(method, **fields), f"quantised \\({method or 'load_in_8bit'}.*; .*full precision",
+        )
+        for method, fields in {
+            "bitsandbytes": {"load_in_4bit": True},
+            "gptq": {"bits": 4, "group_size": 128},
+            "awq": {"bits": 4},
+            "fp8": {"weight_block_size": [128, 128]},
+            "": {"load_in_8bit": True},
+            "of_tomorrow": {},
+        }.items()
+    },
+}  # fmt: skip
+WRITTEN = {  # name -> (a file, its new content, what the paragraph says)
+    "empty weights": ("model.safetensors", "", "model.safetensors is cut off"),
+    "pointer to large files": (
+        "model.safetensors", "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "model.safetensors",
+    ),
+    # transformers would read the weights of the adapter's base instead of those of the folder
+    "adapter beside a model": (
+        "adapter_config.json", '{"peft_type": "LORA", "base_model_name_or_path": "x/y"}',
+        "is a PEFT adapter.*merge_and_unload",
+    ),
+    "config of a list": ("config.json", "[1, 2]", "config.json' holds a list"),
+    "config of nothing": ("config.json", "{}", "names no model_type, as transformers does"),
+    "damaged tokenizer": ("tokenizer.json", "{broken", "The tokenizer of .* cannot be read"),
+}  # fmt: skip
+RENAMED = {  # name -> (what the weights are called, whether config.json stays, what the paragraph says)
+    "weights of tensorflow": ("tf_model.h5", True, "holds tf_model.h5.*TensorFlow.*safetensors"),
+    "gguf alone": ("model-q4.gguf", False, "GGUF"),
+    "gguf with a config": ("model-q4.gguf", True, "GGUF"),
+}
 REFUSED = {}  # name -> (what damages the folder, what the paragraph says)
+
+
+def rename(folder, name, keep_config):
+    (folder / "model.safetensors").rename(folder / name)
+    if not keep_config:
+        (folder / "config.json").unlink()
+
+
+def edit_unread(folder, fields):
+    """The weights of a quantised model are never read."""
+    edit(folder, **fields)
+    if "quantization_config" in fields:
+        (folder / "model.safetensors").write_bytes(b"never read")
+
+
+for _name, (_fields, _message) in EDITED.items():
+    REFUSED[_name] = (lambda folder, fields=_fields: edit_unread(folder, fields), _message)
+for _name, (_file, _text, _message) in WRITTEN.items():
+    REFUSED[_name] = (lambda folder, file=_file, text=_text: (folder / file).write_text(text), _message)
+for _name, (_file, _keep, _message) in RENAMED.items():
+    REFUSED[_name] = (lambda folder, file=_file, keep=_keep: rename(folder, file, keep), _message)
 
 
 def refused(message):
@@ -93,6 +174,14 @@ def refused(message):
         return damage
 
     return enter
+
+
+def cut_off(path, count):
+    path.write_bytes(path.read_bytes()[:-count])
+
+
+def code_of_its_own(folder):
+    (folder / "code.py").write_text("import os\nos.environ['HF_XFORMERS_RAN'] = 'yes'\n")
 
 
 @refused(f"lacks '{NAME}'; copy or download it again")
@@ -105,41 +194,6 @@ def unexpected_tensor(folder):
     rewrite(folder, lambda tensors: {**tensors, "bert.extra.weight": torch.ones(2)})
 
 
-@refused(r"other sizes .*'bert.embeddings.\w+.weight' \[\d+, 16\] instead of \[\d+, 32\]")
-def wider_config(folder):
-    edit(folder, hidden_size=32)
-
-
-@refused(r"other sizes .*'bert.embeddings.word_embeddings.weight' \[60, 16\] instead of \[61, 16\]")
-def larger_vocabulary(folder):
-    edit(folder, vocab_size=61)
-
-
-@refused("lacks 'bert.encoder.layer.2.")
-def deeper_config(folder):
-    edit(folder, num_hidden_layers=3)
-
-
-@refused("no place for: 'bert.encoder.layer.1.")
-def shallower_config(folder):
-    edit(folder, num_hidden_layers=1)
-
-
-@refused("num_attention_heads|multiple of")
-def heads_that_do_not_divide(folder):
-    edit(folder, num_attention_heads=3)
-
-
-@refused("config.json.*hidden_size")
-def width_of_letters(folder):
-    edit(folder, hidden_size="wide")
-
-
-@refused("config.json.*num_hidden_layers|num_hidden_layers")
-def layers_of_none(folder):
-    edit(folder, num_hidden_layers=-2)
-
-
 @refused("NaN|finite")
 def weights_of_nan(folder):
     rewrite(folder, lambda tensors: {**tensors, NAME: tensors[NAME] * float("nan")})
@@ -150,56 +204,27 @@ def weights_of_whole_numbers(folder):
     rewrite(folder, lambda tensors: {**tensors, NAME: torch.ones_like(tensors[NAME], dtype=torch.int8)})
 
 
-def quantized(method, **fields):
-    def damage(folder):
-        edit(folder, quantization_config={**({"quant_method": method} if method else {}), **fields})
-        (folder / "model.safetensors").write_bytes(b"never read")
-
-    return damage
-
-
-for _method, _fields in {
-    "bitsandbytes": {"load_in_4bit": True},
-    "gptq": {"bits": 4, "group_size": 128},
-    "awq": {"bits": 4},
-    "fp8": {"weight_block_size": [128, 128]},
-    "": {"load_in_8bit": True},
-    "of_tomorrow": {},
-}.items():
-    REFUSED[f"quantized_{_method or 'unnamed'}"] = (
-        quantized(_method, **_fields),
-        f"quantised \\({_method or 'load_in_8bit'}.*; .*full precision",
-    )
-
-
 @refused("model type 'my_own'.*code of its own.*never run")
 def code_for_an_unknown_type(folder):
     edit(folder, model_type="my_own", auto_map={"AutoConfig": "code.Config", "AutoModel": "code.Model"})
-    (folder / "code.py").write_text("import os\nos.environ['HF_XFORMERS_RAN'] = 'yes'\n")
+    code_of_its_own(folder)
 
 
 @refused("tokenizer.*code of its own.*never run")
 def code_for_a_tokenizer(folder):
     fields = {"auto_map": {"AutoTokenizer": ["code.Tokenizer", None]}, "tokenizer_class": "Tokenizer"}
     (folder / "tokenizer_config.json").write_text(json.dumps(fields))
-    (folder / "code.py").write_text("import os\nos.environ['HF_XFORMERS_RAN'] = 'yes'\n")
+    code_of_its_own(folder)
 
 
 @refused("model.safetensors is cut off")
 def truncated(folder):
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
+    cut_off(folder / "model.safetensors", 100)
 
 
-@refused("model.safetensors is cut off")
-def empty_weights(folder):
-    (folder / "model.safetensors").write_bytes(b"")
-
-
-@refused("model.safetensors")
-def pointer_to_large_files(folder):
-    text = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
-    (folder / "model.safetensors").write_text(text)
+@refused("config.json' is no valid JSON")
+def config_cut_off(folder):
+    cut_off(folder / "config.json", 30)
 
 
 @refused("it has no model-00002-of-00002.safetensors")
@@ -217,8 +242,7 @@ def pickled_shard_missing(folder):
 @refused("model.safetensors.index.json is cut off or no index")
 def index_cut_off(folder):
     in_shards(folder, "safetensors")
-    path = folder / "model.safetensors.index.json"
-    path.write_text(path.read_text()[:-20])
+    cut_off(folder / "model.safetensors.index.json", 20)
 
 
 @refused("lacks '")
@@ -233,10 +257,8 @@ def index_that_lacks_a_tensor(folder):
 
 @refused("pytorch_model.bin' cannot be read")
 def truncated_pickle(folder):
-    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
-    (folder / "model.safetensors").unlink()
-    path = folder / "pytorch_model.bin"
-    path.write_bytes(path.read_bytes()[:-300])
+    pickled(folder)
+    cut_off(folder / "pytorch_model.bin", 300)
 
 
 @refused("has no weights.*model.safetensors")
@@ -244,70 +266,11 @@ def no_weights(folder):
     (folder / "model.safetensors").unlink()
 
 
-@refused("holds tf_model.h5.*TensorFlow.*safetensors")
-def weights_of_tensorflow(folder):
-    (folder / "model.safetensors").rename(folder / "tf_model.h5")
-
-
 @refused("is a PEFT adapter .*'some/base'.*merge_and_unload")
 def adapter(folder):
-    (folder / "config.json").unlink()
-    (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
+    rename(folder, "adapter_model.safetensors", keep_config=False)
     fields = {"peft_type": "LORA", "base_model_name_or_path": "some/base"}
     (folder / "adapter_config.json").write_text(json.dumps(fields))
-
-
-@refused("is a PEFT adapter.*merge_and_unload")
-def adapter_beside_a_model(folder):
-    """transformers would read the weights of the adapter's base instead of those of the folder."""
-    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": "x/y"}))
-
-
-@refused("config.json' holds a list")
-def config_of_a_list(folder):
-    (folder / "config.json").write_text("[1, 2]")
-
-
-@refused("config.json' is no valid JSON")
-def config_cut_off(folder):
-    path = folder / "config.json"
-    path.write_text(path.read_text()[:-30])
-
-
-@refused("names no model_type, as transformers does")
-def config_of_nothing(folder):
-    (folder / "config.json").write_text("{}")
-
-
-@refused(r"model type \['bert'\]")
-def model_type_of_a_list(folder):
-    edit(folder, model_type=["bert"])
-
-
-@refused("model type 'bert2'; did you mean 'bert'")
-def nearly_a_known_type(folder):
-    edit(folder, model_type="bert2")
-
-
-@refused("GGUF")
-def gguf_alone(folder):
-    (folder / "config.json").unlink()
-    (folder / "model.safetensors").rename(folder / "model-q4.gguf")
-
-
-@refused("GGUF")
-def gguf_with_a_config(folder):
-    (folder / "model.safetensors").rename(folder / "model-q4.gguf")
-
-
-@refused("The tokenizer of .* cannot be read")
-def damaged_tokenizer(folder):
-    (folder / "tokenizer.json").write_text("{broken")
-
-
-@refused("BertForPoetry has no counterpart")
-def unknown_class(folder):
-    edit(folder, architectures=["BertForPoetry"])
 
 
 @pytest.mark.parametrize("swap", [False, True], ids=["convert", "swap"])
@@ -386,7 +349,7 @@ def test_code_beside_a_known_type_is_not_run(folder, tmp_path, monkeypatch):
     """The class of the libraries is used."""
     monkeypatch.delenv("HF_XFORMERS_RAN", raising=False)
     edit(folder, auto_map={"AutoConfig": "code.Config", "AutoModelForMaskedLM": "code.Model"})
-    (folder / "code.py").write_text("import os\nos.environ['HF_XFORMERS_RAN'] = 'yes'\n")
+    code_of_its_own(folder)
     assert convert_checkpoint(folder, tmp_path / "ours").complete
     swap_checkpoint(folder, tmp_path / "swapped", attention="talking_heads", measure=False)
     assert "HF_XFORMERS_RAN" not in os.environ
@@ -401,8 +364,7 @@ def test_a_source_without_tokenizer_says_so(folder, tmp_path, capfd):
 @pytest.mark.parametrize("form", ["bin", "bin in parts", "safetensors in parts"])
 def test_other_forms_of_weights(folder, tmp_path, form):
     if form == "bin":
-        torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
-        (folder / "model.safetensors").unlink()
+        pickled(folder)
     else:
         in_shards(folder, form.split()[0])
     assert convert_checkpoint(folder, tmp_path / "ours").complete

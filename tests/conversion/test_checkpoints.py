@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 
 import pytest
 import torch
@@ -116,12 +115,8 @@ def test_another_head(tmp_path, cases):
 
     report = convert_checkpoint(tmp_path / "bert", tmp_path / "masked", head="ForMaskedLM")
     assert not report.new
-    assert sorted(report.dropped) == [
-        "bert.pooler.dense.bias",
-        "bert.pooler.dense.weight",
-        "cls.seq_relationship.bias",
-        "cls.seq_relationship.weight",
-    ]
+    names = ("bert.pooler.dense", "cls.seq_relationship")
+    assert sorted(report.dropped) == [f"{name}.{end}" for name in names for end in ("bias", "weight")]
 
 
 @pytest.mark.parametrize(
@@ -221,56 +216,13 @@ def test_sources_that_cannot_be_read(tmp_path, bert, monkeypatch):
 
     other = tmp_path / "other"
     other.mkdir()
-    (other / "config.json").write_text(json.dumps({"model_type": "clip"}))
-    fails("No conversion for model type 'clip'", other, target)
-    (other / "config.json").write_text(json.dumps({"model_type": "no-such-thing"}))
-    fails("No conversion for model type 'no-such-thing'", other, target)
     (other / "config.json").write_text(json.dumps({"model_type": "nllb-moe"}))
     fails("whichever the router chooses", other, target)
-    (other / "config.json").write_text("{}")
-    fails("names no model_type, as transformers does", other, target)
-    (other / "config.json").write_text("{broken")
-    fails("is no valid JSON; save, copy or download it again", other, target)
-
-    shutil.copy(folder / "config.json", other / "config.json")
-    fails("has no weights", other, target)
-
     fields = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**fields, "architectures": ["BertForPoetry"]}))
     fails("BertForPoetry has no counterpart .* give `head`", folder, target)
     assert convert_checkpoint(folder, tmp_path / "fine", head="Model").target == "XFBertModel"
     assert not target.exists()
-
-
-@pytest.mark.parametrize("kept", [0.5, 0.01])
-def test_truncated_weights(tmp_path, bert, kept):
-    folder, _ = bert
-    path = folder / "model.safetensors"
-    data = path.read_bytes()
-    path.write_bytes(data[: int(len(data) * kept)])
-    fails("model.safetensors is cut off; copy or save it again", folder, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-def test_tensors_that_do_not_fit(tmp_path, bert):
-    folder, _ = bert
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
-
-    def rewrite(changed):
-        save_file(changed, path, metadata={"format": "pt"})
-
-    rewrite({**tensors, "bert.adapter.weight": torch.ones(2)})
-    fails("no place for: 'bert.adapter.weight'", folder, tmp_path / "out")
-    name = "bert.encoder.layer.1.intermediate.dense.weight"
-    rewrite({key: tensor for key, tensor in tensors.items() if key != name})
-    fails(f"checkpoint lacks '{name}'", folder, tmp_path / "out")
-    name = "cls.predictions.transform.dense.weight"
-    rewrite({key: tensor for key, tensor in tensors.items() if key != name})
-    fails(f"checkpoint lacks '{name}'", folder, tmp_path / "out")
-    rewrite({**tensors, name: torch.ones(3, 3)})
-    fails(rf"other sizes than its config.json says: '{name}' \[3, 3\] instead of \[32, 32\]", folder, tmp_path / "out")
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["bert"]
 
 
 def test_separate_token_tables_are_refused(tmp_path, cases):
@@ -333,14 +285,6 @@ def test_a_failure_leaves_the_target_as_it_was(tmp_path, bert, monkeypatch):
     assert sorted(entry.name for entry in tmp_path.iterdir()) == names
 
 
-def test_damaged_tokenizers_are_not_lost(tmp_path, bert):
-    folder, _ = bert
-    (folder / "tokenizer.json").write_text("{broken")
-    (folder / "tokenizer_config.json").write_text("{broken")
-    fails("The tokenizer of .* cannot be read", folder, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
 def test_directions_and_types(tmp_path, bert, cases):
     folder, model = bert
     fails("'to_theirs' does not fit .* holds a 'bert' model", folder, tmp_path / "out", direction="to_theirs")
@@ -363,11 +307,8 @@ def test_directions_and_types(tmp_path, bert, cases):
 def test_reports_speak(tmp_path, cases):
     cases["GPT2DoubleHeadsModel"].make().save_pretrained(tmp_path / "gpt2")
     report = convert_checkpoint(tmp_path / "gpt2", tmp_path / "ours")
-    text = report.summary()
-    assert (
-        text.splitlines()[0]
-        == "GPT2DoubleHeadsModel -> XFGPT2ForCausalLM: 25 tensors mapped, 4 derived, 0 new, 2 dropped"
-    )
+    text, counts = report.summary(), "25 tensors mapped, 4 derived, 0 new, 2 dropped"
+    assert text.splitlines()[0] == f"GPT2DoubleHeadsModel -> XFGPT2ForCausalLM: {counts}"
     assert "dropped: multiple_choice_head.summary.weight, multiple_choice_head.summary.bias" in text
     assert json.loads(json.dumps(report.to_dict()))["notes"] == ["the source has no tokenizer"]
     assert not report.complete

@@ -17,12 +17,12 @@ ALL = architectures()
 LANGUAGE = ("ForCausalLM", "ForMaskedLM")
 LABELLED = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice")
 PAIRS = [
-    (name, source, head)
+    (name, source, heads[0])
     for name, entry in ALL.items()
     for source in [next((theirs for theirs, ours in entry.heads.items() if ours in LANGUAGE), None)]
-    for head in LABELLED
+    for heads in [[head for head in LABELLED if head in entry.heads.values()]]
     if source
-    and head in entry.heads.values()
+    and heads
     # whose language model has another direction, or another number of towers
     and name not in ("reformer", "mbart", "marian", "pegasus", "bigbird_pegasus")
 ]

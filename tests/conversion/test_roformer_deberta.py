@@ -5,13 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
-from transformers import AutoTokenizer
 
 import hf_xformers
-from hf_xformers.cli import main
 from hf_xformers.conversion import convert_checkpoint, from_transformers, swap_components, to_transformers
-from tests.conversion.test_checkpoints import WORD_PIECES
 from tests.conversion.test_parity import TOLERANCE, assert_parity, outputs
 
 LEGACY = "DebertaV2ForMaskedLM"
@@ -44,16 +40,6 @@ def test_masked_lm_of_the_third_version(cases, tie):
     assert back.legacy and gap(back, model, given) < TOLERANCE
     head = model.lm_predictions.lm_head
     assert torch.equal(back.cls.predictions.decoder.bias, head.bias) and bool(head.bias.any())
-
-
-def test_absolute_positions_have_no_counterpart(cases):
-    """The enhanced mask decoder is a part of ours alone."""
-    config = from_transformers(cases["DebertaV2Model"].make()).config
-    fields = {**config.to_dict(), "stack": "enhanced_mask_decoder"}
-    fields.pop("model_type")
-    model = hf_xformers.XFDebertaForMaskedLM(hf_xformers.XFDebertaConfig(**fields))
-    with pytest.raises(ValueError, match="stack='enhanced_mask_decoder'"):
-        to_transformers(model)
 
 
 def test_absolute_positions_beside_relative_ones(cases):
@@ -179,26 +165,6 @@ def test_a_decoder_of_two_towers_by_itself(cases):
 # ---------------------------------------------------------------------------------------------------- swaps
 
 
-@pytest.mark.parametrize("attention", ["longformer", "band_attention"])
-def test_wide_windows_equal_the_source(cases, attention):
-    case = cases["RoFormerForMaskedLM"]
-    window = {"longformer": "attention_window", "band_attention": "window_size"}[attention]
-    source, given = case.make(), case.inputs(left=True)
-    changes = {"attention": {"type": attention, window: 64}}
-    model, report = swap_components(source, **changes, measure=False)
-    assert model.config.position.type == from_transformers(source).config.position.type
-    assert gap(model, source, given) < TOLERANCE and not report.new and not report.dropped
-
-
-@pytest.mark.parametrize("attention", ["band_attention", "longformer", "bigbird"])
-def test_terms_of_deberta_come_along(attention, cases):
-    """Also in the first version's layout, with projections of its own for positions."""
-    case = cases[LEGACY]
-    source, given = case.make(), case.inputs()
-    model, report = swap_components(source, attention=attention, measure=False)
-    assert gap(model, source, given) < TOLERANCE and not report.new and not report.dropped
-
-
 def test_kernels_have_no_place_for_the_terms_of_deberta(cases):
     with pytest.raises(ValueError, match="deberta"):
         swap_components(cases[LEGACY].make(), attention="performer", measure=False)
@@ -216,19 +182,6 @@ def test_linear_attention_keeps_the_rotation(cases):
 
 
 # ---------------------------------------------------------------------------------------------------- folders
-
-
-@pytest.mark.parametrize("name", ["RoFormerForMaskedLM-embedding_size=12", LEGACY])
-def test_command_there_and_back(tmp_path, cases, name):
-    model = cases[name].make()
-    model.save_pretrained(tmp_path / "theirs")
-    tokenizer = transformers.BertTokenizer(vocab={piece: index for index, piece in enumerate(WORD_PIECES)})
-    tokenizer.save_pretrained(tmp_path / "theirs")
-    for source, target in (("theirs", "ours"), ("ours", "back")):
-        assert main(["convert", "--from", str(tmp_path / source), "--to", str(tmp_path / target)]) == 0
-    back, original = (load_file(tmp_path / side / "model.safetensors") for side in ("back", "theirs"))
-    assert back.keys() == original.keys() and all(torch.equal(back[key], original[key]) for key in original)
-    assert AutoTokenizer.from_pretrained(tmp_path / "back")("abc d").input_ids == tokenizer("abc d").input_ids
 
 
 def test_head_of_a_published_checkpoint(tmp_path, cases):

@@ -38,12 +38,10 @@ SCALED = {"rope_theta": 500.0, "rope_type": "linear", "factor": 3.0}
 # (source, fields of its config, mechanism)
 DECODERS = [
     *(("llama", {}, name) for name in CONSTANT),
-    *(("qwen3", {}, name) for name in ("sliding_window", "linear_transformer", "delta_net")),
+    ("qwen3", {}, "delta_net"),
     ("qwen2", {"rope_parameters": SCALED}, "performer"),
-    ("mistral", {}, "hedgehog"),
     ("gemma3_text", {}, "linear_transformer"),
     ("gemma2", {}, "sliding_window"),
-    ("gpt_neox", {}, "sliding_window"),
     ("gpt_neo", {}, "linear_transformer"),
     ("opt", {"word_embed_proj_dim": 12}, "hedgehog"),
 ]

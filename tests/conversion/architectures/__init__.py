@@ -21,6 +21,24 @@ from torch import Tensor
 VOCAB, LENGTH, FIRST = 60, 9, 5  # ids below FIRST are special tokens
 LENGTHS = (9, 6, 1)
 TARGET_LENGTHS = (5, 3, 1)
+SMALL: dict[str, Any] = {  # sizes by the names that most configs have for them
+    **{"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
+    **{"intermediate_size": 48, "max_position_embeddings": 24},
+}
+SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+TASKS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
+
+
+def named(family: str, *heads: str) -> dict[str, str]:
+    """transformers' classes that are called as ours are, after their family."""
+    return {f"{family}{head}": head for head in heads}
+
+
+def one_bias(model: transformers.PreTrainedModel) -> None:
+    """An untied output has a second bias that nothing reads."""
+    for module in model.modules():
+        if isinstance(getattr(module, "decoder", None), torch.nn.Linear) and hasattr(module, "bias"):
+            module.bias.copy_(module.decoder.bias)
 
 
 @dataclass(frozen=True)

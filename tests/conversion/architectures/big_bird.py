@@ -3,14 +3,7 @@
 import torch
 from torch import Tensor
 
-from tests.conversion.architectures import VOCAB, Architecture
-
-
-def one_bias(model) -> None:
-    """An untied output has a second bias that nothing reads."""
-    head = getattr(model, "cls", None)
-    if head is not None:
-        head.predictions.bias.copy_(head.predictions.decoder.bias)
+from tests.conversion.architectures import SMALL, TASKS, Architecture, named, one_bias
 
 
 def inputs(head: str, given: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -23,25 +16,8 @@ def inputs(head: str, given: dict[str, Tensor]) -> dict[str, Tensor]:
 ARCHITECTURE = Architecture(
     model_type="big_bird",
     ours="xf_bigbird",
-    tiny=dict(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=48,
-        max_position_embeddings=24,
-        sep_token_id=4,
-        block_size=1,
-        num_random_blocks=2,
-    ),
-    heads={
-        "BigBirdForMaskedLM": "ForMaskedLM",
-        "BigBirdModel": "Model",
-        "BigBirdForPreTraining": "ForPreTraining",
-        "BigBirdForSequenceClassification": "ForSequenceClassification",
-        "BigBirdForTokenClassification": "ForTokenClassification",
-        "BigBirdForMultipleChoice": "ForMultipleChoice",
-    },
+    tiny=dict(**SMALL, sep_token_id=4, block_size=1, num_random_blocks=2),
+    heads=named("BigBird", "ForMaskedLM", "Model", "ForPreTraining", *TASKS[:2], "ForMultipleChoice"),
     headless={"BigBirdForQuestionAnswering": "Model"},
     variations={
         "dense": {"attention_type": "original_full"},

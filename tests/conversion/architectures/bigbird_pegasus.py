@@ -1,7 +1,7 @@
 """BigBird-Pegasus on texts that it reads whole; the sparse pattern is tried in `test_sparse_encoders.py`."""
 
 from tests.conversion.architectures import Architecture
-from tests.conversion.architectures.mbart import TINY, VARIATIONS, classes, one_table, read
+from tests.conversion.architectures.mbart import TINY, VARIATIONS, WIDE, classes, one_table, read
 
 ARCHITECTURE = Architecture(
     model_type="bigbird_pegasus",
@@ -20,15 +20,7 @@ ARCHITECTURE = Architecture(
         "dense": {"attention_type": "original_full"},
         "biases": {"use_bias": True},
     },
-    base=dict(
-        encoder_layers=6,
-        decoder_layers=6,
-        d_model=768,
-        encoder_attention_heads=12,
-        decoder_attention_heads=12,
-        encoder_ffn_dim=3072,
-        decoder_ffn_dim=3072,
-    ),
+    base={**WIDE, "encoder_ffn_dim": 3072, "decoder_ffn_dim": 3072},
     sides=("right",),  # positions count padding on the left
     inputs=read,
     ready=one_table,

@@ -1,26 +1,12 @@
 """BLOOM: ALiBi, a norm after the embedding, queries, keys and values in one projection."""
 
-from tests.conversion.architectures import VOCAB, Architecture
+from tests.conversion.architectures import SPECIAL, TASKS, VOCAB, Architecture, named
 
 ARCHITECTURE = Architecture(
     model_type="bloom",
     ours="xformer",
-    tiny=dict(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        n_layer=2,
-        n_head=4,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    ),
-    heads={
-        "BloomModel": "Model",
-        "BloomForCausalLM": "ForCausalLM",
-        "BloomForSequenceClassification": "ForSequenceClassification",
-        "BloomForTokenClassification": "ForTokenClassification",
-        "BloomForQuestionAnswering": "ForQuestionAnswering",
-    },
+    tiny=dict(**SPECIAL, vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4),
+    heads=named("Bloom", "Model", "ForCausalLM", *TASKS),
     variations={
         "six_heads": {"n_head": 6, "hidden_size": 36},
         "untied": {"tie_word_embeddings": False, "layer_norm_epsilon": 1e-3},

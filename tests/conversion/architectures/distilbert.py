@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from tests.conversion.architectures import VOCAB, Architecture
+from tests.conversion.architectures import TASKS, VOCAB, Architecture, named
 
 
 def sinusoids_again(model) -> None:
@@ -22,14 +22,7 @@ ARCHITECTURE = Architecture(
     model_type="distilbert",
     ours="xformer",
     tiny=dict(vocab_size=VOCAB, dim=32, n_layers=2, n_heads=4, hidden_dim=48, max_position_embeddings=24),
-    heads={
-        "DistilBertModel": "Model",
-        "DistilBertForMaskedLM": "ForMaskedLM",
-        "DistilBertForSequenceClassification": "ForSequenceClassification",
-        "DistilBertForTokenClassification": "ForTokenClassification",
-        "DistilBertForQuestionAnswering": "ForQuestionAnswering",
-        "DistilBertForMultipleChoice": "ForMultipleChoice",
-    },
+    heads=named("DistilBert", "Model", "ForMaskedLM", *TASKS, "ForMultipleChoice"),
     variations={
         "sinusoids": {"sinusoidal_pos_embds": True},
         "relu": {"activation": "relu"},

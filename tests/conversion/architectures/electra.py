@@ -1,27 +1,13 @@
 """ELECTRA."""
 
-from tests.conversion.architectures import VOCAB, Architecture
+from tests.conversion.architectures import SMALL, TASKS, Architecture, named
 
 ARCHITECTURE = Architecture(
     model_type="electra",
     ours="xf_electra",
-    tiny=dict(
-        vocab_size=VOCAB,
-        embedding_size=16,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=48,
-        max_position_embeddings=24,
-    ),
+    tiny=dict(**SMALL, embedding_size=16),
     heads={
-        "ElectraModel": "Model",
-        "ElectraForMaskedLM": "ForMaskedLM",
-        "ElectraForCausalLM": "ForCausalLM",
-        "ElectraForSequenceClassification": "ForSequenceClassification",
-        "ElectraForTokenClassification": "ForTokenClassification",
-        "ElectraForQuestionAnswering": "ForQuestionAnswering",
-        "ElectraForMultipleChoice": "ForMultipleChoice",
+        **named("Electra", "Model", "ForMaskedLM", "ForCausalLM", *TASKS, "ForMultipleChoice"),
         "ElectraForPreTraining": "ForReplacedTokenDetection",
     },
     settings={"ElectraForCausalLM": {"is_decoder": True}},

@@ -3,16 +3,9 @@
 import torch
 from torch import Tensor
 
-from tests.conversion.architectures import VOCAB, Architecture
+from tests.conversion.architectures import SMALL, TASKS, Architecture, named, one_bias
 
 READ_TASKS = ("ErnieModel", "ErnieForSequenceClassification", "ErnieForTokenClassification")
-
-
-def one_bias(model) -> None:
-    """An untied output has a second bias that nothing reads."""
-    head = getattr(model, "cls", None)
-    if head is not None and hasattr(head, "predictions"):
-        head.predictions.bias.copy_(head.predictions.decoder.bias)
 
 
 def with_tasks(head: str, given: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -26,26 +19,17 @@ def with_tasks(head: str, given: dict[str, Tensor]) -> dict[str, Tensor]:
 ARCHITECTURE = Architecture(
     model_type="ernie",
     ours="xf_bert",
-    tiny=dict(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=48,
-        max_position_embeddings=24,
-        use_task_id=True,
+    tiny=dict(**SMALL, use_task_id=True),
+    heads=named(
+        "Ernie",
+        "Model",
+        "ForPreTraining",
+        "ForMaskedLM",
+        "ForCausalLM",
+        "ForNextSentencePrediction",
+        *TASKS,
+        "ForMultipleChoice",
     ),
-    heads={
-        "ErnieModel": "Model",
-        "ErnieForPreTraining": "ForPreTraining",
-        "ErnieForMaskedLM": "ForMaskedLM",
-        "ErnieForCausalLM": "ForCausalLM",
-        "ErnieForNextSentencePrediction": "ForNextSentencePrediction",
-        "ErnieForSequenceClassification": "ForSequenceClassification",
-        "ErnieForTokenClassification": "ForTokenClassification",
-        "ErnieForQuestionAnswering": "ForQuestionAnswering",
-        "ErnieForMultipleChoice": "ForMultipleChoice",
-    },
     settings={"ErnieForCausalLM": {"is_decoder": True}},
     variations={
         "no tasks": {"use_task_id": False},

@@ -1,28 +1,20 @@
 """Falcon, the older architecture and the newer one with grouped heads."""
 
-from tests.conversion.architectures import VOCAB, Architecture
+from tests.conversion.architectures import SPECIAL, TASKS, VOCAB, Architecture, named
 
 ARCHITECTURE = Architecture(
     model_type="falcon",
     ours="xformer",
     tiny=dict(
+        **SPECIAL,
         vocab_size=VOCAB,
         hidden_size=32,
         num_hidden_layers=2,
         num_attention_heads=4,
         ffn_hidden_size=48,
         max_position_embeddings=24,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
     ),
-    heads={
-        "FalconModel": "Model",
-        "FalconForCausalLM": "ForCausalLM",
-        "FalconForSequenceClassification": "ForSequenceClassification",
-        "FalconForTokenClassification": "ForTokenClassification",
-        "FalconForQuestionAnswering": "ForQuestionAnswering",
-    },
+    heads=named("Falcon", "Model", "ForCausalLM", *TASKS),
     variations={
         "new": {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 2},
         "new_with_one_norm": {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},

@@ -1,27 +1,14 @@
 """GPT-BigCode: one head of keys and values for all heads of queries, or one for each."""
 
-from tests.conversion.architectures import VOCAB, Architecture
+from tests.conversion.architectures import SPECIAL, VOCAB, Architecture, named
 
 ARCHITECTURE = Architecture(
     model_type="gpt_bigcode",
     ours="xformer",
     tiny=dict(
-        vocab_size=VOCAB,
-        n_embd=32,
-        n_layer=2,
-        n_head=4,
-        n_positions=24,
-        activation_function="gelu_new",
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
+        **SPECIAL, vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=24, activation_function="gelu_new"
     ),
-    heads={
-        "GPTBigCodeModel": "Model",
-        "GPTBigCodeForCausalLM": "ForCausalLM",
-        "GPTBigCodeForSequenceClassification": "ForSequenceClassification",
-        "GPTBigCodeForTokenClassification": "ForTokenClassification",
-    },
+    heads=named("GPTBigCode", "Model", "ForCausalLM", "ForSequenceClassification", "ForTokenClassification"),
     variations={
         "a_head_each": {"multi_query": False},
         "unscaled": {"scale_attn_weights": False, "n_inner": 48, "tie_word_embeddings": False},

@@ -1,11 +1,12 @@
 """GPT-Neo: global and local layers in turn."""
 
-from tests.conversion.architectures import VOCAB, Architecture
+from tests.conversion.architectures import SPECIAL, TASKS, VOCAB, Architecture, named
 
 ARCHITECTURE = Architecture(
     model_type="gpt_neo",
     ours="xformer",
     tiny=dict(
+        **SPECIAL,
         vocab_size=VOCAB,
         hidden_size=32,
         num_layers=3,
@@ -13,17 +14,8 @@ ARCHITECTURE = Architecture(
         num_heads=4,
         window_size=3,
         max_position_embeddings=24,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
     ),
-    heads={
-        "GPTNeoModel": "Model",
-        "GPTNeoForCausalLM": "ForCausalLM",
-        "GPTNeoForSequenceClassification": "ForSequenceClassification",
-        "GPTNeoForTokenClassification": "ForTokenClassification",
-        "GPTNeoForQuestionAnswering": "ForQuestionAnswering",
-    },
+    heads=named("GPTNeo", "Model", "ForCausalLM", *TASKS),
     variations={
         "all_global": {"attention_types": [[["global"], 3]], "window_size": 256},
         "all_local": {"attention_types": [[["local"], 3]]},

@@ -1,6 +1,6 @@
 """GPT-NeoX: sublayers side by side, queries, keys and values in one projection, rotary on a part of each head."""
 
-from tests.conversion.architectures import VOCAB, Architecture
+from tests.conversion.architectures import SMALL, SPECIAL, TASKS, Architecture, named
 
 
 def half(rope_type: str, **fields) -> dict:
@@ -13,24 +13,11 @@ ARCHITECTURE = Architecture(
     model_type="gpt_neox",
     ours="xformer",
     tiny=dict(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=48,
-        max_position_embeddings=24,
+        **SMALL,
+        **SPECIAL,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
     ),
-    heads={
-        "GPTNeoXModel": "Model",
-        "GPTNeoXForCausalLM": "ForCausalLM",
-        "GPTNeoXForSequenceClassification": "ForSequenceClassification",
-        "GPTNeoXForTokenClassification": "ForTokenClassification",
-        "GPTNeoXForQuestionAnswering": "ForQuestionAnswering",
-    },
+    heads=named("GPTNeoX", "Model", "ForCausalLM", *TASKS),
     variations={
         "one_after_the_other": {"use_parallel_residual": False},
         "no_attention_biases": {"attention_bias": False, "tie_word_embeddings": True},

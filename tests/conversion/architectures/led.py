@@ -3,7 +3,7 @@
 import torch
 
 from tests.conversion.architectures import Architecture
-from tests.conversion.architectures.mbart import TINY, VARIATIONS, read
+from tests.conversion.architectures.mbart import TINY, VARIATIONS, WIDE, read
 
 NEEDLESS = ("max_position_embeddings", "forced_eos_token_id")
 
@@ -45,15 +45,7 @@ ARCHITECTURE = Architecture(
         **{name: fields for name, fields in VARIATIONS.items() if name != "scaled"},
         "windows": {"attention_window": [4, 8], "max_decoder_position_embeddings": 24},
     },
-    base=dict(
-        encoder_layers=6,
-        decoder_layers=6,
-        d_model=768,
-        encoder_attention_heads=12,
-        decoder_attention_heads=12,
-        encoder_ffn_dim=3072,
-        decoder_ffn_dim=3072,
-    ),
+    base={**WIDE, "encoder_ffn_dim": 3072, "decoder_ffn_dim": 3072},
     sides=("right",),  # positions count padding on the left
     inputs=with_globals,
     ready=one_table,

@@ -1,19 +1,8 @@
 """Llama and its nearest relatives."""
 
-from tests.conversion.architectures import VOCAB, Architecture
+from tests.conversion.architectures import SMALL, SPECIAL, Architecture
 
-TINY = dict(
-    vocab_size=VOCAB,
-    hidden_size=32,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    intermediate_size=48,
-    max_position_embeddings=40,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-)
+TINY = {**SMALL, **SPECIAL, "num_hidden_layers": 3, "num_key_value_heads": 2, "max_position_embeddings": 40}
 BASE = dict(vocab_size=32000, hidden_size=768, num_hidden_layers=12, num_attention_heads=12, intermediate_size=2048)
 
 

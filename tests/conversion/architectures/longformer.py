@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from tests.conversion.architectures import VOCAB, Architecture
-from tests.conversion.architectures.xlm_roberta import one_bias
+from tests.conversion.architectures import SMALL, TASKS, Architecture, named, one_bias
 
 SEPARATOR = 2
 
@@ -34,24 +33,8 @@ def inputs(head: str, given: dict[str, Tensor]) -> dict[str, Tensor]:
 ARCHITECTURE = Architecture(
     model_type="longformer",
     ours="xf_longformer",
-    tiny=dict(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=48,
-        max_position_embeddings=24,
-        type_vocab_size=1,
-        attention_window=[4, 4],
-    ),
-    heads={
-        "LongformerModel": "Model",
-        "LongformerForMaskedLM": "ForMaskedLM",
-        "LongformerForSequenceClassification": "ForSequenceClassification",
-        "LongformerForTokenClassification": "ForTokenClassification",
-        "LongformerForQuestionAnswering": "ForQuestionAnswering",
-        "LongformerForMultipleChoice": "ForMultipleChoice",
-    },
+    tiny=dict(**SMALL, type_vocab_size=1, attention_window=[4, 4]),
+    heads=named("Longformer", "Model", "ForMaskedLM", *TASKS, "ForMultipleChoice"),
     variations={
         "windows": {"attention_window": [4, 8]},
         "untied": {"tie_word_embeddings": False},

@@ -1,19 +1,10 @@
 """Marian, PEGASUS and M2M-100: sinusoids in BART's frame."""
 
 from tests.conversion.architectures import Architecture
-from tests.conversion.architectures.mbart import TINY, VARIATIONS, classes, one_table
+from tests.conversion.architectures.mbart import TINY, VARIATIONS, WIDE, classes, one_table
 
 PLAIN = {name: value for name, value in TINY.items() if name not in ("bos_token_id", "forced_eos_token_id")}
-BASE = dict(
-    vocab_size=50265,
-    encoder_layers=6,
-    decoder_layers=6,
-    d_model=768,
-    encoder_attention_heads=12,
-    decoder_attention_heads=12,
-    encoder_ffn_dim=3072,
-    decoder_ffn_dim=3072,
-)
+BASE = {**WIDE, "vocab_size": 50265, "encoder_ffn_dim": 3072, "decoder_ffn_dim": 3072}
 COMMON = dict(
     ours="xformer",
     ready=one_table,

@@ -26,6 +26,9 @@ VARIATIONS = {
 }
 
 
+WIDE = dict(encoder_layers=6, decoder_layers=6, d_model=768, encoder_attention_heads=12, decoder_attention_heads=12)
+
+
 def one_table(model) -> None:
     """Our towers read one token table, and the output's bias is a buffer that starts at zero."""
     if getattr(model, "final_logits_bias", None) is not None:
@@ -57,7 +60,7 @@ ARCHITECTURE = Architecture(
     heads={**classes("MBart"), "MBartForQuestionAnswering": "ForQuestionAnswering"},
     headless={"MBartForSequenceClassification": "ForSequenceClassification"},
     variations={**VARIATIONS, "language starts": {"decoder_start_token_id": None}},
-    base=dict(encoder_layers=6, decoder_layers=6, d_model=768, encoder_attention_heads=12, decoder_attention_heads=12),
+    base=WIDE,
     sides=("right",),  # positions count padding on the left
     inputs=read,
     ready=one_table,

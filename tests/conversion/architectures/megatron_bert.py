@@ -1,37 +1,21 @@
 """Megatron-BERT."""
 
-from tests.conversion.architectures import VOCAB, Architecture
-
-
-def one_bias(model) -> None:
-    """An untied output has a second bias that nothing reads."""
-    head = getattr(getattr(model, "cls", None), "predictions", None)
-    if head is not None:
-        head.bias.copy_(head.decoder.bias)
-
+from tests.conversion.architectures import SMALL, TASKS, Architecture, named, one_bias
 
 ARCHITECTURE = Architecture(
     model_type="megatron-bert",
     ours="xf_megatron",
-    tiny=dict(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=48,
-        max_position_embeddings=24,
+    tiny=SMALL,
+    heads=named(
+        "MegatronBert",
+        "ForMaskedLM",
+        "Model",
+        "ForPreTraining",
+        "ForCausalLM",
+        "ForNextSentencePrediction",
+        *TASKS,
+        "ForMultipleChoice",
     ),
-    heads={
-        "MegatronBertForMaskedLM": "ForMaskedLM",
-        "MegatronBertModel": "Model",
-        "MegatronBertForPreTraining": "ForPreTraining",
-        "MegatronBertForCausalLM": "ForCausalLM",
-        "MegatronBertForNextSentencePrediction": "ForNextSentencePrediction",
-        "MegatronBertForSequenceClassification": "ForSequenceClassification",
-        "MegatronBertForTokenClassification": "ForTokenClassification",
-        "MegatronBertForQuestionAnswering": "ForQuestionAnswering",
-        "MegatronBertForMultipleChoice": "ForMultipleChoice",
-    },
     settings={"MegatronBertForCausalLM": {"is_decoder": True}},
     variations={
         "relu": {"hidden_act": "relu"},

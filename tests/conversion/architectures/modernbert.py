@@ -1,6 +1,6 @@
 """Encoders of today: ModernBERT and EuroBERT."""
 
-from tests.conversion.architectures import VOCAB, Architecture
+from tests.conversion.architectures import SMALL, SPECIAL, TASKS, Architecture, named
 from tests.conversion.architectures.llama import BASE, OTHERS, SCALINGS, TINY
 
 TWO_RATES = {
@@ -12,27 +12,11 @@ ARCHITECTURES = (
     Architecture(
         model_type="modernbert",
         ours="xformer",
-        tiny=dict(
-            vocab_size=VOCAB,
-            hidden_size=32,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            intermediate_size=48,
-            max_position_embeddings=40,
-            local_attention=4,
-            rope_parameters=TWO_RATES,
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=2,
-        ),
-        heads={
-            "ModernBertModel": "Model",
-            "ModernBertForMaskedLM": "ForMaskedLM",
-            "ModernBertForSequenceClassification": "ForSequenceClassification",
-            "ModernBertForTokenClassification": "ForTokenClassification",
-            "ModernBertForQuestionAnswering": "ForQuestionAnswering",
-            "ModernBertForMultipleChoice": "ForMultipleChoice",
+        tiny={
+            **{**SMALL, **SPECIAL, "num_hidden_layers": 4, "max_position_embeddings": 40},
+            **{"local_attention": 4, "rope_parameters": TWO_RATES},
         },
+        heads=named("ModernBert", "Model", "ForMaskedLM", *TASKS, "ForMultipleChoice"),
         settings={"ModernBertForMultipleChoice": {"classifier_pooling": "mean"}},
         first_slot=("ModernBertForSequenceClassification",),
         tried_with={
@@ -56,10 +40,8 @@ ARCHITECTURES = (
                 "rope_parameters": {
                     **TWO_RATES,
                     "full_attention": {
-                        "rope_type": "yarn",
-                        "rope_theta": 900.0,
-                        "factor": 4.0,
-                        "original_max_position_embeddings": 8,
+                        **TWO_RATES["full_attention"],
+                        **{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8},
                     },
                 }
             },
@@ -67,12 +49,7 @@ ARCHITECTURES = (
         base={"num_hidden_layers": 12},
         refused=frozenset({"sparse_prediction"}),
         noted=frozenset({"initializer_cutoff_factor"}),
-        unread=frozenset(
-            {
-                "deterministic_flash_attn",
-                "sparse_pred_ignore_index",
-            }
-        ),
+        unread=frozenset({"deterministic_flash_attn", "sparse_pred_ignore_index"}),
         other_values={
             "hidden_activation": "silu",
             "classifier_activation": "relu",
@@ -86,12 +63,7 @@ ARCHITECTURES = (
         model_type="eurobert",
         ours="xformer",
         tiny=TINY,
-        heads={
-            "EuroBertModel": "Model",
-            "EuroBertForMaskedLM": "ForMaskedLM",
-            "EuroBertForTokenClassification": "ForTokenClassification",
-            "EuroBertForSequenceClassification": "ForSequenceClassification",
-        },
+        heads=named("EuroBert", "Model", "ForMaskedLM", "ForTokenClassification", "ForSequenceClassification"),
         tried_with=dict.fromkeys(("bos", "mean"), "EuroBertForSequenceClassification"),
         variations={
             "bos": {"classifier_pooling": "bos"},

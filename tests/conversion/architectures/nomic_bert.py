@@ -1,25 +1,12 @@
 """NomicBERT."""
 
-from tests.conversion.architectures import VOCAB, Architecture
-from tests.conversion.architectures.big_bird import one_bias
+from tests.conversion.architectures import SMALL, Architecture, named, one_bias
 
 ARCHITECTURE = Architecture(
     model_type="nomic_bert",
     ours="xformer",
-    tiny=dict(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=48,
-        max_position_embeddings=24,
-    ),
-    heads={
-        "NomicBertForMaskedLM": "ForMaskedLM",
-        "NomicBertModel": "Model",
-        "NomicBertForSequenceClassification": "ForSequenceClassification",
-        "NomicBertForTokenClassification": "ForTokenClassification",
-    },
+    tiny=SMALL,
+    heads=named("NomicBert", "ForMaskedLM", "Model", "ForSequenceClassification", "ForTokenClassification"),
     variations={
         "head width": {"head_dim": 6, "hidden_act": "gelu"},
         "theta": {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}},

@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from tests.conversion.architectures import VOCAB, Architecture
-from tests.conversion.architectures.big_bird import one_bias
+from tests.conversion.architectures import SMALL, TASKS, Architecture, named, one_bias
 
 
 def inputs(head: str, given: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -18,25 +17,8 @@ def inputs(head: str, given: dict[str, Tensor]) -> dict[str, Tensor]:
 ARCHITECTURE = Architecture(
     model_type="nystromformer",
     ours="xf_nystromformer",
-    tiny=dict(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=48,
-        max_position_embeddings=24,
-        conv_kernel_size=5,
-        num_landmarks=3,
-        segment_means_seq_len=9,
-    ),
-    heads={
-        "NystromformerForMaskedLM": "ForMaskedLM",
-        "NystromformerModel": "Model",
-        "NystromformerForSequenceClassification": "ForSequenceClassification",
-        "NystromformerForTokenClassification": "ForTokenClassification",
-        "NystromformerForQuestionAnswering": "ForQuestionAnswering",
-        "NystromformerForMultipleChoice": "ForMultipleChoice",
-    },
+    tiny=dict(**SMALL, conv_kernel_size=5, num_landmarks=3, segment_means_seq_len=9),
+    heads=named("Nystromformer", "ForMaskedLM", "Model", *TASKS, "ForMultipleChoice"),
     variations={
         "exact": {"num_landmarks": 64, "segment_means_seq_len": 64},
         "untied": {"tie_word_embeddings": False, "num_landmarks": 1},

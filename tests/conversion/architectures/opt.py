@@ -1,6 +1,6 @@
 """OPT, with norms before sublayers and after them, and a token table narrower than the model."""
 
-from tests.conversion.architectures import VOCAB, Architecture
+from tests.conversion.architectures import VOCAB, Architecture, named
 
 ARCHITECTURE = Architecture(
     model_type="opt",
@@ -14,12 +14,7 @@ ARCHITECTURE = Architecture(
         word_embed_proj_dim=32,
         max_position_embeddings=24,
     ),
-    heads={
-        "OPTModel": "Model",
-        "OPTForCausalLM": "ForCausalLM",
-        "OPTForSequenceClassification": "ForSequenceClassification",
-        "OPTForQuestionAnswering": "ForQuestionAnswering",
-    },
+    heads=named("OPT", "Model", "ForCausalLM", "ForSequenceClassification", "ForQuestionAnswering"),
     variations={
         "350m": {"word_embed_proj_dim": 12, "do_layer_norm_before": False},
         "narrow_untied": {"word_embed_proj_dim": 12, "tie_word_embeddings": False},

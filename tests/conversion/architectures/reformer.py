@@ -1,9 +1,8 @@
 """Reformer: LSH and local layers, encoders and decoders."""
 
-import torch
 from torch import Tensor
 
-from tests.conversion.architectures import VOCAB, Architecture
+from tests.conversion.architectures import VOCAB, Architecture, nystromformer
 
 HEADS = {
     "ReformerForMaskedLM": "ForMaskedLM",
@@ -21,12 +20,7 @@ LSH = {"lsh_attn_chunk_length": 4, "num_buckets": 4, "num_hashes": 2, "hash_seed
 
 def inputs(head: str, given: dict[str, Tensor]) -> dict[str, Tensor]:
     """Padding becomes text where chunks of padding stand in a ring: everywhere but in local decoders."""
-    if head == "ReformerModelWithLMHead":
-        return given
-    ids = given["input_ids"]
-    given["input_ids"] = ids.masked_fill(given["attention_mask"] == 0, 8)
-    given["attention_mask"] = torch.ones_like(ids)
-    return given
+    return given if head == "ReformerModelWithLMHead" else nystromformer.inputs(head, given)
 
 
 ARCHITECTURE = Architecture(

@@ -1,6 +1,6 @@
 """ViT and DeiT."""
 
-from tests.conversion.architectures import Architecture
+from tests.conversion.architectures import Architecture, named
 
 TINY = dict(
     hidden_size=32,
@@ -12,6 +12,7 @@ TINY = dict(
     encoder_stride=4,
     layer_norm_eps=1e-6,
 )
+HEADS = ("ForImageClassification", "ForMaskedImageModeling", "Model")
 COMMON = dict(
     ours="xf_vision_transformer",
     tiny=TINY,
@@ -28,20 +29,12 @@ COMMON = dict(
 )
 VIT = Architecture(
     model_type="vit",
-    heads={
-        "ViTForImageClassification": "ForImageClassification",
-        "ViTForMaskedImageModeling": "ForMaskedImageModeling",
-        "ViTModel": "Model",
-    },
+    heads=named("ViT", *HEADS),
     **COMMON,
 )
 DEIT = Architecture(
     model_type="deit",
-    heads={
-        "DeiTForImageClassification": "ForImageClassification",
-        "DeiTForMaskedImageModeling": "ForMaskedImageModeling",
-        "DeiTModel": "Model",
-    },
+    heads=named("DeiT", *HEADS),
     headless={"DeiTForImageClassificationWithTeacher": "Model"},
     **COMMON,
 )
