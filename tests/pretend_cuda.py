@@ -17,33 +17,13 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
 
 GPU = torch.device("cuda", 0)
-WAITS = (
-    "_local_scalar_dense",
-    "nonzero",
-    "masked_select",
-    "_unique2",
-    "unique_dim",
-    "equal",
-    "bincount",
-    "is_nonzero",
-)
+WAITS = "_local_scalar_dense nonzero masked_select _unique2 unique_dim equal bincount is_nonzero".split()
 # Operations that compute nothing: another look at the same memory, or memory without numbers.
 VIEWS = (
-    *(
-        "view",
-        "_unsafe_view",
-        "as_strided",
-        "transpose",
-        "permute",
-        "expand",
-        "slice",
-        "select",
-        "unsqueeze",
-        "squeeze",
-    ),
-    *("detach", "alias", "split", "split_with_sizes", "chunk", "unbind", "diagonal", "t", "unfold", "reshape"),
-    *("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "lift_fresh", "_reshape_alias"),
-)
+    "view _unsafe_view as_strided transpose permute expand slice select unsqueeze squeeze detach alias split "
+    "split_with_sizes chunk unbind diagonal t unfold reshape empty empty_like new_empty empty_strided "
+    "new_empty_strided lift_fresh _reshape_alias"
+).split()
 
 
 class Log:
@@ -164,22 +144,10 @@ def to_gpu(x: torch.Tensor) -> torch.Tensor:
 
 
 FACTORIES = (
-    *(
-        "empty",
-        "zeros",
-        "ones",
-        "full",
-        "arange",
-        "tensor",
-        "as_tensor",
-        "asarray",
-        "scalar_tensor",
-        "eye",
-        "linspace",
-    ),
-    *("rand", "randn", "randint", "randperm", "tril_indices", "triu_indices", "empty_strided", "logspace"),
-    *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
-)
+    "empty zeros ones full arange tensor as_tensor asarray scalar_tensor eye linspace rand randn randint randperm "
+    "tril_indices triu_indices empty_strided logspace empty_like zeros_like ones_like full_like rand_like randn_like "
+    "randint_like"
+).split()
 
 
 def _kind(device) -> str | None:

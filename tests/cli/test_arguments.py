@@ -32,7 +32,6 @@ def options(*argv, file=None, tmp_path=None):
 @pytest.mark.parametrize(
     "text, hint, value",
     [
-        ("3", int, 3),
         ("3", float, 3.0),
         ("1e-4", float, 1e-4),
         (500000, float, 500000.0),
@@ -82,13 +81,6 @@ def test_values_that_do_not_fit(text, hint, words):
         parse(text, hint, "--x")
 
 
-def test_annotations_are_resolved_where_they_stand():
-    assert annotation(config_class("bert"), "type_vocab_size") is int
-    assert annotation(config_class("bert"), "head_dim") == int | None
-    assert annotation(SLOTS["attention"].get("dense"), "bias") is bool
-    assert annotation(config_class("bert"), "no_such_field") is Any
-
-
 def test_every_component_field_has_a_readable_annotation():
     for slot, registry in SLOTS.items():
         for name in registry:
@@ -101,39 +93,20 @@ def test_every_component_field_has_a_readable_annotation():
 
 
 def test_dotted_options_are_taken_out():
-    rest, found = split_dotted(
-        [
-            "--a",
-            "1",
-            "--attention",
-            "dense",
-            "--attention.bias=false",
-            "--attention.scale",
-            "-0.5",
-            "--position.x",
-            "--b",
-        ],
-        ["attention", "position"],
-    )
+    argv = "--a 1 --attention dense --attention.bias=false --attention.scale -0.5 --position.x --b".split()
+    rest, found = split_dotted(argv, ["attention", "position"])
     assert rest == ["--a", "1", "--b"]
-    assert found == {
-        "attention": {"type": "dense", "bias": "false", "scale": "-0.5"},
-        "position": {"x": "true"},
-    }
+    attention = {"type": "dense", "bias": "false", "scale": "-0.5"}
+    assert found == {"attention": attention, "position": {"x": "true"}}
 
 
 def test_another_name_drops_the_fields_of_the_first():
     below = {"attention": {"type": "dense", "bias": "false"}, "position": {"theta": "5"}}
-    assert overlay(below, {"attention": {"type": "other"}}) == {
-        "attention": {"type": "other"},
-        "position": {"theta": "5"},
-    }
-    assert overlay(below, {"attention": {"type": "dense", "scale": "1"}})["attention"] == {
-        "type": "dense",
-        "bias": "false",
-        "scale": "1",
-    }
-    assert overlay(below, {"attention": {"scale": "1"}})["attention"]["bias"] == "false"
+    other = {"type": "other"}
+    assert overlay(below, {"attention": other}) == {"attention": other, "position": {"theta": "5"}}
+    for above in ({"type": "dense", "scale": "1"}, {"scale": "1"}):
+        whole = {"type": "dense", "bias": "false", "scale": "1"}
+        assert overlay(below, {"attention": above})["attention"] == whole
 
 
 def test_components_and_fields():
@@ -272,10 +245,6 @@ def test_the_command_line_wins(tmp_path):
     assert model["components"]["position"] == {"type": "learned_absolute"}
     assert model["components"]["attention"] == {"type": "dense", "bias": False, "scale": 2}
     assert model["objective_fields"] == {}
-
-
-def test_an_empty_file_says_nothing(tmp_path):
-    assert options("--output_dir", "out", file="", tmp_path=tmp_path)[0].variant is None
 
 
 def test_nested_names_become_dotted():

@@ -12,6 +12,7 @@ from hf_xformers.cli import main
 from hf_xformers.hub.attention_map import attention_maps, draw, map_config
 from hf_xformers.hub.model_card import caption
 from hf_xformers.variants import config_class
+from tests.helpers import tiny_fields
 
 MACHINE = {"device": "x86_64", "threads": 1, "torch": "2.13.0", "transformers": "5.23.0", "python": "3.11.7"}
 SETTINGS = {
@@ -21,50 +22,16 @@ SETTINGS = {
     "training": {"layers": 2, "hidden_size": 64, "length": 32},
 }
 ROWS = [
-    {
-        "kind": "speed",
-        "label": "mine",
-        "variant": "xf_performer",
-        "shape": "encoder",
-        "at": 4096,
-        "status": "ok",
-        "ms": 3.25,
-        "time ratio": 0.375,
-        "peak MiB": 12.5,
-        "memory ratio": None,
-    },
-    {
-        "kind": "speed",
-        "label": "mine",
-        "variant": "xf_performer",
-        "shape": "encoder",
-        "at": 8192,
-        "status": "timeout",
-        "error": "late",
-    },
-    {
-        "kind": "speed",
-        "label": "dense",
-        "variant": "xf_bert",
-        "shape": "encoder",
-        "at": 4096,
-        "status": "ok",
-        "ms": 777.0,
-    },
-    {
-        "kind": "quality",
-        "label": "mine",
-        "variant": "xf_performer",
-        "shape": "decoder",
-        "at": "mqar",
-        "status": "ok",
-        "head": "ForCausalLM",
-        "accuracy": 0.625,
-        "chance accuracy": 0.125,
-        "loss": 1.5,
-        "steps": 400,
-        "seconds": 9.0,
-    },
+    {"kind": "speed", "label": "mine", "variant": "xf_performer", "shape": "encoder", **row}
+    for row in (
+        {"at": 4096, "status": "ok", "ms": 3.25, "time ratio": 0.375, "peak MiB": 12.5, "memory ratio": None},
+        {"at": 8192, "status": "timeout", "error": "late"},
+        {"at": 4096, "status": "ok", "ms": 777.0, "label": "dense", "variant": "xf_bert"},
+        {
+            **{"kind": "quality", "shape": "decoder", "at": "mqar", "status": "ok", "head": "ForCausalLM"},
+            **{"accuracy": 0.625, "chance accuracy": 0.125, "loss": 1.5, "steps": 400, "seconds": 9.0},
+        },
+    )
 ]
 
 
@@ -96,14 +63,7 @@ def test_card_without_a_file_is_printed(capsys):
 
 
 def test_card_of_a_checkpoint(tmp_path, results):
-    config = XFPerformerConfig(
-        vocab_size=40,
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=16,
-        is_decoder=True,
-    )
+    config = XFPerformerConfig(**tiny_fields(XFPerformerConfig, "decoder"))
     folder = tmp_path / "my-model"
     XFPerformerForCausalLM(config).save_pretrained(folder)
     target = folder / "README.md"

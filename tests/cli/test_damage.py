@@ -130,10 +130,16 @@ def index_outside(model):
 
 FILES = [random_bytes, absurd_header, header_that_is_a_list, config_that_is_a_list, config_that_is_null, index_outside]
 DAMAGE = [cut_off, no_header, missing, unexpected, other_size, broken_config, *FILES]
+NAMES = ["not a repository", "a/b/c", "./nowhere", "owner/"]
+READERS = ["evaluate", "pretrain", "uptrain", "teacher", "swap", "convert"]
 
 
-@pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
-@pytest.mark.parametrize("command", ["evaluate", "pretrain", "uptrain", "teacher", "swap", "convert"])
+def pairs(first, second, always=1):
+    """Each of the first with some of the second, each of the second with one of the first."""
+    return [(one, two) for i, one in enumerate(first) for j, two in enumerate(second) if not i or j < always]
+
+
+@pytest.mark.parametrize("command, damage", pairs(READERS, DAMAGE, 3), ids=lambda x: getattr(x, "__name__", x))
 def test_damaged_models(command, damage, text, bert, tmp_path, capsys):
     model = shutil.copytree(bert, tmp_path / "model")
     words = damage(model)
@@ -148,8 +154,10 @@ def test_damaged_models(command, damage, text, bert, tmp_path, capsys):
     assert not (tmp_path / "out" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("damage", [cut_off, *FILES], ids=lambda damage: damage.__name__)
-@pytest.mark.parametrize("command", ["push", "bundle", "card", "export"])
+SHARING = ["push", "bundle", "card", "export"]
+
+
+@pytest.mark.parametrize("command, damage", pairs(SHARING, [cut_off, *FILES]), ids=lambda x: getattr(x, "__name__", x))
 def test_damaged_models_to_share(command, damage, bert, tmp_path, capsys):
     skip_without_onnx(command)
     model = shutil.copytree(bert, tmp_path / "model")
@@ -160,8 +168,9 @@ def test_damaged_models_to_share(command, damage, bert, tmp_path, capsys):
     assert before == sorted(path.name for path in tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("command", ["evaluate", "pretrain", "uptrain", "push", "card"])
-@pytest.mark.parametrize("content", ["[]", "null", '{"seed": '])
+@pytest.mark.parametrize(
+    "command, content", pairs(["evaluate", "pretrain", "uptrain", "push", "card"], ['{"seed": ', "[]", "null"])
+)
 def test_damaged_summaries(command, content, text, bert, tmp_path, capsys):
     model = shutil.copytree(bert, tmp_path / "model")
     (model / "training_summary.json").write_text(content)
@@ -265,8 +274,7 @@ def test_a_disk_that_is_read_only(command, text, bert, disk, capsys):
     assert "can be read only" in refused(capsys, *arguments)
 
 
-@pytest.mark.parametrize("command", [*WRITERS, "export", "benchmark"])
-@pytest.mark.parametrize("inside", [False, True], ids=["a file", "in a file"])
+@pytest.mark.parametrize("command, inside", pairs([*WRITERS, "export", "benchmark"], [True, False]))
 def test_output_that_is_a_file(command, inside, text, bert, tmp_path, capsys):
     (tmp_path / "there").mkdir()
     place = tmp_path / "there" / "out"
@@ -292,8 +300,7 @@ def test_what_the_system_says():
     assert explain(KeyError("x")) is None and explain(RuntimeError("shapes")) is None
 
 
-@pytest.mark.parametrize("name", ["not a repository", "a/b/c", "./nowhere", "owner/"])
-@pytest.mark.parametrize("command", ["evaluate", "pretrain", "uptrain", "teacher", "swap", "convert"])
+@pytest.mark.parametrize("command, name", pairs(READERS, NAMES))
 def test_names_that_are_none(command, name, text, bert, tmp_path, capsys):
     message = refused(capsys, *commands(name, text, tmp_path / "out", bert)[command])
     assert repr(name) in message

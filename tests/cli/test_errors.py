@@ -101,11 +101,9 @@ def test_pretrain(case, text, tmp_path, capsys):
     assert not (tmp_path / "run" / "model.safetensors").exists()
 
 
-def test_no_output_folder(text, capsys):
+def test_empty_file_and_empty_folder(tmp_path, text, capsys):
     assert "--output_dir" in refused(capsys, "pretrain", "--data", text)
-
-
-def test_empty_file_and_empty_folder(tmp_path, capsys):
+    assert "configuration file 'nowhere.yaml' cannot be read" in refused(capsys, "pretrain", "nowhere.yaml")
     empty = tmp_path / "empty.txt"
     empty.write_text("")
     folder = tmp_path / "folder"
@@ -138,10 +136,6 @@ def test_files(content, words, text, tmp_path, capsys):
     path.write_text(content)
     message = refused(capsys, "pretrain", path, "--data", text, "--output_dir", tmp_path / "run")
     assert words in message
-
-
-def test_missing_configuration_file(capsys):
-    assert "configuration file 'nowhere.yaml' cannot be read" in refused(capsys, "pretrain", "nowhere.yaml")
 
 
 # ------------------------------------------------------------------------------------------------ with a saved model

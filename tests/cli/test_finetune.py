@@ -11,10 +11,17 @@ from transformers import TrainerCallback
 
 from hf_xformers.cli import main
 from hf_xformers.cli.finetune import run as finetune_run
-from hf_xformers.data import train_tokenizer
-from hf_xformers.variants import config_class, family
-from tests.finetuning.task_data import classification, command, finetune, sentences, tagging, translation, write_lines
-from tests.training.runs import SHAPE
+from tests.finetuning.task_data import (
+    BARE,
+    classification,
+    command,
+    finetune,
+    pretrained,
+    sentences,
+    tagging,
+    translation,
+    write_lines,
+)
 
 
 def refused(capsys, *argv):
@@ -39,22 +46,14 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def bert(tmp_path_factory):
-    """A pretrained encoder with its tokenizer."""
-    folder = tmp_path_factory.mktemp("models") / "bert"
-    torch.manual_seed(0)
-    tokenizer = train_tokenizer([text for text, _ in sentences(64, 0)], vocab_size=300, num_sentinels=0)
-    config = config_class("bert")(**{**SHAPE, "vocab_size": 300, "max_position_embeddings": 32})
-    family("bert")["ForMaskedLM"](config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return pretrained(tmp_path_factory.mktemp("models") / "bert")
 
 
 @pytest.fixture(scope="module")
 def classifier(bert, data, tmp_path_factory):
     """The encoder fine-tuned on two classes."""
     folder = tmp_path_factory.mktemp("models") / "classifier"
-    finetune("text-classification", data, folder, model=bert, max_steps=1, eval_strategy="no", save_strategy="no",
-             load_best_model_at_end="false")  # fmt: skip
+    finetune("text-classification", data, folder, model=bert, max_steps=1, **BARE)
     return folder
 
 
@@ -110,6 +109,7 @@ REQUESTS = {
     "fields without a method": ({"peft.r": 4}, ["--peft.FIELD options are about a method; name it with --peft"]),
     "unknown option": ({"lerning_rate": 1}, ["Did you mean --learning_rate?"]),
     "missing file": ({"validation_data": "nowhere.csv"}, ["there is no file or folder 'nowhere.csv'"]),
+    "sampling of one": ({"sampling": "sqrt"}, ["--sampling says how often each of several tasks comes"]),
     "smoothed regression": (
         {"task": "regression", "label_smoothing_factor": 0.1},
         ["--label_smoothing_factor spreads probability over classes"],
@@ -215,28 +215,8 @@ def test_a_stride_that_leaves_no_room(tmp_path, capsys):
 # ------------------------------------------------------------------------------------------------ models
 
 
-@pytest.mark.parametrize("name", ["not a repository", "a/b/c", "./nowhere", "owner/"])
-def test_a_repository_id_that_is_not_one(name, data, tmp_path, capsys):
-    message = refused(capsys, *command("text-classification", data, tmp_path / "run", model=name))
-    assert repr(name) in message and ("repository id" in message or "there is no folder" in message)
-    message = refused(capsys, *command("text-classification", [name], tmp_path / "run"))
-    assert repr(name) in message
-
-
 def copied(model, tmp_path):
     return shutil.copytree(model, tmp_path / "copy")
-
-
-def test_a_truncated_file(bert, data, tmp_path, capsys):
-    model = copied(bert, tmp_path)
-    whole = (model / "model.safetensors").read_bytes()
-    for length in (len(whole) - 1, len(whole) // 2, 20, 4):
-        (model / "model.safetensors").write_bytes(whole[:length])
-        message = refused(capsys, *command("text-classification", data, tmp_path / "run", model=model))
-        assert "model.safetensors is cut off; copy or save it again" in message
-    (model / "model.safetensors").unlink()
-    message = refused(capsys, *command("text-classification", data, tmp_path / "run", model=model))
-    assert "do not load into XFBertForSequenceClassification" in message
 
 
 @pytest.mark.parametrize("change", ["missing", "unexpected", "size"])
@@ -341,8 +321,8 @@ def test_nothing_already_written_is_damaged(bert, classifier, data, tmp_path, ca
 
 
 def test_progress_in_lines_for_people(bert, data, tmp_path, capsys):
-    finetune("text-classification", data, tmp_path / "out", model=bert, max_steps=2, logging_steps=1,
-             eval_strategy="steps", eval_steps=2, save_strategy="no", load_best_model_at_end="false")  # fmt: skip
+    often = {"max_steps": 2, "logging_steps": 1, "eval_strategy": "steps", "eval_steps": 2}
+    finetune("text-classification", data, tmp_path / "out", model=bert, **{**BARE, **often})
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("step 1/2, loss ") for line in lines)
     (held_out,) = [line for line in lines if "held out: " in line]
@@ -359,8 +339,8 @@ def test_an_interrupted_run_says_how_to_go_on(at, said, tmp_path, capsys):
             if state.global_step == at:
                 raise KeyboardInterrupt
 
-    argv = command("text-classification", classification(tmp_path), tmp_path / "run", max_steps=4, save_steps=2,
-                   save_strategy="steps", eval_strategy="no", load_best_model_at_end="false")  # fmt: skip
+    saves = {**BARE, "max_steps": 4, "save_steps": 2, "save_strategy": "steps"}
+    argv = command("text-classification", classification(tmp_path), tmp_path / "run", **saves)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hf_xformers.cli.finetune.run", lambda argv, run=finetune_run: run(argv, [Stop()]))
         assert main(["finetune", *argv]) == 130
