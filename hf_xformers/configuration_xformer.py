@@ -52,6 +52,7 @@ _OF_LAYERS = (
     "attention",
     "cross_attention",
     "normalization",
+    "residual",
     "feedforward",
 )
 
@@ -176,7 +177,8 @@ class XFormerConfig(PreTrainedConfig):
     Slots: embedding, position, attention, cross_attention, normalization, residual, feedforward, block, stack, head.
     decoder: fields of an encoder-decoder's decoder that differ from its encoder's, e.g. `{"attention": "dense"}`.
     per_layer_config: fields of single layers that differ, e.g. `{0: {"attention": "dense"}}` (transformers' own
-        field): attention, cross_attention, feedforward, normalization, and the sizes and dropout inside them.
+        field): attention, cross_attention, feedforward, normalization, residual, and the sizes and dropout inside
+        them.
 
     Raises:
         TypeError: a field or a component field has a wrong type.

@@ -45,7 +45,8 @@ class XFormerTower(XFormerPreTrainedModel):
     def __init__(self, config: XFormerConfig, *, cross: bool = False):
         super().__init__(config)
         self.cross = cross
-        # Where layers differ, the embedding uses the first layer's config and the final norm the last layer's.
+        # Where norms, residuals and heads differ by layer, what stands before the layers goes by the first, and what
+        # follows by the last.
         first, last = config.layer(0), config.layer(max(config.num_hidden_layers - 1, 0))
         self.embedding = config.embedding.build(first)
         self.position = _checked(config.position.build(first), config)
@@ -58,7 +59,7 @@ class XFormerTower(XFormerPreTrainedModel):
             if isinstance(module, Attention):  # back-ends ask the tower's config, not one layer's view, for their name
                 module.config = config
         self.stack = config.stack.build(config)
-        self.final_norm, self.final_normalization = config.residual.build_final(last), last.normalization
+        self.final_norm, self.final_normalization = last.residual.build_final(last), last.normalization
         self._read_capabilities()
         self.types_were_read = False
         self.reads_tokens_alone = False  # whether the head on this tower does

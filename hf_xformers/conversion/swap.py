@@ -306,17 +306,17 @@ def _plan(layer: Any) -> tuple[SublayerPlan, ...]:
 def _moved_norms(old: XFormerTower, new: XFormerTower) -> tuple[dict[str, Derived], set[str]]:
     """Post-LN to pre-LN and back. What normalised the output of a sublayer now normalises the input of the next: the
     norm after sublayer s and the one before sublayer s + 1 see the same states (Xiong et al. 2020, figure 1)."""
-    kinds = (old.config.residual.type, new.config.residual.type)
+    kinds = tuple({view.residual.type for view in tower.config.layer_configs()} for tower in (old, new))
     alike = [entry.name for layer in old.layers for entry in _plan(layer)] == [
         entry.name for layer in new.layers for entry in _plan(layer)
     ]
     in_sequence = old.config.block.in_sequence and new.config.block.in_sequence
-    if kinds not in (("post_ln", "pre_ln"), ("pre_ln", "post_ln")) or not alike or not in_sequence:
+    if kinds not in (({"post_ln"}, {"pre_ln"}), ({"pre_ln"}, {"post_ln"})) or not alike or not in_sequence:
         return {}, set()
     sites = [f"layers.{i}.{entry.name}_residual.norm" for i, layer in enumerate(old.layers) for entry in _plan(layer)]
     before, after = old.state_dict(), new.state_dict()
     final = {"old": _final_norm(before), "new": _final_norm(after)}
-    if kinds[0] == "post_ln":
+    if kinds[0] == {"post_ln"}:
         pairs = list(zip(sites, [*sites[1:], final["new"]]))
     else:
         pairs = list(zip([*sites[1:], final["old"]], sites))

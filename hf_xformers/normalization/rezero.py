@@ -24,7 +24,8 @@ class ReZero(Residual):
 
     def __init__(self, config, scale: float = 1.0, owner: ReZero | None = None):
         super().__init__(config, scale)
-        self.alpha = nn.Parameter(torch.full((1,), float(config.residual.init))) if owner is None else None
+        self.start = float(config.residual.init)
+        self.alpha = nn.Parameter(torch.full((1,), self.start)) if owner is None else None
         # Outside the module tree: the owner registers the parameter, once.
         object.__setattr__(self, "_owner", self if owner is None else owner)
 
@@ -33,7 +34,7 @@ class ReZero(Residual):
 
     def initialize(self, config, init) -> None:
         if self.alpha is not None:
-            init.constant_(self.alpha, config.residual.init)
+            init.constant_(self.alpha, self.start)
 
 
 @register("residual", "rezero")

@@ -108,6 +108,11 @@ WORKS = {
         f"a window that holds the whole text, {shape}": (shape, head, {"attention": {"type": "lolcats", "window": 64}})
         for shape, head in (("encoder", "ForMaskedLM"), ("decoder", "ForCausalLM"))
     },
+    "residuals by layer, the last one's at the end": (
+        "decoder",
+        "ForCausalLM",
+        dict(residual="post_ln", per_layer_config={0: {"residual": "rezero"}, 1: {"residual": "pre_ln"}}),
+    ),
     "norms by layer, those of conditional attention": (
         "seq2seq",
         "Model",
@@ -171,7 +176,6 @@ REFUSED = [
     *[
         (dict(per_layer_config={1: {name: value}}), f"overrides '{name}', which {WHOLE}")
         for name, value in {
-            "residual": "pre_ln",
             "position": "rotary",
             "block": "macaron",
             "embedding": "fix_norm",

@@ -106,10 +106,12 @@ GROUPS: dict[str, Groups] = {
 }
 
 
-def by_layer(attentions: list[dict[str, Any]], feedforwards: list[dict[str, Any]] | None = None) -> dict[str, Any]:
-    """Our fields for layers with these attentions, and these feed-forward components: the first layer's for all, and
-    those that differ."""
-    slots = {"attention": attentions, **({} if feedforwards is None else {"feedforward": feedforwards})}
+def by_layer(
+    attentions: list[dict[str, Any]], feedforwards: list[dict[str, Any]] | None = None, **further: list[Any]
+) -> dict[str, Any]:
+    """Our fields for layers with these attentions, these feed-forward components, and further ones by slot: the first
+    layer's for all, and those that differ."""
+    slots = {"attention": attentions, **({} if feedforwards is None else {"feedforward": feedforwards}), **further}
     others: dict[int, dict[str, Any]] = {}
     for slot, entries in slots.items():
         for index, entry in enumerate(entries):

@@ -52,13 +52,14 @@ def linear_rules(index: int, view: XFormerConfig) -> tuple[Rule, ...]:
     )
 
 
-def shared_linear_rules(own: str, ours: str) -> tuple[Rule, ...]:
+def shared_linear_rules(own: str, ours: str, norm: str = "norm", output: str = "out_proj") -> tuple[Rule, ...]:
+    """Of what relatives have alike. norm, output: their names of the norm and the projection of what is read."""
     return (
         Rule((f"{own}.conv1d.weight",), (f"{ours}.short_conv.weight",), TAPS),
         copied(f"{own}.A_log", f"{ours}.decay.A_log"),
         copied(f"{own}.dt_bias", f"{ours}.decay.dt_bias"),
-        copied(f"{own}.norm.weight", f"{ours}.output_norm.weight"),
-        copied(f"{own}.out_proj.weight", f"{ours}.o_proj.weight"),
+        copied(f"{own}.{norm}.weight", f"{ours}.output_norm.weight"),
+        copied(f"{own}.{output}.weight", f"{ours}.o_proj.weight"),
     )
 
 
@@ -90,31 +91,53 @@ def backbone(config: XFormerConfig) -> tuple[Rule, ...]:
     return (*rules, *expert_layers.rules(config), *llama.frame(config))
 
 
-def attentions(config: PreTrainedConfig) -> list[dict[str, Any]]:
-    """Our attention of every layer.
+def attentions(
+    config: PreTrainedConfig, full: dict[str, Any] | None = None, linear: dict[str, Any] | None = None
+) -> list[dict[str, Any]]:
+    """Our attention of every layer. full, linear: fields of layers that read all tokens, where they are not those of
+    Qwen3-Next, and further ones of those with a state.
 
     Raises:
         ValueError: a type of layer that does not convert, or an activation other than SiLU, which a convolution has.
     """
     llama.refuse_other(config, hidden_act="silu")
-    linear = {"type": LINEAR, **{mine: getattr(config, theirs) for mine, theirs in WIDTHS.items()}}
-    full = {"type": "dense", "bias": config.attention_bias, "query_key_norm": "head", "output_gate": "element"}
+    if full is None:
+        full = {"bias": config.attention_bias, "query_key_norm": "head", "output_gate": "element"}
+    widths = {mine: getattr(config, theirs) for mine, theirs in WIDTHS.items()}
+    entries = {
+        "full_attention": {"type": "dense", **full},
+        "linear_attention": {"type": LINEAR, **widths, **(linear or {})},
+    }
     for kind in config.layer_types:
         if kind not in LAYER_TYPES:
             raise ValueError(f"layer_types has {kind!r}, which does not convert; these do: {', '.join(LAYER_TYPES)}.")
-    return [full if kind == "full_attention" else linear for kind in config.layer_types]
+    return [entries[kind] for kind in config.layer_types]
+
+
+def kinds_of_layers(config: XFormerConfig) -> tuple[Any, Any]:
+    """The first attention with a state, and the first that reads all tokens; None where there is none."""
+    specs = [config.layer(index).attention for index in range(config.num_hidden_layers)]
+    linear = next((spec for spec in specs if spec.type == LINEAR), None)
+    return linear, next((spec for spec in specs if spec.type != LINEAR), None)
+
+
+def linear_fields(config: XFormerConfig) -> dict[str, Any]:
+    """What layers with a state say, and which layers these are."""
+    linear, _ = kinds_of_layers(config)
+    views = [config.layer(index) for index in range(config.num_hidden_layers)]
+    return {
+        **({} if linear is None else {theirs: getattr(linear, mine) for mine, theirs in WIDTHS.items()}),
+        "layer_types": [LAYER_TYPES[view.attention.type == LINEAR] for view in views],
+    }
 
 
 def fields_of_attention(config: XFormerConfig) -> dict[str, Any]:
     """The inverse of [`attentions`]."""
-    views = [config.layer(index) for index in range(config.num_hidden_layers)]
-    linear = next((view.attention for view in views if view.attention.type == LINEAR), None)
-    full = next((view.attention for view in views if view.attention.type != LINEAR), None)
+    _, full = kinds_of_layers(config)
     return {
         **llama.head_width(config),
-        **({} if linear is None else {theirs: getattr(linear, mine) for mine, theirs in WIDTHS.items()}),
+        **linear_fields(config),
         **({} if full is None else {"attention_bias": full.bias}),
-        "layer_types": [LAYER_TYPES[view.attention.type == LINEAR] for view in views],
     }
 
 

@@ -2,7 +2,7 @@
 
 from tests.conversion.architectures import VOCAB, Architecture
 from tests.conversion.architectures.experts import EXPERTS, ROUTING, SPARSE_OTHERS
-from tests.conversion.architectures.llama import BASE, OTHERS, TINY, heads
+from tests.conversion.architectures.llama import BASE, OTHERS, SCALINGS, TINY, heads, rope
 
 LINEAR = {
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6},
@@ -17,6 +17,8 @@ HYBRID_OTHERS = {
     "rope_parameters": {**PARTLY, "partial_rotary_factor": 0.25},
     "layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"],
 }
+UNTURNED = {"rope_parameters": {"rope_theta": None, "rope_type": "default"}}
+STARTS = ("linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max", "linear_dt_init_floor")
 FACTORS = ("full_attn_alpha_factor", "linear_attn_alpha_factor", "mlp_alpha_factor")
 
 ARCHITECTURES = (
@@ -50,6 +52,26 @@ ARCHITECTURES = (
         refused=frozenset({"hidden_act"}),
         other_values=HYBRID_OTHERS,
         tolerance=5e-5,  # a state of sums over a text, in float32
+    ),
+    Architecture(
+        model_type="olmo_hybrid",
+        ours="xformer",
+        tiny={**TINY, **LINEAR, "num_hidden_layers": 4, "rms_norm_eps": 1e-3, **rope("default")},
+        heads={"OlmoHybridModel": "Model", "OlmoHybridForCausalLM": "ForCausalLM"},
+        variations={
+            "published": {**UNTURNED, "linear_num_value_heads": 2, "linear_conv_kernel_dim": 4},
+            "full_first": {"layer_types": ["full_attention", *["linear_attention"] * 3], "attention_bias": True},
+            "positive": {"linear_allow_neg_eigval": False, "tie_word_embeddings": True, "num_key_value_heads": 4},
+            "rope_yarn": SCALINGS["rope_yarn"],
+        },
+        base={**BASE, "num_key_value_heads": 12, **UNTURNED},
+        refused=frozenset({"hidden_act"}),
+        unread=frozenset(STARTS),
+        other_values={
+            **OTHERS,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"],
+        },
+        tolerance=5e-5,
     ),
     Architecture(
         model_type="mamba2",
