@@ -317,7 +317,13 @@ class Converter:
                 values[name] = getattr(config, mine)
         values["name_or_path"] = config.name_or_path
         values |= {name: getattr(config, name) for name in self._further_ids() if hasattr(config, name)}
-        values |= self.to_theirs(config)
+        try:
+            values |= self.to_theirs(config)
+        except RuntimeError as error:  # transformers', where one value is asked for of layers that differ
+            raise ValueError(
+                f"`per_layer_config` cannot be converted: layers of a {self.model_type!r} model do not differ in one"
+                f" of {', '.join(sorted(config.per_layer_attributes or ()))}."
+            ) from error
         try:
             return self.their_config(**values)
         except StrictDataclassError as error:

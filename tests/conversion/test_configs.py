@@ -281,6 +281,19 @@ def test_other_model_types_of_transformers(model_type):
     assert said.endswith("none is near to it") if near is None else near in said.split(": ")[1].split(", ")
 
 
+def test_layers_that_differ_where_a_family_has_them_alike():
+    layers = {1: {"feedforward": {"type": "geglu", "bias": False}}}
+    sizes = dict(vocab_size=20, hidden_size=8, num_attention_heads=2, num_hidden_layers=2, intermediate_size=8)
+    parts = dict(
+        normalization="rms_norm", residual="pre_ln", position="rotary", attention={"type": "dense", "bias": False}
+    )
+    config = XFormerConfig(
+        **sizes, **parts, is_decoder=True, feedforward={"type": "swiglu", "bias": False}, per_layer_config=layers
+    )
+    with pytest.raises(ValueError, match="layers of a 'smollm3' model do not differ in one of feedforward"):
+        base.converter_for("smollm3").config_to_theirs(config)
+
+
 def test_unknown_model_types_are_listed():
     with pytest.raises(
         ValueError, match="No conversion for model type 'bret'; did you mean 'bert'[?] These convert: "

@@ -24,8 +24,10 @@ COMPONENTS = {**llama.COMPONENTS, "attention": ("multi_head_latent_attention",)}
 WIDTHS = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
-def attention_rules(config: XFormerConfig) -> tuple[Rule, ...]:
-    own, ours, spec = "@layers.{i}.self_attn", "@trunk.layers.{i}.attention", config.layer(0).attention
+def attention_rules(config: XFormerConfig, index: int | None = None) -> tuple[Rule, ...]:
+    """Of all layers, or of one."""
+    layer, spec = "{i}" if index is None else index, config.layer(index or 0).attention
+    own, ours = f"@layers.{layer}.self_attn", f"@trunk.layers.{layer}.attention"
     queries: tuple[Rule, ...] = (copied(f"{own}.q_proj.weight", f"{ours}.q_proj.weight"),)
     if spec.q_lora_rank is not None:
         queries = (

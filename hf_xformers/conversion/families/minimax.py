@@ -18,7 +18,7 @@ from ..base import Converter, decoder_heads, register
 from ..rotary import rope_parameters, rotary_of, rotation_fields
 from ..rules import Operation, Rule, copied, joined_by_group
 from . import expert_layers, llama
-from .qwen3_next import LAYER_TYPES
+from .qwen3_next import by_kind, kinds
 
 LINEAR = "lightning_attention"
 STREAM = tuple(f"{part}_alpha_factor" for part in ("full_attn", "linear_attn", "mlp"))
@@ -83,19 +83,15 @@ def to_ours(config: PreTrainedConfig) -> dict[str, Any]:
         ValueError: a window, another activation than SiLU, which lightning attention has, a type of layer that does
             not convert, or sublayers with different factors.
     """
-    llama.refuse_other(config, hidden_act="silu", sliding_window=None, **dict.fromkeys(BRANCH, 1))
+    llama.refuse_other(config, sliding_window=None, **dict.fromkeys(BRANCH, 1))
     factors = {name: getattr(config, name) for name in STREAM}
     if len({*factors.values()}) > 1:
         given = ", ".join(f"{name}={value!r}" for name, value in factors.items())
         raise ValueError(f"{given} do not convert: one factor is that of all sublayers.")
     linear = {"type": LINEAR, "key_heads": config.num_attention_heads, "chunk_size": config.block_size}
-    full = {"type": "dense", "bias": False}
-    for kind in config.layer_types:
-        if kind not in LAYER_TYPES:
-            raise ValueError(f"layer_types has {kind!r}, which does not convert; these do: {', '.join(LAYER_TYPES)}.")
     return {
         **llama.DECODER,
-        **llama.by_layer([full if kind == LAYER_TYPES[0] else linear for kind in config.layer_types]),
+        **llama.by_layer(by_kind(config, {"type": "dense", "bias": False}, linear)),
         "head_dim": llama.own_width(config),
         "embedding": {"type": "token", "normalize": True},
         "residual": {"type": "post_ln", "stream_scale": llama.factor_of(config, "mlp_alpha_factor")},
@@ -105,15 +101,14 @@ def to_ours(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def to_theirs(config: XFormerConfig) -> dict[str, Any]:
-    views = [config.layer(index) for index in range(config.num_hidden_layers)]
-    linear = next((view.attention for view in views if view.attention.type == LINEAR), None)
+    _, linear, names = kinds(config, LINEAR)
     return {
         **llama.width_beside(config),
         **expert_layers.count_fields(config),
         **dict.fromkeys(STREAM, config.residual.stream_scale),
         **({} if linear is None else {"block_size": linear.chunk_size}),
         "num_key_value_heads": config.key_value_heads,
-        "layer_types": [LAYER_TYPES[view.attention.type == LINEAR] for view in views],
+        "layer_types": names,
         "rope_parameters": rope_parameters(rotary_of(config)),
     }
 

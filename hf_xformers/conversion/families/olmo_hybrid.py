@@ -13,7 +13,7 @@ from ..base import Converter, decoder_heads, feedforward, register
 from ..rotary import rope_parameters, rotary_of, rotation_fields
 from ..rules import Rule, copied
 from . import llama
-from .qwen3_next import LINEAR, attentions, kinds_of_layers, linear_fields, shared_linear_rules
+from .qwen3_next import LINEAR, by_kind, kinds, linear_attention, linear_fields, shared_linear_rules
 
 NORM_EPS = 1e-5  # of what linear layers give, whatever `rms_norm_eps` is
 # Before which sublayer, or behind it, each of their norms stands.
@@ -50,32 +50,33 @@ def turns(config: PreTrainedConfig) -> bool:
 
 
 def to_ours(config: PreTrainedConfig) -> dict[str, Any]:
-    linear = {"norm_eps": NORM_EPS, "negative": config.linear_allow_neg_eigval}
-    full = {"bias": config.attention_bias, "query_key_norm": "projection"}
-    rotation = {"type": "rotary", **rotation_fields(config.rope_parameters)} if turns(config) else "none"
+    full = {"type": "dense", "bias": config.attention_bias, "query_key_norm": "projection"}
+    linear = linear_attention(config, norm_eps=NORM_EPS, negative=config.linear_allow_neg_eigval)
+    turns = (config.rope_parameters or {}).get("rope_theta") is not None
     return {
         **llama.DECODER,
         **llama.by_layer(
-            attentions(config, full, linear),
+            by_kind(config, full, linear),
             residual=["res_post_ln" if kind == "full_attention" else "pre_ln" for kind in config.layer_types],
         ),
         "head_dim": llama.own_width(config),
         "feedforward": feedforward(config.hidden_act, gated=True, bias=False),
-        "position": rotation,
+        "position": {"type": "rotary", **rotation_fields(config.rope_parameters)} if turns else "none",
     }
 
 
 def to_theirs(config: XFormerConfig) -> dict[str, Any]:
-    linear, full = kinds_of_layers(config)
-    turned = config.position.type != "none"
+    full, linear, names = kinds(config)
+    turns = config.position.type != "none"
     return {
         **llama.gated_activation(config, "hidden_act"),
         **llama.width_beside(config),
-        **linear_fields(config),
+        **linear_fields(linear),
+        "layer_types": names,
         "num_key_value_heads": config.key_value_heads,
         "attention_bias": full is not None and full.bias,
         "linear_allow_neg_eigval": linear is None or linear.negative,
-        "rope_parameters": rope_parameters(rotary_of(config)) if turned else {"rope_theta": None},
+        "rope_parameters": rope_parameters(rotary_of(config)) if turns else {"rope_theta": None},
     }
 
 

@@ -91,53 +91,52 @@ def backbone(config: XFormerConfig) -> tuple[Rule, ...]:
     return (*rules, *expert_layers.rules(config), *llama.frame(config))
 
 
-def attentions(
-    config: PreTrainedConfig, full: dict[str, Any] | None = None, linear: dict[str, Any] | None = None
-) -> list[dict[str, Any]]:
-    """Our attention of every layer. full, linear: fields of layers that read all tokens, where they are not those of
-    Qwen3-Next, and further ones of those with a state.
+def by_kind(config: PreTrainedConfig, full: dict[str, Any], linear: dict[str, Any]) -> list[dict[str, Any]]:
+    """Our attention of every layer, of those that read all tokens and those with a state.
 
     Raises:
         ValueError: a type of layer that does not convert, or an activation other than SiLU, which a convolution has.
     """
     llama.refuse_other(config, hidden_act="silu")
-    if full is None:
-        full = {"bias": config.attention_bias, "query_key_norm": "head", "output_gate": "element"}
-    widths = {mine: getattr(config, theirs) for mine, theirs in WIDTHS.items()}
-    entries = {
-        "full_attention": {"type": "dense", **full},
-        "linear_attention": {"type": LINEAR, **widths, **(linear or {})},
-    }
+    entries = dict(zip(LAYER_TYPES, (full, linear), strict=True))
     for kind in config.layer_types:
-        if kind not in LAYER_TYPES:
+        if kind not in entries:
             raise ValueError(f"layer_types has {kind!r}, which does not convert; these do: {', '.join(LAYER_TYPES)}.")
     return [entries[kind] for kind in config.layer_types]
 
 
-def kinds_of_layers(config: XFormerConfig) -> tuple[Any, Any]:
-    """The first attention with a state, and the first that reads all tokens; None where there is none."""
+def kinds(config: XFormerConfig, linear: str = LINEAR) -> tuple[Any, Any, list[str]]:
+    """The inverse of [`by_kind`]: the first attention that reads all tokens and the first of type `linear`, None where
+    there is none, and their names of all layers."""
     specs = [config.layer(index).attention for index in range(config.num_hidden_layers)]
-    linear = next((spec for spec in specs if spec.type == LINEAR), None)
-    return linear, next((spec for spec in specs if spec.type != LINEAR), None)
+    found = [next((spec for spec in specs if (spec.type == linear) is wanted), None) for wanted in (False, True)]
+    return found[0], found[1], [LAYER_TYPES[spec.type == linear] for spec in specs]
 
 
-def linear_fields(config: XFormerConfig) -> dict[str, Any]:
-    """What layers with a state say, and which layers these are."""
-    linear, _ = kinds_of_layers(config)
-    views = [config.layer(index) for index in range(config.num_hidden_layers)]
-    return {
-        **({} if linear is None else {theirs: getattr(linear, mine) for mine, theirs in WIDTHS.items()}),
-        "layer_types": [LAYER_TYPES[view.attention.type == LINEAR] for view in views],
-    }
+def linear_attention(config: PreTrainedConfig, **fields: Any) -> dict[str, Any]:
+    """Ours of layers with a state."""
+    return {"type": LINEAR, **{mine: getattr(config, theirs) for mine, theirs in WIDTHS.items()}, **fields}
+
+
+def linear_fields(spec: Any) -> dict[str, Any]:
+    """The inverse of [`linear_attention`]; none without such layers."""
+    return {} if spec is None else {theirs: getattr(spec, mine) for mine, theirs in WIDTHS.items()}
+
+
+def attentions(config: PreTrainedConfig) -> list[dict[str, Any]]:
+    """Our attention of every layer."""
+    full = {"type": "dense", "bias": config.attention_bias, "query_key_norm": "head", "output_gate": "element"}
+    return by_kind(config, full, linear_attention(config))
 
 
 def fields_of_attention(config: XFormerConfig) -> dict[str, Any]:
     """The inverse of [`attentions`]."""
-    _, full = kinds_of_layers(config)
+    full, linear, names = kinds(config)
     return {
         **llama.head_width(config),
-        **linear_fields(config),
+        **linear_fields(linear),
         **({} if full is None else {"attention_bias": full.bias}),
+        "layer_types": names,
     }
 
 
