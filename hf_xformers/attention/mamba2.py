@@ -15,6 +15,8 @@ from ..core.precision import Float32Module
 from ..core.weight_decay import Undecayed
 from .shared.recurrent import DecayRates, GatedNorm, RecurrentAttention, RecurrentSpec, Tokens
 
+PARTS = ("gate", "v", "k", "q", "step")  # of what projections give, in the order of `part_scales`
+
 
 class Skip(Undecayed, Float32Module):
     """D_h x: what goes past the state, with a number for each head."""
@@ -59,16 +61,28 @@ class Mamba2Attention(RecurrentAttention):
             groups, first = spec.heads(config)[1], spec.gate_norm == "gate_first"
             self.output_norm = GatedNorm(self.inner_width, spec.eps(config), groups=groups, gate_first=first)
 
+    def scaled(self, name: str, projected: Tensor) -> Tensor:
+        """A part of what projections give as `part_scales` has it."""
+        scales = self.spec.part_scales
+        return projected if scales is None else projected * scales[PARTS.index(name)]
+
+    def part_projections(self, hidden_states: Tensor) -> list[Tensor]:
+        return [
+            self.scaled(name, part) for name, part in zip("qkv", super().part_projections(hidden_states), strict=True)
+        ]
+
     def tokens(self, hidden_states: Tensor, context: LayerContext, window: Tensor | None):
         query, key, value, window = self.query_key_value(hidden_states, context, window)
-        log_decay, step = self.decay(self.decay_proj(hidden_states), self.spec.least_step, self.spec.most_step)
+        step = self.scaled("step", self.decay_proj(hidden_states))
+        log_decay, step = self.decay(step, self.spec.least_step, self.spec.most_step)
         weighed = value * step[..., None]
         weighed = weighed if value.dtype == torch.float16 else weighed.to(value.dtype)
         return Tokens(query, key, weighed, log_decay, passed=value), window
 
     def gated(self, output: Tensor, hidden_states: Tensor, tokens: Tokens) -> Tensor:
         assert tokens.passed is not None and self.gate_proj is not None
-        found, gate = (output + self.skip(tokens.passed.transpose(1, 2))).flatten(2), self.gate_proj(hidden_states)
+        found = (output + self.skip(tokens.passed.transpose(1, 2))).flatten(2)
+        gate = self.scaled("gate", self.gate_proj(hidden_states))
         return found * F.silu(gate) if self.output_norm is None else self.output_norm(found, gate)
 
 
@@ -90,6 +104,15 @@ class Mamba2Spec(RecurrentSpec):
     least_step: float | int = bounded(0.0, least=0)
     most_step: float | int | None = bounded(None, above=0)
     gate_norm: Literal["gate_first", "norm_first", "none"] = "gate_first"
+    part_scales: tuple[float, ...] | None = None
+
+    def check_fields(self) -> None:
+        super().check_fields()
+        if self.part_scales is not None and len(self.part_scales) != len(PARTS):
+            raise ValueError(
+                f"mamba2 has `part_scales` of {len(PARTS)} parts (gate, x, B, C and time step), got"
+                f" {self.part_scales!r}; give as many numbers, or None."
+            )
 
     def build(self, config, **where) -> Mamba2Attention:
         return Mamba2Attention(config, self, **where)

@@ -1,33 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several attentions of a layer in one cache: each has keys and values of its own."""
+"""Several attentions of a layer in one cache: each has keys and values, or a state, of its own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
-from ..core.cache import KeepsMore, XFormerCache
+from ..core.cache import KeepsMore, RecurrentStateLayer, XFormerCache
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from .base import SublayerPlan, XFormerLayer
 from .window_state import WindowCacheLayer
 
 
 class _Parts(DynamicLayer):
-    """Keys and values of one attention as every cache layer has them, and those of further ones by name."""
+    """Keys and values of one attention as every cache layer has them, and by name what further ones keep, in layers of
+    the `kind`."""
+
+    kind: ClassVar[type[CacheLayerMixin]] = DynamicLayer
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.parts: dict[str, DynamicLayer] = {}
+        self.parts: dict[str, Any] = {}
 
-    def part(self, name: str) -> DynamicLayer:
-        """Keys and values of the attention of that name."""
-        return self.parts.setdefault(name, DynamicLayer())
+    def part(self, name: str) -> Any:
+        """What the attention of that name keeps."""
+        return self.parts.setdefault(name, self.kind())
 
-    def _each(self, act: Callable[[DynamicLayer], None]) -> None:
+    def _each(self, act: Callable[[Any], None]) -> None:
         for part in self.parts.values():
             act(part)
 
@@ -62,6 +65,17 @@ class PartsCacheLayer(KeepsMore, _Parts):
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
         self._each(lambda part: part.crop(tokens_to_remove))
+
+
+class StatePartsCacheLayer(_Parts):
+    """Keys and values of one attention, and states of further ones that decay, which cannot be rolled back."""
+
+    kind = RecurrentStateLayer
+    is_croppable = False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        self._each(lambda part: part.crop(tokens_to_remove))
+        super().crop(tokens_to_remove)
 
 
 class WindowPartsCacheLayer(WindowCacheLayer, _Parts):
@@ -112,7 +126,7 @@ def part_of_cache(past_key_values: Cache | None, name: str) -> Cache | None:
     layers = [layer.part(name) for layer in cache.layers if isinstance(layer, _Parts)]
     if not layers or len(layers) != len(cache.layers):
         raise ValueError(
-            "This model keeps keys and values of several attentions in a layer, which the given"
+            "This model keeps what several attentions of a layer have read, which the given"
             f" {type(cache).__name__} has no place for; leave `past_key_values` out, or make it with"
             " `hf_xformers.core.cache.make_cache(config)`."
         )
@@ -139,4 +153,11 @@ class SeveralAttentionsLayer(XFormerLayer):
         return super().run_entered(entry, entered, context, memory, past_key_values, step)
 
 
-__all__ = ["CellCacheLayer", "PartsCacheLayer", "SeveralAttentionsLayer", "WindowPartsCacheLayer", "part_of_cache"]
+__all__ = [
+    "CellCacheLayer",
+    "PartsCacheLayer",
+    "SeveralAttentionsLayer",
+    "StatePartsCacheLayer",
+    "WindowPartsCacheLayer",
+    "part_of_cache",
+]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.activations import ACT2FN
 
-from ..core.components import register
+from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput
 from ..core.initialization import start_projections
 from .base import FeedForward, FeedForwardSpec
@@ -28,6 +28,11 @@ class DenseForm(FeedForwardSpec):
     def activation_name(self) -> str:
         """The activation's name in transformers' table."""
         raise NotImplementedError
+
+    @property
+    def gate_factor(self) -> float:
+        """What is multiplied with a gate before its activation."""
+        return 1.0
 
     def common_settings(self) -> dict[str, Any]:
         return {"bias": self.bias, "activation": self.activation_name}
@@ -46,6 +51,7 @@ class DenseFeedForward(FeedForward):
         self.gate_proj = nn.Linear(width, inner, bias=spec.bias) if spec.gated else None
         self.down_proj = nn.Linear(inner, width, bias=spec.bias)
         self.activation = ACT2FN[spec.activation_name]
+        self.gate_factor = spec.gate_factor
         self.dropout = config.activation_dropout_prob
         self.chunk_size = config.chunk_size_feed_forward
 
@@ -59,8 +65,12 @@ class DenseFeedForward(FeedForward):
 
     def transform(self, hidden_states: Tensor) -> Tensor:
         """[..., D] -> [..., D]."""
-        inner, gate_proj = self.up_proj(hidden_states), self.gate_proj
-        inner = self.activation(inner) if gate_proj is None else self.activation(gate_proj(hidden_states)) * inner
+        inner = self.up_proj(hidden_states)
+        if self.gate_proj is None:
+            inner = self.activation(inner)
+        else:
+            gate = self.gate_proj(hidden_states)
+            inner = self.activation(gate if self.gate_factor == 1.0 else gate * self.gate_factor) * inner
         if self.dropout and self.training:
             inner = F.dropout(inner, self.dropout)
         return self.down_proj(inner)
@@ -188,7 +198,13 @@ class GEGLUSpec(DenseFeedForwardSpec):
 
 @register("feedforward", "swiglu", aliases=("swiglu_ffn",))
 class SwiGLUSpec(DenseFeedForwardSpec):
-    """(Swish(x W) * x V) W2 (Shazeer 2020, eq. 5)."""
+    """(Swish(c x W) * x V) W2 (Shazeer 2020, eq. 5). gate_scale: c (1 in the paper; Falcon-H1)."""
 
     summary = "gated by a Swish"
     activation, gated = "silu", True
+
+    gate_scale: float | int = bounded(1.0, above=0)
+
+    @property
+    def gate_factor(self) -> float:
+        return self.gate_scale

@@ -172,6 +172,21 @@ MIXES: dict[str, Mix] = {
         },
         ("decoder",),
     ),
+    "hybrid_heads": Mix(  # as in Falcon-H1
+        {
+            "block": {
+                **{"type": "hybrid_heads", "attention_factors": [0.7, 1.2], "mixer_factors": [1.3, 0.6]},
+                "mixer": {"type": "mamba2", "key_heads": 1, "key_width": 6, "part_scales": [0.8, 1.2, 0.7, 1.4, 0.6]},
+                "feedforward_factor": 0.5,
+            },
+            "position": "rotary",
+            "normalization": "rms_norm",
+            "residual": "pre_ln",
+            "feedforward": {"type": "swiglu", "bias": False, "gate_scale": 0.9},
+            "num_key_value_heads": 2,
+        },
+        ("decoder",),
+    ),
     "performer_relu": Mix({"attention": {"type": "performer", "feature_kind": "relu", "num_features": 8}}, BOTH),
     "fixed_windows_of_a_memory": Mix(
         {

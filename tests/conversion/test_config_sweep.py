@@ -16,7 +16,7 @@ from tests.conversion.test_configs import another
 FAMILIES = (
     *("gemma", "granite", "cohere", "cohere2", "olmo3", "smollm3", "stablelm", "phi", "starcoder2"),
     *("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "diffllama"),
-    *("qwen3_next", "qwen3_5_text", "olmo_hybrid", "mamba2", "minimax"),
+    *("qwen3_next", "qwen3_5_text", "olmo_hybrid", "kimi_linear", "mamba2", "falcon_h1", "minimax"),
 )
 # Further fields that their models read, or that older files have.
 KEYS = {

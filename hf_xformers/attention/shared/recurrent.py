@@ -175,8 +175,8 @@ class RecurrentAttention(Attention):
     inputs of the convolution, whatever the length. A padded token, on either side or inside, leaves both untouched.
 
     The literal path goes from token to token. The weights that it gives out are those that the recurrence implies for
-    earlier values; a cached text gives none. `attention_probs_dropout_prob` has no effect, as there are no
-    probabilities.
+    earlier values, of all values of a token together; a cached text gives none. `attention_probs_dropout_prob` has no
+    effect, as there are no probabilities.
 
     conv_bias, conv_order: of the short convolution, whether it has biases and in which order its channels are.
     """
@@ -196,8 +196,8 @@ class RecurrentAttention(Attention):
         self.scaling = self.key_width**-0.5 if spec.scale is None else spec.scale
         width, self.inner_width = config.hidden_size, self.num_heads * self.value_width
         self.q_proj = nn.Linear(width, query_heads * self.key_width, bias=spec.bias)
-        self.k_proj = nn.Linear(width, key_heads * self.key_width, bias=spec.bias)
-        self.v_proj = nn.Linear(width, value_heads * self.value_width, bias=spec.bias)
+        self.k_proj = nn.Linear(width, spec.writes * key_heads * self.key_width, bias=spec.bias)
+        self.v_proj = nn.Linear(width, spec.writes * value_heads * self.value_width, bias=spec.bias)
         self.o_proj = nn.Linear(self.inner_width, width, bias=spec.has_output_bias)
         self.gate_proj: nn.Linear | None = None
         self.short_conv: ShortConvolution | None = None
@@ -219,9 +219,14 @@ class RecurrentAttention(Attention):
         """What heads have read [B, T, H, dv] -> [B, T, H * dv], for the output projection."""
         raise NotImplementedError
 
+    def part_projections(self, hidden_states: Tensor) -> list[Tensor]:
+        """Queries, keys and values [B, T, C] as their projections give them."""
+        return [project(hidden_states) for project in (self.q_proj, self.k_proj, self.v_proj)]
+
     def query_key_value(self, hidden_states: Tensor, context: LayerContext, window: Tensor | None):
-        """Queries, keys [B, G, T, K] and values [B, H, T, dv], projected and convolved, and the window after."""
-        parts = [project(hidden_states) for project in (self.q_proj, self.k_proj, self.v_proj)]
+        """Queries [B, G, T, K], keys [B, G, n T, K] and values [B, H, n T, dv] of n writes to a token, projected and
+        convolved, and the window after."""
+        parts = self.part_projections(hidden_states)
         if self.short_conv is not None:
             order = ["qkv".index(name) for name in self.conv_order]
             joined = torch.cat([parts[which] for which in order], dim=-1)
@@ -230,8 +235,11 @@ class RecurrentAttention(Attention):
             joined, window = self.short_conv(joined, context, window)
             split = joined.split([parts[which].shape[-1] for which in order], dim=-1)
             parts = [split[self.conv_order.index(name)] for name in "qkv"]
-        widths = self.key_width, self.key_width, self.value_width
-        query, key, value = (x.unflatten(-1, (-1, w)).transpose(1, 2) for x, w in zip(parts, widths, strict=True))
+        writes = self.spec.writes
+        forms = (1, self.key_width), (writes, self.key_width), (writes, self.value_width)
+        query, key, value = (
+            x.unflatten(-1, (n, -1, w)).flatten(1, 2).transpose(1, 2) for x, (n, w) in zip(parts, forms, strict=True)
+        )
         key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
         return query, key, value.repeat_interleave(self.num_heads // value.shape[1], dim=1), window
 
@@ -258,7 +266,10 @@ class RecurrentAttention(Attention):
         if dtype == torch.float16:  # sums over a text leave its range, and a norm follows
             tokens = tokens._replace(value=tokens.value.float())
         options: dict[str, Any] = {"key_padding_mask": context.query_padding_mask, "segment_ids": context.segment_ids}
-        weights = None
+        writes, weights = self.spec.writes, None
+        if writes > 1:  # the recurrence takes as many steps to a token
+            repeated = {name: ids.repeat_interleave(writes, 1) for name, ids in options.items() if ids is not None}
+            options |= repeated
         held = state.get("memory")
         if self.wants_weights(context):
             output, held, weights = self._literal(tokens, held, options)
@@ -270,6 +281,11 @@ class RecurrentAttention(Attention):
             else:
                 found = gated_delta_rule(query, key, value, beta, log_decay, **options)
             output, held = found
+        if writes > 1:
+            output = output[:, :, writes - 1 :: writes]
+            weights = (
+                None if weights is None else weights[:, :, writes - 1 :: writes].unflatten(-1, (-1, writes)).sum(-1)
+            )
         if layer is not None:
             layer.advance(hidden_states.shape[1], memory=held, **({} if window is None else {"window": window}))
         written = self.gated(output.transpose(1, 2), hidden_states, tokens)
@@ -301,7 +317,8 @@ class RecurrentSpec(AttentionSpec):
     the output (`None`: the config's). chunk_size: tokens per quadratic block of a text. angles: by what a rotary
     position turns queries and keys; unlike elsewhere by nothing, unless it is said.
 
-    scales: whether queries have a factor. turns: whether a rotary position may turn them.
+    scales: whether queries have a factor. turns: whether a rotary position may turn them. writes: how many keys and
+    values a token writes, one after another.
     """
 
     bidirectional = False
@@ -321,6 +338,10 @@ class RecurrentSpec(AttentionSpec):
     chunk_size: int = bounded(64, least=1)
     bias: bool = False
     angles: Literal["global", "local", "none"] = "none"
+
+    @property
+    def writes(self) -> int:
+        return 1
 
     def heads(self, config) -> tuple[int, int, int]:
         """Heads of queries, keys and values."""

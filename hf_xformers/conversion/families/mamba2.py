@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
+from ...attention.mamba2 import Mamba2Spec
 from ...configuration_xformer import XFormerConfig
 from ..base import Converter, decoder_heads, register
 from ..rules import Rule, copied, joined
@@ -28,13 +29,11 @@ FIELDS: dict[str, str | tuple[str, ...]] = {
 }
 
 
-def backbone(config: XFormerConfig) -> tuple[Rule, ...]:
-    spec, own, ours = config.attention, "@layers.{i}.mixer", "@trunk.layers.{i}.attention"
-    heads, states = config.num_attention_heads, spec.heads(config)[1] * spec.key_size(config)
-    inner = heads * spec.value_size(config)
+def mixer_rules(own: str, ours: str, spec: Mamba2Spec, config: XFormerConfig) -> tuple[Rule, ...]:
+    """Of one mixer, theirs and ours."""
+    (_, groups, heads), bias = spec.heads(config), ("weight", "bias") if spec.bias else ("weight",)
+    states, inner = groups * spec.key_size(config), heads * spec.value_size(config)
     return (
-        copied("@embeddings.weight", "@trunk.embedding.tokens.weight"),
-        copied("@layers.{i}.norm.weight", "@trunk.layers.{i}.attention_residual.norm.weight"),
         *(
             joined(
                 f"{own}.in_proj.{kind}",
@@ -42,17 +41,46 @@ def backbone(config: XFormerConfig) -> tuple[Rule, ...]:
                 (inner, inner, states, states, heads),
                 "fused gate, value, key, query and time step",
             )
-            for kind in (("weight", "bias") if spec.bias else ("weight",))
+            for kind in bias
         ),
         Rule((f"{own}.conv1d.weight",), (f"{ours}.short_conv.weight",), TAPS),
         copied(f"{own}.conv1d.bias", f"{ours}.short_conv.bias"),
         copied(f"{own}.A_log", f"{ours}.decay.A_log"),
         copied(f"{own}.dt_bias", f"{ours}.decay.dt_bias"),
         copied(f"{own}.D", f"{ours}.skip.D"),
-        copied(f"{own}.norm.weight", f"{ours}.output_norm.weight"),
+        *(() if spec.gate_norm == "none" else (copied(f"{own}.norm.weight", f"{ours}.output_norm.weight"),)),
         linear(f"{own}.out_proj", f"{ours}.o_proj", spec.has_output_bias),
+    )
+
+
+def backbone(config: XFormerConfig) -> tuple[Rule, ...]:
+    return (
+        copied("@embeddings.weight", "@trunk.embedding.tokens.weight"),
+        copied("@layers.{i}.norm.weight", "@trunk.layers.{i}.attention_residual.norm.weight"),
+        *mixer_rules("@layers.{i}.mixer", "@trunk.layers.{i}.attention", config.attention, config),
         copied("@norm_f.weight", "@trunk.final_norm.weight"),
     )
+
+
+def bounds_of_steps(config: PreTrainedConfig) -> dict[str, float | None]:
+    """Our fields for `time_step_limit`.
+
+    Raises:
+        ValueError: bounds that are none.
+    """
+    if config.time_step_limit is None:
+        raise ValueError("time_step_limit=None does not convert: give the bounds, such as (0.0, inf).")
+    least, most = config.time_step_limit
+    if not 0 <= least <= most or not most > 0:
+        raise ValueError(
+            f"time_step_limit={config.time_step_limit!r} does not convert: it has to be 0 <= least <= most."
+        )
+    return {"least_step": least, "most_step": None if math.isinf(most) else most}
+
+
+def step_limit(spec: Mamba2Spec) -> tuple[float, float]:
+    """The inverse of [`bounds_of_steps`]."""
+    return float(spec.least_step), math.inf if spec.most_step is None else float(spec.most_step)
 
 
 def to_ours(config: PreTrainedConfig) -> dict[str, Any]:
@@ -62,11 +90,6 @@ def to_ours(config: PreTrainedConfig) -> dict[str, Any]:
         ValueError: another activation, a convolution without biases, or bounds of time steps that are none.
     """
     refuse_other(config, hidden_act="silu", use_conv_bias=True)
-    least, most = config.time_step_limit
-    if not 0 <= least <= most or not most > 0:
-        raise ValueError(
-            f"time_step_limit={config.time_step_limit!r} does not convert: it has to be 0 <= least <= most."
-        )
     return {
         "is_decoder": True,
         "head_dim": config.head_dim,
@@ -76,8 +99,7 @@ def to_ours(config: PreTrainedConfig) -> dict[str, Any]:
             "key_width": config.state_size,
             "conv": config.conv_kernel,
             "bias": config.use_bias,
-            "least_step": least,
-            "most_step": None if math.isinf(most) else most,
+            **bounds_of_steps(config),
             "chunk_size": config.chunk_size,
         },
     }
@@ -103,7 +125,7 @@ def to_theirs(config: XFormerConfig) -> dict[str, Any]:
         "state_size": spec.key_size(config),
         "conv_kernel": spec.conv,
         "use_bias": spec.bias,
-        "time_step_limit": (float(spec.least_step), math.inf if spec.most_step is None else float(spec.most_step)),
+        "time_step_limit": step_limit(spec),
         "chunk_size": spec.chunk_size,
     }
 

@@ -2,6 +2,7 @@
 
 from tests.conversion.architectures import VOCAB, Architecture
 from tests.conversion.architectures.experts import EXPERTS, ROUTING, SPARSE_OTHERS
+from tests.conversion.architectures.latent import BASES, HEADS, LATENT, biased
 from tests.conversion.architectures.llama import BASE, OTHERS, SCALINGS, TINY, heads, rope
 
 LINEAR = {
@@ -19,7 +20,17 @@ HYBRID_OTHERS = {
 }
 UNTURNED = {"rope_parameters": {"rope_theta": None, "rope_type": "default"}}
 STARTS = ("linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max", "linear_dt_init_floor")
+MULTIPLIERS = {
+    **{"lm_head_multiplier": 0.3, "embedding_multiplier": 2.5, "key_multiplier": 0.7, "attention_in_multiplier": 1.3},
+    **{"attention_out_multiplier": 0.8, "ssm_in_multiplier": 1.25, "ssm_out_multiplier": 0.6},
+    **{"mlp_multipliers": [0.9, 0.4], "ssm_multipliers": [0.8, 1.2, 0.7, 1.4, 0.6]},
+}
 FACTORS = ("full_attn_alpha_factor", "linear_attn_alpha_factor", "mlp_alpha_factor")
+
+
+def without(fields: dict, *names: str) -> dict:
+    return {name: value for name, value in fields.items() if name not in names}
+
 
 ARCHITECTURES = (
     Architecture(
@@ -74,6 +85,32 @@ ARCHITECTURES = (
         tolerance=5e-5,
     ),
     Architecture(
+        model_type="kimi_linear",
+        ours="xformer",
+        tiny={
+            **{**without(LATENT, "n_routed_experts"), "num_local_experts": 8, "q_lora_rank": None},
+            **{"num_hidden_layers": 5, "linear_num_heads": 3, "linear_head_dim": 6, "linear_conv_kernel_dim": 3},
+            **{"n_group": 4, "topk_group": 2},
+        },
+        heads={"KimiLinearModel": "Model", "KimiLinearForCausalLM": "ForCausalLM"},
+        variations={
+            "published": {"n_group": 1, "topk_group": 1, "n_shared_experts": 1, "linear_conv_kernel_dim": 4},
+            "full_first": {"layer_types": ["full_attention", *["linear_attention"] * 4], "attention_bias": True},
+            "ranked": {"q_lora_rank": 20, "norm_topk_prob": False, "rms_norm_eps": 1e-3},
+            "dense_between": {"mlp_layer_types": ["sparse", "dense", "sparse", "dense", "dense"]},
+        },
+        base={**without(BASES, "n_routed_experts", "first_k_dense_replace"), "num_local_experts": 8},
+        refused=ROUTING["refused"] | {"hidden_act", "tie_word_embeddings", *HEADS},
+        unread=frozenset({"pretraining_tp"}),
+        other_values={
+            **{"n_group": 2, "topk_group": 3, "num_key_value_heads": 2, "num_experts_per_tok": 4},
+            **{"mlp_layer_types": ["sparse", "dense", "sparse", "dense", "dense"], "num_local_experts": 12},
+            "layer_types": ["full_attention", *["linear_attention"] * 3, "full_attention"],
+        },
+        ready=biased,
+        tolerance=5e-5,
+    ),
+    Architecture(
         model_type="mamba2",
         ours="xf_mamba2",
         tiny={
@@ -103,6 +140,37 @@ ARCHITECTURES = (
         # theirs begin behind the first layer, and have the last one twice, without the final norm and with it
         renamed={f"hidden_states.{index}": f"hidden_states.{index + 1}" for index in range(7)},
         raw_last_state=True,
+        tolerance=5e-5,
+    ),
+    Architecture(
+        model_type="falcon_h1",
+        ours="xformer",
+        tiny={
+            **{**TINY, **rope("default"), **MULTIPLIERS, "mamba_rms_norm": True},
+            **{"mamba_n_heads": 6, "mamba_d_head": 5, "mamba_d_ssm": 30, "mamba_n_groups": 2, "mamba_d_state": 7},
+            **{"mamba_d_conv": 3, "mamba_chunk_size": 4},
+        },
+        heads={"FalconH1Model": "Model", "FalconH1ForCausalLM": "ForCausalLM"},
+        variations={
+            "published": {
+                **{"mamba_rms_norm": False, "mamba_n_groups": 1, "mamba_d_conv": 4, "mamba_chunk_size": 256},
+                "tie_word_embeddings": True,
+            },
+            "gate_first": {"mamba_norm_before_gate": False, "head_dim": 12},
+            "bounds": {"num_key_value_heads": 4, "time_step_limit": (0.3, 0.9)},
+            "biases": {"attention_bias": True, "mlp_bias": True, "mamba_proj_bias": True, "projectors_bias": True},
+            "plain": {**dict.fromkeys(MULTIPLIERS, 1.0), "mlp_multipliers": None, "ssm_multipliers": None},
+            "automatic": {"mamba_d_ssm": 48, "mamba_d_head": "auto", "mamba_n_heads": 4},
+            "rope_llama3": SCALINGS["rope_llama3"],
+        },
+        base={**BASE, "num_key_value_heads": 4, "mamba_d_ssm": 1536, "mamba_n_heads": 24, "mamba_d_state": 128},
+        refused=frozenset({"hidden_act", "mamba_conv_bias", "mamba_n_heads", "mamba_d_head", "mamba_d_ssm"}),
+        unread=frozenset({"mamba_expand", "num_logits_to_keep"}),
+        other_values={
+            **{**OTHERS, "time_step_limit": (0.1, 0.5), "mlp_multipliers": [0.5, 3.0], "mamba_n_groups": 3},
+            "hidden_size": 48,
+            "ssm_multipliers": [0.9, 1.9, 0.7, 1.1, 0.3],
+        },
         tolerance=5e-5,
     ),
     Architecture(
