@@ -76,6 +76,7 @@ def variant(name: str) -> str:
         catalog.variant_title(name),
         prose(first) if name != "xformer" else "The plain Transformer with any component in any slot.",
         purpose.markdown(lambda other: link(catalog.variant_title(other), here, catalog.variant_page(other))),
+        "## At a glance",
         "\n".join(f"- **{key}:** {text}" for key, text in facts if text),
         f"```console\nhf-xformers pretrain --variant {name} --data stdlib --output_dir runs/{name}\n```"
         if cls.modality == "text" and name != "xformer"
