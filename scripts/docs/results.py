@@ -10,7 +10,7 @@ from collections.abc import Callable, Container, Iterator
 from textwrap import indent
 from typing import Any
 
-from hf_xformers.hub.result_tables import parted
+from hf_xformers.hub.result_tables import ResultTable, parted, result_tables
 
 from . import catalog, pictures
 from .charts import charts_of
@@ -280,7 +280,9 @@ def _rows_of(chosen: Callable[[Row], bool], here: str, drop: tuple[str, ...]) ->
             found = [row for row in rows if chosen(row)]
             if found:
                 title = part if part == ALIKE else said(name)[0]
-                parts += [f"### {title}", *_table(found, here, _place(name, part), drop), _more(name, here)]
+                place = _place(name, part)
+                caption = result_tables().get(place, ResultTable()).caption
+                parts += [f"### {title}", caption, *_table(found, here, place, drop), _more(name, here)]
     return ["## Measured", *parts] if parts else []
 
 
