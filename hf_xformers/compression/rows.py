@@ -105,8 +105,8 @@ def carried_files(name: str) -> list[Path]:
 
 def without_figures(summary: Mapping[str, Any]) -> dict[str, Any]:
     """The record of a training without what it measured: those are the figures of another model."""
-    figures = ("eval_", "test_", "baseline_", "exits_", "train_loss", "best_checkpoint", "trained_parameters")
-    figures += ("floor_",)  # baselines in earlier summaries
+    names = ("eval_", "test_", "baseline_", "exits_", "train_loss", "best_checkpoint", "trained_parameters")
+    figures = (*names, "floor_")  # which began the names of baselines in 0.1.0
     kept = ("eval_streams", "test_rows")
     return {key: value for key, value in summary.items() if key in kept or not key.startswith(figures)}
 

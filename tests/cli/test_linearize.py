@@ -224,7 +224,7 @@ def test_the_result_is_a_plain_checkpoint(text, source, tmp_path, capsys):
     assert main(["card", str(out), "--to", str(tmp_path / "card.md")]) == 0
     card = (tmp_path / "card.md").read_text()
     assert (
-        "## Linearisation" in card and "The attention of layer 1 is `hedgehog`" in card and str(tmp_path) not in card
+        "## Linearization" in card and "The attention of layer 1 is `hedgehog`" in card and str(tmp_path) not in card
     )
     with pytest.raises(ValueError, match="holds a linearization already"):
         linearize(text, source, out, layers="1", lora_steps=2)
