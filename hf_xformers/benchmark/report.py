@@ -62,14 +62,16 @@ def write_report(comparison: Comparison) -> list[str]:
             "## Quality",
             (
                 f"Models of {models}, trained from the same seed on the same rows of {training.length} tokens,"
-                f" {training.batch_size} a step, and scored on {training.held_out} held-out rows. `accuracy` and `loss` (nats) are per answer; chance is"
-                " the most frequent answer of the training rows. `seconds` are those of training alone."
+                f" {training.batch_size} a step, and scored on {training.held_out} held-out rows. `accuracy` and"
+                " `loss` (nats) are per answer; chance is the most frequent answer of the training rows. `seconds` are"
+                " those of training alone."
             ),
             _beside(quality),
             "\n".join(tasks),
         ]
         if settings.sweep:
-            rates, seeds = (", ".join(f"{one:g}" for one in settings.sweep[name]) for name in ("learning_rate", "seed"))
+            swept = settings.sweep
+            rates, seeds = (", ".join(f"{one:g}" for one in swept[name]) for name in ("learning_rate", "seed"))
             parts += [
                 f"Each entry was trained at each width with learning rates {rates} and seeds {seeds}; a row has the"
                 " rate with the highest mean accuracy over seeds, and their lowest and highest. `state size`: numbers"

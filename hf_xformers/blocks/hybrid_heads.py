@@ -19,7 +19,7 @@ NAME = "mixer"
 
 
 class HybridHeadsLayer(SeveralAttentionsLayer):
-    """Attention beside a recurrence that reads the same, then a feed-forward."""
+    """Attention next to a recurrence that reads the same, then a feed-forward."""
 
     further = (NAME,)
 
@@ -59,7 +59,7 @@ class HybridHeadsBlockSpec(BlockSpec):
 
     packed = True
     mixes: ClassVar[str] = "its second mechanism has a state of all earlier tokens"
-    summary = "attention beside a recurrence, added together"
+    summary = "attention and a recurrence in parallel, added together"
 
     mixer: Any = "mamba2"
     attention_factors: tuple[float, float] = bounded((1.0, 1.0), above=0)
@@ -75,15 +75,15 @@ class HybridHeadsBlockSpec(BlockSpec):
     def check_fields(self) -> None:
         if not isinstance(self.mixer, RecurrentSpec):
             raise ValueError(
-                f"block 'hybrid_heads' has a mechanism whose state decays beside attention, got `mixer`"
+                f"block 'hybrid_heads' has a mechanism whose state decays next to attention, got `mixer`"
                 f" {self.mixer.type!r}; use 'mamba2', 'gated_delta_net' or another one of their kind."
             )
 
     def check(self, config) -> None:
         if not config.is_decoder:
             raise ValueError(
-                f"block 'hybrid_heads' has {self.mixer.type!r} beside attention, which reads earlier tokens alone; use"
-                " it in a decoder (`is_decoder=True`, or `decoder={'block': ...}`)."
+                f"block 'hybrid_heads' has {self.mixer.type!r} next to attention, which reads earlier tokens alone;"
+                " use it in a decoder (`is_decoder=True`, or `decoder={'block': ...}`)."
             )
         if not (config.residual.additive and config.residual.shares_input):
             raise ValueError(

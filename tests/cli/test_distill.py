@@ -55,7 +55,7 @@ def test_a_classifier(method, teacher, rows, tmp_path, capsys):
     assert "before and after" in shown and "size on disk" in shown
     step = json.loads((out / "compression.json").read_text())["steps"][-1]
     assert step["command"] == "distill" and step["after"]["parameters"] < step["before"]["parameters"]
-    assert not learns or step["after"]["quality"] >= step["after"]["floor"] + 0.2
+    assert not learns or step["after"]["quality"] >= step["after"]["baseline"] + 0.2
     assert not any("distillation" in name for name in weights(out))
     facts = read_record(out).facts  # of its card: what the run starts from is the teacher's
     assert facts["teacher"] == teacher.name and "started from" not in facts
@@ -199,7 +199,7 @@ def test_what_is_overwritten_is_kept_until_nothing_is_refused(teacher, rows, tmp
     """An end before the first step leaves the earlier distillation as it was."""
     out = distill(teacher, rows, tmp_path / "out", **BARE, max_steps=1, max_eval_rows=5)
     step = json.loads((out / "compression.json").read_text())["steps"][-1]
-    assert all((5 * step[when]["floor"]) % 1 == 0 for when in ("before", "after"))  # of all 24 rows it is 14/24
+    assert all((5 * step[when]["baseline"]) % 1 == 0 for when in ("before", "after"))  # of all 24 rows it is 14/24
     before = {str(path): path.read_bytes() for path in out.rglob("*") if path.is_file()}
     put_aside(out, FILE, (STUDENT,))  # as a run does that is killed while it prepares its rows
     (out / STUDENT).mkdir()

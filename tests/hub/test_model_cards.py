@@ -30,6 +30,7 @@ def test_card_is_current(model_type):
     assert expected.partition(f"\n# {model_type}\n\n")[2].partition("\n")[0].endswith(".")
     data = ModelCard(expected).data
     assert data.library_name == "transformers" and data.license == "apache-2.0" and model_type in data.tags
+    assert data.pipeline_tag is None and data.language is None  # there are no weights that could do it
 
 
 def test_no_card_without_a_variant():
@@ -57,6 +58,15 @@ def test_examples_run(tmp_path, monkeypatch):
         (example,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
         assert "import hf_xformers" in example  # or the Auto classes would not know it elsewhere
         exec(compile(example, f"{model_type}.md", "exec"), {"__name__": model_type})
+
+
+@pytest.mark.parametrize("model_type", model_types())
+def test_measured_tables_show_few_columns(model_type):
+    """Those that are folded away may have more."""
+    measured = (CARDS / f"{model_type}.md").read_text(encoding="utf-8").partition("\n## Measured\n")[2]
+    shown = re.sub(r"<details>.*?</details>", "", measured.partition("\n## ")[0], flags=re.DOTALL)
+    assert all(line.count("|") - 1 <= MOST for line in shown.splitlines() if line.startswith("|"))
+    assert shown.count("\n### ") == len(re.findall(r"^### .+\n\n[^|\n].+\n\n\|", shown, flags=re.MULTILINE))
 
 
 def test_measured_values_are_legible(tmp_path):
