@@ -13,8 +13,7 @@ from tests.helpers import close, pad, tokens
 from tests.pretend_cuda import GPU, LOG, OnGPU, on_gpu, pretend_cuda
 
 HOST = torch.device("cpu")
-SLOTS = ("attention", "cross_attention", "position", "block", "stack", "feedforward")  # those that read a context
-COVER = covering(CASES, lambda case: {part[:2] for part in components(case) if part[0] in SLOTS})
+COVER = covering(CASES, lambda case: {(slot, name, is_decoder) for slot, name, _, is_decoder in components(case)})
 
 
 class MovesArguments(ModelHook):
