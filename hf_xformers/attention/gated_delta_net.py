@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ..core.components import bounded, register
 from ..core.context import LayerContext
@@ -23,13 +24,17 @@ class GatedDeltaNetAttention(RecurrentAttention):
 
     With `negative` beta is twice as large, and the transition may have negative eigenvalues (Grazzi et al. 2024, arXiv
     2411.12537; OLMo-Hybrid).
+
+    With `num_householder` n, a token decays the state once and corrects it n times, S <- (I - beta_j k_j k_j^T) S +
+    beta_j k_j v_j^T for j = 1 .. n, each with a key, a value and a strength of its own, before it is read
+    (DeltaProduct: Siems et al. 2025, arXiv 2502.10297, section 3.1). That is the recurrence of a text of n T tokens.
     """
 
     spec: GatedDeltaNetSpec
 
     def __init__(self, config, spec: GatedDeltaNetSpec, **where):
         super().__init__(config, spec, **where)
-        self.beta_proj = nn.Linear(config.hidden_size, self.num_heads, bias=False)
+        self.beta_proj = nn.Linear(config.hidden_size, spec.writes * self.num_heads, bias=False)
         self.make_gates(config)
 
     def make_gates(self, config) -> None:
@@ -47,9 +52,14 @@ class GatedDeltaNetAttention(RecurrentAttention):
         query, key, value, window = self.query_key_value(hidden_states, context, window)
         query, key = self.turned(unit_length(query) * self.scaling, unit_length(key), context)
         (strength,) = widened(self.beta_proj(hidden_states))  # whose gradients may leave float16's range
-        beta = torch.sigmoid(strength).transpose(1, 2)
+        writes, log_decay = self.spec.writes, self.log_decay(hidden_states)
+        beta = torch.sigmoid(strength).unflatten(-1, (writes, -1)).flatten(1, 2).transpose(1, 2)
         beta = 2 * beta if self.spec.negative else beta
-        return Tokens(query, key, value, self.log_decay(hidden_states), beta), window
+        if writes > 1:  # the state decays at the first step of a token, and is read at its last
+            query = F.pad(query[:, :, :, None], (0, 0, writes - 1, 0)).flatten(2, 3)
+            channels = (0, 0) * (log_decay.ndim - 3)
+            log_decay = F.pad(log_decay.unsqueeze(3), (*channels, 0, writes - 1)).flatten(2, 3)
+        return Tokens(query, key, value, log_decay, beta), window
 
     def gated(self, output: Tensor, hidden_states: Tensor, tokens: Tokens) -> Tensor:
         assert self.gate_proj is not None
@@ -60,13 +70,27 @@ class GatedDeltaNetAttention(RecurrentAttention):
 class GatedDeltaNetSpec(RecurrentSpec):
     """key_heads, value_heads: how many heads queries and keys have, and how many values; `None`: as attention with
     keys and values of `num_key_value_heads` heads. key_width, value_width: of a head (`None`: the config's). conv:
-    taps of the short convolution (0: none). negative: strengths of writing up to 2. norm_eps: of the norm on the
-    output (`None`: the config's). chunk_size: tokens per quadratic block of a text."""
+    taps of the short convolution (0: none). negative: strengths of writing up to 2. num_householder: how often a token
+    corrects the state (DeltaProduct). norm_eps: of the norm on the output (`None`: the config's). chunk_size: tokens
+    per quadratic block of a text."""
 
     summary = "the gated delta rule: a linear attention that forgets and corrects, with short convolutions, causal"
 
     conv: int = bounded(4, least=0)
     negative: bool = False
+    num_householder: int = bounded(1, least=1)
+
+    @property
+    def writes(self) -> int:
+        return self.num_householder
+
+    def check_fields(self) -> None:
+        super().check_fields()
+        if self.writes > 1 and self.angles != "none":
+            raise ValueError(
+                f"{self.type} with `num_householder={self.writes}` has several keys to a token, which no position"
+                f" turns, got `angles={self.angles!r}`; set it to 'none'."
+            )
 
     def build(self, config, **where) -> GatedDeltaNetAttention:
         return GatedDeltaNetAttention(config, self, **where)

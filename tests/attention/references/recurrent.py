@@ -37,9 +37,10 @@ def convolved(layer, parts):
     return [split[order.index(which)] for which in range(3)]
 
 
-def tensors(layer, x):
+def tensors(layer, x, factors=(1.0, 1.0, 1.0)):
     """q, k [G, n, K] and v [H, n, dv] of one text [1, n, D], one of each for each of H heads."""
-    parts = convolved(layer, [project(x[0]) for project in (layer.q_proj, layer.k_proj, layer.v_proj)])
+    projections = (layer.q_proj, layer.k_proj, layer.v_proj)
+    parts = convolved(layer, [factor * project(x[0]) for project, factor in zip(projections, factors, strict=True)])
     widths, heads = (layer.key_width, layer.key_width, layer.value_width), layer.num_heads
     found = []
     for part, width in zip(parts, widths, strict=True):
@@ -103,13 +104,51 @@ def kimi_delta_attention(layer, x, memory=None, causal=True):
     return layer.o_proj(normed(layer, joined(found), layer.num_heads) * per_head(layer) * gate)[None], weights
 
 
+def delta_product(layer, x, memory=None, causal=True):
+    """One decay and several corrections for each token, each with the state before it."""
+    n, heads, length = layer.spec.num_householder, layer.num_heads, x.shape[1]
+    q, k, v = convolved(layer, [project(x[0]) for project in (layer.q_proj, layer.k_proj, layer.v_proj)])
+
+    def head(part, width, h):
+        return part.split(width, -1)[h * (part.shape[1] // width) // heads]
+
+    def unit(y):
+        return y / (y.square().sum() + 1e-6).sqrt()
+
+    strengths = sigmoid(layer.beta_proj(x[0])) * (2 if layer.spec.negative else 1)
+    if layer.spec.type == "gated_delta_net":
+        steps = softplus(layer.decay_proj(x[0]) + layer.decay.dt_bias)[..., None]
+        gate = silu(layer.gate_proj(x[0]))
+    else:
+        steps = softplus(layer.decay_up_proj(layer.decay_down_proj(x[0])) + layer.decay.dt_bias)
+        steps = steps.view(length, heads, -1)
+        gate = sigmoid(layer.gate_up_proj(layer.gate_down_proj(x[0])))
+    decay, found = torch.exp(-torch.exp(layer.decay.A_log)[:, None] * steps), []
+    weights = torch.zeros(1, heads, length, length, dtype=torch.float64)
+    for h in range(heads):
+        state = torch.zeros(layer.key_width, length * n, dtype=torch.float64)  # of each value of the text
+        values, read = [head(y, layer.value_width, h) for t in range(length) for y in v[t].view(n, 1, -1)], []
+        for t in range(length):
+            state = state * decay[t, h][:, None]
+            for j, (key, beta) in enumerate(zip(k[t].view(n, 1, -1), strengths[t].chunk(n), strict=True)):
+                key = unit(head(key, layer.key_width, h)[0])
+                state = state - beta[h] * torch.outer(key, key @ state)
+                state[:, t * n + j] += beta[h] * key
+            read.append(unit(head(q[t : t + 1], layer.key_width, h)[0]) * layer.key_width**-0.5 @ state)
+        found.append(torch.stack(read) @ torch.cat(values))
+        weights[0, h] = torch.stack(read).view(length, length, n).sum(-1)
+    out = normed(layer, joined(torch.stack(found)[None]), heads) * per_head(layer) * gate
+    return layer.o_proj(out)[None], weights
+
+
 def mamba2(layer, x, memory=None, causal=True):
-    c, b, v = tensors(layer, x)
     spec = layer.spec
-    step = softplus(layer.decay_proj(x[0]) + layer.decay.dt_bias).T.clamp(spec.least_step, spec.most_step)
+    gate, of_v, of_b, of_c, of_step = spec.part_scales or [1.0] * 5
+    c, b, v = tensors(layer, x, (of_c, of_b, of_v))
+    step = softplus(of_step * layer.decay_proj(x[0]) + layer.decay.dt_bias).T.clamp(spec.least_step, spec.most_step)
     decay = torch.exp(-torch.exp(layer.decay.A_log)[:, None] * step)
     found, weights = recurrence(c, b, v * step[..., None], decay)
-    out, z = joined(found + layer.skip.D[:, None, None] * v), layer.gate_proj(x[0])
+    out, z = joined(found + layer.skip.D[:, None, None] * v), gate * layer.gate_proj(x[0])
     groups = spec.heads(layer.config)[1]
     if spec.gate_norm == "gate_first":
         out = normed(layer, out * silu(z), groups) * layer.output_norm.weight
@@ -127,6 +166,21 @@ def gla(layer, x, memory=None, causal=True):
     found, weights = recurrence(q * layer.key_width**-0.5, k, v, decay)
     out = normed(layer, joined(found), layer.num_heads) * per_head(layer) * silu(layer.gate_proj(x[0]))
     return layer.o_proj(out)[None], weights
+
+
+def hgrn2(layers, x, memory=None, causal=True):
+    """Lower bounds are sums of shares of the layers below, without that of layer 0."""
+    found, shares = [], torch.exp(layers[0].lower_bounds) / torch.exp(layers[0].lower_bounds).sum(0)
+    for number, layer in enumerate(layers):
+        least = sum((shares[below] for below in range(1, number + 1)), torch.zeros_like(shares[0]))
+        q, forget, v = tensors(layer, x)
+        own, heads = least.split(layer.key_width), layer.num_heads
+        least = torch.stack([own[h * len(own) // heads] for h in range(heads)])[:, None]
+        forget = least + (1 - least) * sigmoid(forget)
+        read, weights = recurrence(silu(q), 1 - forget, v, forget)
+        found.append((layer.o_proj(normed(layer, joined(read), 1) * layer.output_norm.weight)[None], weights))
+        x = x + found[-1][0]
+    return found
 
 
 def retnet(layer, x, memory=None, causal=True):
@@ -177,17 +231,30 @@ REFERENCES = {
         "more values": ({**MORE_VALUES, "gate_rank": 3, "negative": True},),
         "grouped": ({"conv": 0}, {"fields": GROUPED}),
     }, **COMMON),
+    **rows("delta_product", delta_product, "gated_delta_net", {
+        "": ({"num_householder": 2, "negative": True, "chunk_size": 4},),
+        "three": ({**MORE_VALUES, "num_householder": 3, "conv": 0},),
+        "grouped": ({"num_householder": 2}, {"fields": GROUPED}),
+    }, **COMMON),
+    **rows("kimi_delta_product", delta_product, "kimi_delta_attention", {
+        "": ({"num_householder": 2, "gate_rank": 3, "negative": True},),
+    }, **COMMON),
     **rows("mamba2", mamba2, "mamba2", {
         "": ({"key_heads": 1, "key_width": 6, "chunk_size": 4},),
         "groups": ({**MORE_VALUES, "bias": True, "least_step": 0.5, "most_step": 0.9},),
         "norm first": ({"gate_norm": "norm_first", "conv": 0}, {"fields": GROUPED}),
-        "no norm": ({"gate_norm": "none"},),
+        "no norm": ({"gate_norm": "none", "part_scales": [0.7, 1.3, 0.6, 1.2, 0.8]},),
     }, **COMMON),
     **rows("gla", gla, "gla", {
         "": ({"chunk_size": 4},),
         "strong": ({**MORE_VALUES, "tau": 0.05, "gate_rank": 3, "conv": 2},),
         "grouped": ({}, {"fields": GROUPED}),
     }, **COMMON),
+    **rows("hgrn2", hgrn2, "hgrn2", {
+        "": ({"chunk_size": 4},),
+        "more values": (MORE_VALUES,),
+        "grouped": ({}, {"fields": GROUPED}),
+    }, chain=True, layers=3, **COMMON),
     **rows("retnet", retnet, "retnet", {
         "": ({"chunk_size": 4},),
         "more values": (MORE_VALUES,),
