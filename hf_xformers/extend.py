@@ -20,6 +20,7 @@ from .configuration_xformer import XFormerConfig
 from .core.cache import RecurrentStateLayer, SlotStateLayer, appended
 from .core.components import SLOTS, Spec, SpecLike, aliased, bounded, build_spec, register
 from .core.context import LayerContext, SublayerOutput, add_losses
+from .core.prepared import Prepared
 from .core.reading_weights import weight_of
 from .core.visibility import boolean_mask, visible_pairs
 from .embedding.base import EmbeddingSpec
@@ -45,6 +46,7 @@ __all__ = [
     "NormSpec",
     "Position",
     "PositionSpec",
+    "Prepared",
     "RecurrentStateLayer",
     "Rotation",
     "ScoreBias",

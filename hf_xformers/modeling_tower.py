@@ -33,7 +33,7 @@ from .core.unpadding import Unpadding
 from .modeling_base import XFormerPreTrainedModel
 from .normalization.base import norm_inputs
 from .position.base import Position, PositionActs, ScoreBias
-from .stacks.base import CONTEXT, LayersByDepth
+from .stacks.base import CONTEXT, FurtherTexts, LayersByDepth
 
 logger = logging.get_logger(__name__)
 
@@ -240,7 +240,7 @@ class XFormerTower(XFormerPreTrainedModel):
         hidden_states = self._embedded(inputs_embeds, token_type_ids, context)
         if past_key_values is None and context.parts is None and self.config.unpad_inputs:
             self._leave_padding_out(context)
-        self._share_position(context, hidden_states)
+        self.position.share(context, hidden_states)
         self._embed_context_texts(context)
         result = self.stack(
             LayersByDepth(self.layers_by_depth()),
@@ -309,8 +309,9 @@ class XFormerTower(XFormerPreTrainedModel):
         inner = self.make_context(vectors, real.flatten(0, 1).long(), None)
         inner.padding_mask = real.flatten(0, 1) != 0
         hidden_states = self._embedded(vectors, None, inner)
-        self._share_position(inner, hidden_states)
-        context.shared[CONTEXT], context.streams[CONTEXT] = inner, hidden_states.unflatten(0, ids.shape[:2])
+        self.position.share(inner, hidden_states)
+        context.keep(FurtherTexts(inner))
+        context.streams[CONTEXT] = hidden_states.unflatten(0, ids.shape[:2])
 
     def _leave_padding_out(self, context: LayerContext) -> None:
         """Gives layers the real tokens alone (`unpad_inputs`), where nobody asks for what stands at padding."""
@@ -319,13 +320,6 @@ class XFormerTower(XFormerPreTrainedModel):
         refuse_unpadding(self.config)  # it may have been switched on after the config was checked
         if can_inspect() and not (context.output_attentions or context.output_hidden_states):
             context.unpadding = Unpadding(context.padding_mask)
-
-    def _share_position(self, context: LayerContext, hidden_states: Tensor) -> None:
-        """What the position component prepares once per call for all layers."""
-        self.position.share_rotations(context, hidden_states)
-        bias = self.position.score_bias()
-        if bias is not None:
-            context.shared["score_bias"] = bias
 
     def make_context(
         self,

@@ -15,18 +15,26 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from ..core.cache import WindowLayer, alone
 from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
-from ..core.segment_memory import SegmentCacheLayer, take_slots
+from ..core.prepared import Key, Prepared
+from ..core.segment_memory import MemoryLayout, SegmentCacheLayer, take_slots
 from ..core.visibility import visible_block, visible_pairs
 from ..ops.block_sparse.attention import block_sparse_attention
 from ..ops.block_sparse.patterns import band
 from ..ops.common.products import wide_products
 from ..ops.common.shifted_rows import shift_rows
 from ..ops.score_terms.attention import window_attention
+from ..position.base import CallBias
 from .shared.base import Attention, AttentionSpec
 from .shared.query_blocks import over_query_blocks, rows_at_once, shared_rows
-from .transformer_xl import MEMORY_ORDER, MEMORY_REAL, SEGMENT_MEMORY, TEXT_BEGUN
+from .transformer_xl import SEGMENT_MEMORY
 
 TRIM = 64  # spans are rounded up to this many tokens, so that plans for them can be used again
+
+
+class WithMemory(Prepared):
+    """What is made for the tokens of a call with those before them."""
+
+    made: dict[Key, Any]
 
 
 class SpanCacheLayer(WindowLayer):
@@ -192,8 +200,8 @@ class AdaptiveSpanAttention(Attention):
         tokens, real = hidden_states, context.query_padding_mask
         earlier = context.streams.get(SEGMENT_MEMORY)
         if earlier is not None:
-            tokens, real = torch.cat([earlier, hidden_states], dim=1), context.shared[MEMORY_REAL]
-            order = context.shared[MEMORY_ORDER]
+            layout = context.prepared(MemoryLayout)
+            tokens, real, order = torch.cat([earlier, hidden_states], dim=1), layout.real, layout.order
             tokens = tokens if order is None else take_slots(tokens, order)
         query, key, value = self.queries(hidden_states), self.keys(tokens), self.heads(self.v_proj(tokens))
         if cache is not None:
@@ -204,15 +212,14 @@ class AdaptiveSpanAttention(Attention):
                     f" {type(cache).__name__} has no place for; leave `past_key_values` out, or make it with"
                     " `hf_xformers.core.cache.make_cache(config)`."
                 )
-            begun = context.shared.get(TEXT_BEGUN)
+            begun = MemoryLayout.of(context).begun
             key, value, real = layer.extend(key, value, real, hidden_states.shape[1], begun)
         index = torch.arange(key.shape[2], device=key.device)
         seen = copy.copy(context)
         seen.padding_mask, seen.key_index, seen.query_index = real, index, index[-query.shape[2] :]
         seen.fresh = False
         # What others share in this call is of its tokens alone.
-        shared = {"score_bias": context.shared["score_bias"]} if "score_bias" in context.shared else {}
-        seen.shared = context.shared.setdefault("with_segment_memory", shared)
+        seen.made = context.prepare(WithMemory, lambda: WithMemory(context.kept(CallBias))).made
         return query, key, value, seen
 
     def _relative_keys(self, context: LayerContext) -> tuple[Tensor | None, dict[str, Tensor] | None]:
@@ -257,7 +264,7 @@ class AdaptiveSpanAttention(Attention):
         if relative is not None:
             rows = self._relative_rows(offset).expand(*scores.shape)
             scores = scores + wide_products(query, relative).gather(-1, rows)
-        bias = context.shared.get("score_bias")
+        bias = self.score_bias(context)
         if bias is not None:
             scores = scores + bias.block(context.query_index, places)
         scores = scores.to(spans.dtype)
@@ -278,7 +285,7 @@ class AdaptiveSpanAttention(Attention):
     def _tiles_apply(self, query: Tensor, context: LayerContext) -> bool:
         """Whether all that is added to the products depends on the distance alone, and tiles are the way to go: on a
         processor. Elsewhere few large blocks are."""
-        plain = not self.spec.dynamic and "score_bias" not in context.shared
+        plain = not self.spec.dynamic and self.score_bias(context) is None
         return plain and query.device.type == "cpu" and query.shape[2] > 1 and not torch.compiler.is_compiling()
 
     def _tiles(
@@ -329,7 +336,7 @@ class AdaptiveSpanAttention(Attention):
         (batch, heads, length, _), keys = query.shape, key.shape[2]
         reach = min(reach, keys)
         total, side = context.key_index.shape[0], reach - 1 + self.gap
-        bias, dropout = context.shared.get("score_bias"), self.dropout if self.training else 0.0
+        bias, dropout = self.score_bias(context), self.dropout if self.training else 0.0
         at_once = min(max(min(reach, 128), TRIM), rows_at_once(2 * batch * heads * reach))
         whole = [shared_rows(x, length, at_once) for x in (key, value)]
 
@@ -372,7 +379,7 @@ class AdaptiveSpanAttention(Attention):
         """The block-sparse engine, where each head walks its own window -> [B, T, H, d]."""
         sides = [min(-(-count // TRIM) * TRIM, self.max_span) - 1 + self.gap for count in reach]
         patterns = [band(side, 0 if self.is_causal else side) for side in sides]
-        bias = context.shared.get("score_bias")
+        bias = self.score_bias(context)
         keys, total = key.shape[2], context.key_index.shape[0]
 
         def score_bias(q_at: Tensor, k_at: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from ..ops.block_sparse.patterns import Pattern
 from ..ops.common.real_tokens import first_real
 from .shared.base import AttentionSpec
 from .shared.block_sparse import BlockSparseAttention
-from .shared.global_tokens import given_globals
+from .shared.global_tokens import GlobalTokens, given_globals
 from .shared.pattern_spec import traced_length_of_patterns
 
 
@@ -48,10 +48,9 @@ class BigBirdAttention(BlockSparseAttention):
             return None, 0
         if spec.global_mode == "etc":
             return given_globals(context, None)
-        key = f"bigbird_globals_{spec.block_size}_{spec.num_global_blocks}_{spec.dense_length}"
-        if key not in context.shared:
-            context.shared[key] = self._end_blocks(context)
-        return context.shared[key]
+        slot = (spec.block_size, spec.num_global_blocks, spec.dense_length)
+        found = context.prepare(GlobalTokens, lambda: GlobalTokens(*self._end_blocks(context)), slot)
+        return found.chosen, found.most
 
     def _end_blocks(self, context: LayerContext) -> tuple[Tensor | None, int | None]:
         """Tokens of the first and the last blocks of each text, and all of short texts."""

@@ -15,7 +15,7 @@ from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..core.extent import can_inspect
 from ..core.pooling import TextPooler, pool
-from ..core.text_tree import BESIDE, SPANS, Tree, make_tree
+from ..core.text_tree import SPANS, SpansBeside, Tree, make_tree
 from ..ops.binary_partition import (
     covered,
     few_leaves,
@@ -94,7 +94,7 @@ class BPTransformerAttention(Attention):
         step: int | None = None,
     ) -> SublayerOutput:
         tree, length = make_tree(context), context.query_index.shape[0]
-        beside = BESIDE in context.shared
+        beside = context.find(SpansBeside) is not None
         if not beside:
             hidden_states = F.pad(hidden_states, (0, 0, 0, tree.count))
         query, key = self.normalized(self.q_proj(hidden_states), self.k_proj(hidden_states))

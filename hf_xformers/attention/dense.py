@@ -15,8 +15,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..compat import CACHE
 from ..core.components import register
 from ..core.context import LayerContext
+from ..core.prepared import Prepared
 from ..core.sequence_parallel import SequenceForm, Unserved
-from ..core.visibility import boolean_mask, last_key, rows_can_be_empty, visible_block
+from ..core.visibility import boolean_mask, last_key, mask_of_call, rows_can_be_empty, visible_block
 from ..ops.block_sparse.attention import block_sparse_attention
 from ..ops.block_sparse.patterns import full
 from ..ops.common.products import wide_products
@@ -34,6 +35,12 @@ TRAINED_BIAS_AT_ONCE = 1 << 19
 _ALL = full()  # made here, as a graph that is being recorded cannot make a pattern
 
 
+class DenseMask(Prepared):
+    """The mask of a call as the back-end reads it."""
+
+    mask: Any
+
+
 class DenseAttention(Attention):
     """o_i = sum_j softmax_j(scale * q_i k_j + b_ij) v_j over all j that i may see.
 
@@ -49,20 +56,18 @@ class DenseAttention(Attention):
         super().prepare(context, past_key_values)
         if self.cross or self.changes_scores:  # what follows is not read
             return
-        if "dense_mask" not in context.shared:
-            if context.back_end:  # it knows by itself who sees whom
-                context.shared["dense_mask"] = None
-            elif context.implementation in ("eager", "sdpa") or context.output_attentions:
-                context.shared["dense_mask"] = boolean_mask(context)
-            else:
-                context.shared["dense_mask"] = self._backend_mask(context, past_key_values)
+        context.prepare(DenseMask, lambda: DenseMask(self._mask(context, past_key_values)))
         bias = self.score_bias(context)
         if bias is not None and "dense_bias" not in context.streams and not self._bias_in_blocks(context):
             matrix = bias.block(context.query_index, context.key_index)
             context.streams["dense_bias"] = matrix if matrix.ndim == 4 else matrix[None]
 
-    def _backend_mask(self, context: LayerContext, past_key_values: Cache | None) -> Any:
-        """The mask in the form that a FlexAttention or FlashAttention back-end expects."""
+    def _mask(self, context: LayerContext, past_key_values: Cache | None) -> Any:
+        """The mask in the form that the back-end expects."""
+        if context.back_end:  # it knows by itself who sees whom
+            return None
+        if context.implementation in ("eager", "sdpa") or context.output_attentions:
+            return mask_of_call(context)
         make: Callable[..., Any] = create_causal_mask if context.causal else create_bidirectional_mask
         arguments = {"position_ids": context.position_ids} if context.causal else {}
         return make(
@@ -89,7 +94,7 @@ class DenseAttention(Attention):
 
     def _in_blocks(self, context: LayerContext) -> SelfAttentionTerms | None:
         """What is added to scores and no kernel takes as it is; None: nothing."""
-        if self.cross or (self.position_terms is None and "score_bias" not in context.shared):
+        if self.cross or (self.position_terms is None and self.score_bias(context) is None):
             return None
         if self.changes_scores or ("dense_bias" not in context.streams and self._bias_in_blocks(context)):
             return self.score_terms(context)
@@ -104,7 +109,7 @@ class DenseAttention(Attention):
             padding = context.memory_padding_mask
             mask, bias = (None if padding is None else padding[:, None, None, :]), None
         else:
-            mask, bias = context.shared["dense_mask"], context.streams.get("dense_bias")
+            mask, bias = context.prepared(DenseMask).mask, context.streams.get("dense_bias")
         causal = self.is_causal and mask is None and context.fresh
         if self.wants_weights(context):
             if causal:

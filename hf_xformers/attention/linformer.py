@@ -15,6 +15,7 @@ from ..core.context import LayerContext, SublayerOutput
 from ..core.reading_weights import weight_of
 from ..core.sequence_parallel import SequenceForm, Unserved
 from ..core.text_parts import TextParts
+from ..core.visibility import tokens_in_order
 from ..ops.common.real_tokens import real_first, real_places
 from ..ops.pooled_blocks import pooled_blocks
 from .shared.base import Attention, AttentionSpec, cross_cache, given_memory, literal_softmax_attention
@@ -81,8 +82,7 @@ class LinformerAttention(Attention):
             self._check_length(context.parts.total_length, context.parts.mask)
             return
         self._check_length(context.key_index.shape[0], context.padding_mask)
-        if context.padding_mask is not None and "real_first" not in context.shared:
-            context.shared["real_first"] = real_first(context.padding_mask)
+        tokens_in_order(context)
 
     def _check_length(self, longest: int, padding: Tensor | None) -> None:
         if longest <= self.length:
@@ -234,7 +234,7 @@ class LinformerAttention(Attention):
     def _padding(self, context: LayerContext) -> tuple[Tensor | None, Tensor | None]:
         """The mask of what is read, [B, S], and its tokens with the real ones first."""
         if not self.cross:
-            return context.padding_mask, context.shared.get("real_first")
+            return context.padding_mask, tokens_in_order(context)
         mask = context.memory_padding_mask
         return mask, None if mask is None else real_first(mask)
 

@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache
 from ..core.cache import RecurrentStateLayer, SlotStateLayer
 from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput
+from ..core.visibility import tokens_in_order
 from ..ops.block_sparse import patterns
 from ..ops.block_sparse.patterns import Pattern
 from ..ops.common.real_tokens import from_first_real, real_first, real_places
@@ -81,9 +82,8 @@ class CompressedAttention(Attention):
 
     def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
         super().prepare(context, past_key_values)
-        mask = context.padding_mask
-        if not self.cross and context.fresh and mask is not None and "real_first" not in context.shared:
-            context.shared["real_first"] = real_first(mask)
+        if not self.cross and context.fresh:
+            tokens_in_order(context)
 
     # ------------------------------------------------------------------------------------------- slots
 
@@ -148,7 +148,7 @@ class CompressedAttention(Attention):
             tokens = given_memory(memory) if self.cross else hidden_states
             count = None
             if mask is not None:
-                order = real_first(mask) if self.cross else context.shared["real_first"]
+                order = real_first(mask) if self.cross else tokens_in_order(context)
                 tokens, count = _gathered(tokens, order, mask), mask.sum(-1)
             key, value = self._keys_and_values(torch.cat([self._first(tokens), self._blocks(tokens, count)], dim=1))
             if cache is not None:
@@ -169,7 +169,7 @@ class CompressedAttention(Attention):
             return self._by_place(query, key, value, before + _places(mask, length, query.device), context)
         tokens, order = hidden_states, None
         if mask is not None:
-            order = context.shared["real_first"]
+            order = tokens_in_order(context)
             tokens = _gathered(tokens, order, mask)
         groups = -(-length // self.factor)
         whole = length // self.factor if layer is not None else groups - 1  # blocks; nobody reads the last one yet

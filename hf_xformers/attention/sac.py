@@ -15,6 +15,7 @@ from ..core.choices import LOG_PROBS, ChoiceSettings
 from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..core.initialization import start_linear
+from ..core.prepared import Prepared
 from ..core.reading_weights import weight_of
 from ..core.visibility import visible_block
 from ..ops.chosen_keys import chosen_keys_attention, edges_mask
@@ -252,10 +253,10 @@ class SacAttention(Attention):
         query, key, value = self.project_self(hidden_states, context, past_key_values, step)
         losses = None
         if self.predictor is None:
-            picks = context.shared[_EDGES]
+            picks = context.prepared(Edges).picks
         else:
             picks, log_probs = self.edges(self.predictor, hidden_states, context, past_key_values, step)
-            context.shared[_EDGES] = picks
+            context.keep(Edges(picks))
             losses = None if log_probs is None else {LOG_PROBS: self.spec.reinforce_weight * log_probs}
         index = torch.cat([context.query_index.expand(*picks.shape[:3])[..., None], picks], -1)
         there = index >= 0
@@ -318,7 +319,10 @@ class SacAttention(Attention):
         return layer.add_labels(source.mT).mT
 
 
-_EDGES = "sac_edges"
+class Edges(Prepared):
+    """The tokens that each one reads, which layer 0 chooses for all."""
+
+    picks: Tensor
 
 
 @register("attention", "sac")

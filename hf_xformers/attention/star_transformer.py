@@ -15,15 +15,23 @@ from ..core.components import register
 from ..core.context import LayerContext, SublayerOutput
 from ..core.initialization import start_projections
 from ..core.pooling import TextPooler, pool
+from ..core.prepared import Prepared
 from ..ops.common.head_groups import over_head_groups
 from ..ops.common.products import widened
 from ..ops.common.real_tokens import real_first, real_places
 from .shared.base import Attention, AttentionSpec, literal_softmax_attention
 
 RELAY, TOKENS = "star_relay", "star_tokens"
-Neighbours = tuple[Tensor, Tensor]  # of the token before and the one after: its slot, and whether it counts
+Neighbours = tuple[Tensor, Tensor]  # of each token one beside it: its slot, and whether it counts
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "leaky_relu": F.leaky_relu}
+
+
+class BothNeighbours(Prepared):
+    """The tokens before and after each one, in a slot for each `border`."""
+
+    before: Neighbours
+    after: Neighbours
 
 
 class RelayAttention(nn.Module):
@@ -114,24 +122,25 @@ class StarTransformerAttention(Attention):
 
     def _neighbours(self, context: LayerContext) -> tuple[Neighbours, Neighbours]:
         """For the token before and the one after, once per call: its slot [B or 1, T], and whether it is read."""
-        name = f"star_neighbours_{self.spec.border}"
-        if name not in context.shared:
-            real, length = context.padding_mask, context.query_index.shape[0]
-            place = context.query_index[None]
-            count = torch.full_like(place[:, :1], length)
-            if real is not None:
-                place, count = real_places(real), real.sum(-1, keepdim=True)
-            found = []
-            for offset in (-1, 1):
-                ring = (place + offset) % count.clamp(min=1)
-                if self.spec.border == "ring":
-                    counts = (count > 1).expand_as(place) if offset < 0 else (count > 2).expand_as(place)
-                else:
-                    counts = (place + offset >= 0) & (place + offset < count)
-                slot = ring if real is None else real_first(real).gather(1, ring)
-                found.append((slot, counts if real is None else counts & real))
-            context.shared[name] = (found[0], found[1])
-        return context.shared[name]
+        found = context.prepare(BothNeighbours, lambda: self._make_neighbours(context), self.spec.border)
+        return found.before, found.after
+
+    def _make_neighbours(self, context: LayerContext) -> BothNeighbours:
+        real, length = context.padding_mask, context.query_index.shape[0]
+        place = context.query_index[None]
+        count = torch.full_like(place[:, :1], length)
+        if real is not None:
+            place, count = real_places(real), real.sum(-1, keepdim=True)
+        found = []
+        for offset in (-1, 1):
+            ring = (place + offset) % count.clamp(min=1)
+            if self.spec.border == "ring":
+                counts = (count > 1).expand_as(place) if offset < 0 else (count > 2).expand_as(place)
+            else:
+                counts = (place + offset >= 0) & (place + offset < count)
+            slot = ring if real is None else real_first(real).gather(1, ring)
+            found.append((slot, counts if real is None else counts & real))
+        return BothNeighbours(*found)
 
     def _gathered(
         self,

@@ -123,7 +123,7 @@ class TalkingHeadsAttention(Attention):
         scores = wide_products(query * self.scaling, key)
         with torch.autocast(query.device.type, enabled=False):  # scores stay wide
             scores = _mix(scores, self.score_mixing, x2l, added.get("m2l"))
-        bias = None if self.cross else context.shared.get("score_bias")
+        bias = self.score_bias(context)
         if bias is not None:
             scores = scores + bias.block(context.query_index[rows], context.key_index[keys])
         mask = visible_block(context, self.cross, rows, keys)

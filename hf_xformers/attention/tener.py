@@ -27,7 +27,7 @@ class TenerAttention(TransformerXLAttention):
     It is Transformer-XL's attention with W_R = 1 and 2 D^2 parameters in place of 5 D^2; cost and state are the same.
     """
 
-    table_name: ClassVar[str] = TABLE
+    table_slot: ClassVar[str] = "tener"
     spec: TenerSpec  # type: ignore[assignment]
 
     def __init__(self, config, spec: TenerSpec, **where):

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache
 
 from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput
+from ..core.prepared import Prepared
 from ..core.reading_weights import weight_of
 from ..normalization.base import NormSpec
 from ..ops.block_sparse.attention import block_sparse_attention
@@ -24,11 +25,10 @@ from .shared.block_sparse import BlockSparseAttention
 from .shared.head_parts import Heads
 from .shared.pattern_spec import BlockSparseSpec, window
 
-BLOCKS = "transient_global_blocks"  # in `context.shared`
 TABLE = "transient_global_table"  # in `context.streams`: the biases of summaries, of layer 0
 
 
-class Blocks(NamedTuple):
+class Blocks(Prepared):
     """The block of every token, [B or 1, T] (padding and tokens of texts without a whole block: 0), which tokens are
     in one, [B or 1, T], and which blocks a text has, [B or 1, S]."""
 
@@ -86,11 +86,9 @@ class TransientGlobalAttention(BlockSparseAttention):
         super().prepare(context, past_key_values)
         if self.block_bias is not None:
             context.streams[TABLE] = weight_of(self.block_bias)
-        # Views of layers may differ in the size of their blocks.
-        known = context.shared.setdefault(BLOCKS, {})
-        if self.spec.block_size not in known:
-            length, device = context.query_index.shape[0], context.query_index.device
-            known[self.spec.block_size] = blocks_of_text(context.padding_mask, length, self.spec.block_size, device)
+        index, size = context.query_index, self.spec.block_size  # layers may differ in it
+        arguments = context.padding_mask, index.shape[0], size, index.device
+        context.prepare(Blocks, lambda: blocks_of_text(*arguments), size)
 
     def forward(
         self,
@@ -104,7 +102,7 @@ class TransientGlobalAttention(BlockSparseAttention):
         own, key = self.normalized(self.q_proj(hidden_states), self.k_proj(hidden_states))
         own, key, value = (self.heads(x) for x in (own, key, self.v_proj(hidden_states)))
         query, key, value = self.place(own, key, value, context)
-        blocks = context.shared[BLOCKS][self.spec.block_size]
+        blocks = context.prepared(Blocks, self.spec.block_size)
         if not blocks.seen.shape[1]:
             output, weights = self.attend(query, key, value, context)
         else:

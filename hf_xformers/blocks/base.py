@@ -15,14 +15,19 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..core.components import Spec
 from ..core.context import LayerContext, SublayerOutput, add_losses
+from ..core.prepared import Prepared
 from ..core.sublayer import Sublayer
 from ..normalization.residual import Residual
 
 # The stream that holds the other half of a pair of residual streams.
 PARTNER = "residual_partner"
-# In `context.shared`: which tokens [B, T] a stack still runs. Of the others it keeps the states as they are, so that
-# feed-forward sublayers of single tokens leave them out.
-RUNNING = "running_tokens"
+
+
+class RunningTokens(Prepared):
+    """Which tokens [B, T] a stack still runs. Of the others it keeps the states as they are, so that feed-forward
+    sublayers of single tokens leave them out."""
+
+    mask: Tensor
 
 
 Kind = Literal["attention", "cross_attention", "feedforward"]
@@ -255,8 +260,8 @@ class XFormerLayer(GradientCheckpointingLayer):
         if entry.kind != "feedforward":
             read = self.memory_of(entry, memory)
             result = function(entered, seen, memory=read, past_key_values=past_key_values, step=step)
-        elif RUNNING in context.shared and function.takes_unpadded:
-            running = context.packed(context.shared[RUNNING])
+        elif (some := context.find(RunningTokens)) is not None and function.takes_unpadded:
+            running = context.packed(some.mask)
             mapped = function(entered[running][None], context.of_tokens()).output
             result = SublayerOutput(torch.zeros_like(entered).masked_scatter(running[..., None], mapped))
         else:

@@ -12,11 +12,9 @@ from transformers.cache_utils import Cache
 
 from ..core.components import register
 from ..core.context import LayerContext, SublayerOutput
-from ..core.text_tree import BESIDE, SPANS, TREE, make_tree
+from ..core.text_tree import SPANS, SpansBeside, make_tree
 from .base import SublayerPlan, XFormerLayer, unpack_layer
 from .vanilla import VanillaBlockSpec
-
-WIDE = "bp_wide_context"
 
 
 class BPTransformerLayer(XFormerLayer):
@@ -28,7 +26,8 @@ class BPTransformerLayer(XFormerLayer):
     @staticmethod
     def wide(context: LayerContext) -> LayerContext:
         """The call as functions of single nodes see it: spans are further tokens."""
-        if WIDE not in context.shared:
+
+        def make() -> SpansBeside:
             tree, real = make_tree(context), context.query_padding_mask
             index = torch.arange(context.query_index.shape[0] + tree.count, device=context.query_index.device)
             seen = context.derive(
@@ -37,17 +36,16 @@ class BPTransformerLayer(XFormerLayer):
                 query_index=index,
                 key_index=index,
                 fresh=True,
-                inputs_embeds=None,  # what is shared has no gradient
+                inputs_embeds=None,  # what is prepared has no gradient
             )
-            context.shared[WIDE] = seen
-        return context.shared[WIDE]
+            return SpansBeside(seen)
+
+        return context.prepare(SpansBeside, make).call
 
     def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
-        make_tree(context)
-        context.shared[BESIDE] = True
+        wide = self.wide(context)
         for entry in self.plan:
-            seen = self.wide(context) if entry.kind == "feedforward" else context
-            self.function(entry).prepare(seen, past_key_values)
+            self.function(entry).prepare(wide if entry.kind == "feedforward" else context, past_key_values)
 
     def forward(
         self,
@@ -61,7 +59,7 @@ class BPTransformerLayer(XFormerLayer):
         before_sublayer=None,
     ) -> tuple:
         streams = dict(zip(stream_names, stream_tensors, strict=True))
-        length, count = hidden_states.shape[1], context.shared[TREE].count
+        length, count = hidden_states.shape[1], make_tree(context).count
         spans = streams.pop(SPANS, None)
         if spans is None:
             spans = hidden_states.new_zeros(hidden_states.shape[0], count, hidden_states.shape[2])

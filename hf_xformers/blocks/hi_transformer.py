@@ -14,7 +14,7 @@ from ..core.context import LayerContext, SublayerOutput, add_losses
 from ..core.hand_overs import HandOver
 from ..core.weight_decay import Undecayed
 from .base import BlockSpec, SublayerPlan, XFormerLayer
-from .nesting import NESTING, SENTENCE_POSITIONS, AttentivePooling, Levels
+from .nesting import SENTENCE_POSITIONS, AttentivePooling, Levels
 
 
 class HiLayer(Undecayed, XFormerLayer):
@@ -55,7 +55,7 @@ class HiLayer(Undecayed, XFormerLayer):
         return hidden_states
 
     def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
-        levels: Levels = context.shared[NESTING]
+        levels = context.prepared(Levels)
         for prefix, level in (("first_", levels.words), ("document_", levels.document), ("", levels.informed)):
             for entry in self.plan:
                 if entry.name in (f"{prefix}attention", f"{prefix}feedforward"):
@@ -77,7 +77,7 @@ class HiLayer(Undecayed, XFormerLayer):
         before_sublayer=None,
     ) -> tuple:
         streams = dict(zip(stream_names, stream_tensors, strict=True))
-        levels: Levels = context.shared[NESTING]
+        levels = context.prepared(Levels)
         nesting = levels.nesting
         losses: dict[str, Tensor] = {}
         batch, count = nesting.words.shape[:2]

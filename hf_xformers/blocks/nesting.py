@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..core.context import LayerContext
+from ..core.prepared import Prepared
 from ..ops.common.constants import constant
 from ..ops.common.real_tokens import real_places
 from ..position.base import PositionActs
 
-NESTING = "nesting"
 SENTENCE_POSITIONS = "sentence_positions"
 
 
@@ -117,8 +117,7 @@ class AttentivePooling(nn.Module):
         return (weights.to(items.dtype).unsqueeze(-2) @ items).squeeze(-2)
 
 
-@dataclass
-class Levels:
+class Levels(Prepared):
     """The nesting and the state bundle of each kind of sublayer: over the words of a sentence, the same with the
     text's vector after them, and over the sentences of the text."""
 

@@ -8,7 +8,7 @@ many times (shared weights): nothing that depends on the call lives on a module.
 from __future__ import annotations
 
 import copy
-from collections.abc import MutableMapping
+from collections.abc import Callable, Hashable, MutableMapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
-from .elsewhere import MOVED, context_on
+from .elsewhere import Moved, context_on
+from .prepared import Key, P, Prepared, not_prepared
 from .text_parts import TextParts
 from .unpadding import Unpadding
 
@@ -50,8 +51,8 @@ class LayerContext:
         back_end: what a serving engine gives its attention function, by name; it keeps keys and values itself, and
             tokens of several texts stand side by side (`core/serving.py`).
         inputs: further model inputs that a component asked for by name (`Spec.inputs`) and the caller gave.
-        shared: results computed once per call and read by every layer (masks, rotary tables), and modules whose
-            parameters they read. No tensor with a gradient: a stack that runs layers again would lose it.
+        made: what is made once per call and read by every layer (masks, rotary tables), by class and slot
+            ([`LayerContext.prepare`]). No tensor with a gradient.
         streams: tensors with gradients that layers read and hand on (score biases, other layers' scores, extra
             sequences). They travel through a layer's arguments, so that checkpointing follows them. What a layer hands
             on leads with the batch, or with 1.
@@ -76,7 +77,7 @@ class LayerContext:
     position_ids: Tensor | None = None
     back_end: dict[str, Any] = field(default_factory=dict)
     inputs: dict[str, Any] = field(default_factory=dict)
-    shared: MutableMapping[str, Any] = field(default_factory=dict)
+    made: MutableMapping[Key, Any] = field(default_factory=dict)
     streams: dict[str, Tensor] = field(default_factory=dict)
 
     def __copy__(self) -> LayerContext:
@@ -89,8 +90,30 @@ class LayerContext:
     def to(self, device: torch.device | str | int, **_: Any) -> LayerContext:
         """This call on another device; this very object, if all of it is there."""
         device = torch.device(device)
-        there = self.positions.device == device and MOVED not in self.shared
+        there = self.positions.device == device and (Moved, None) not in self.made
         return self if there else context_on(self, device)
+
+    def prepare(self, kind: type[P], make: Callable[[], P], slot: Hashable = None) -> P:
+        """What `make` gives, made unless this call has a `kind` already."""
+        found = self.made.get((kind, slot))
+        if found is None:
+            found = self.made[kind, slot] = make()
+        return found
+
+    def prepared(self, kind: type[P], slot: Hashable = None) -> P:
+        """This call's `kind`. Raises `LookupError` where nothing has put one there."""
+        found = self.made.get((kind, slot))
+        if found is None:
+            raise not_prepared(kind, slot)
+        return found
+
+    def find(self, kind: type[P], slot: Hashable = None) -> P | None:
+        """This call's `kind`, if it has one."""
+        return self.made.get((kind, slot))
+
+    def keep(self, value: Prepared, slot: Hashable = None) -> None:
+        """Puts `value` there, under its class."""
+        self.made[type(value), slot] = value
 
     @property
     def query_padding_mask(self) -> Tensor | None:
@@ -128,10 +151,14 @@ class LayerContext:
         seen.streams = streams
         return seen
 
-    def derive(self, **changes: Any) -> LayerContext:
-        """A copy for a part of the stack with other length, positions or masks; shared results are not carried
-        over."""
-        return replace(self, shared={}, streams={}, **changes)
+    def kept(self, *kinds: type[Prepared]) -> dict[Key, Any]:
+        """What is made of these kinds."""
+        return {key: value for key, value in self.made.items() if key[0] in kinds}
+
+    def derive(self, *kinds: type[Prepared], **changes: Any) -> LayerContext:
+        """A copy for a part of the stack with other length, positions or masks; of what is made, only these `kinds`
+        are carried over."""
+        return replace(self, made=self.kept(*kinds), streams={}, **changes)
 
 
 class SublayerOutput(NamedTuple):

@@ -6,10 +6,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ..core.prepared import Prepared
 from .context import LayerContext
 
-NOISE = "gate_noise"
 OPEN, ALL = "gates_open", "gates_all"
+
+
+class GateNoise(Prepared):
+    """alpha of [`Gates`] in a training pass."""
+
+    alpha: Tensor
 
 
 class Gates(nn.Module):
@@ -34,7 +40,7 @@ class Gates(nn.Module):
         logits = logits if logits.dtype == torch.float64 else logits.float()
         if not self.training:
             return (logits >= 0).to(tokens.dtype)
-        return torch.sigmoid(logits + context.shared[NOISE] * torch.randn_like(logits)).to(tokens.dtype)
+        return torch.sigmoid(logits + context.prepared(GateNoise).alpha * torch.randn_like(logits)).to(tokens.dtype)
 
 
 def gate_usage(*gates: tuple[Tensor, Tensor | None]) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache
 from ..core.cache import RecurrentStateLayer
 from ..core.components import aliased, bounded, register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
+from ..core.prepared import Prepared
 from .base import FeedForward
 from .dense import DenseFeedForward
 from .experts import Experts, ExpertsSpec, real_tokens
@@ -21,10 +22,14 @@ from .multi_hash import MultiHashExperts
 from .token_maps import balanced_map, dispersed_map, k_means
 
 _PRIME = 2**31 - 1
-# What a call found out about earlier tokens, [B, T] in `context.shared`.
-_PREVIOUS = "previous_ids"
 # Maps that are tables, made from data or from vectors.
 _TABLES = ("balanced", "clustered", "dispersed")
+
+
+class EarlierIds(Prepared):
+    """The ids [B, T] of the tokens before those of a call."""
+
+    ids: Tensor
 
 
 class LastIdLayer(RecurrentStateLayer):
@@ -140,9 +145,9 @@ class HashExperts(FeedForward):
     def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
         """Finds the ids before those of the call, once for all layers, and keeps the last one in the cache."""
         ids = context.inputs.get("input_ids")
-        if self.spec.reads_previous and ids is not None and _PREVIOUS not in context.shared:
-            cache = self_attention_cache(past_key_values)
-            context.shared[_PREVIOUS] = previous_ids(ids.long(), context, cache, self.nothing)
+        if self.spec.reads_previous and ids is not None:
+            arguments = ids.long(), context, self_attention_cache(past_key_values), self.nothing
+            context.prepare(EarlierIds, lambda: EarlierIds(previous_ids(*arguments)))
 
     def choose(self, context: LayerContext | None) -> Tensor:
         """Experts [B or 1, T], or [B or 1, T, N]."""
@@ -158,7 +163,7 @@ class HashExperts(FeedForward):
             return self.table[ids] if self.spec.multi_hash == 1 else self.table.t()[ids]
         if not self.spec.reads_previous:
             return self.spread(ids)
-        before = context.shared[_PREVIOUS]  # type: ignore[union-attr]
+        before = context.prepared(EarlierIds).ids  # type: ignore[union-attr]
         return self.spread(before) if self.spec.hash == "previous" else self.spread(ids, before)
 
     def forward(self, hidden_states: Tensor, context: LayerContext | None) -> SublayerOutput:

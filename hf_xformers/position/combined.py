@@ -41,9 +41,13 @@ class CombinedPosition(Position):
         found = (part.rotation(positions, like, tokens, local) for part in self._parts())
         return next((rotation for rotation in found if rotation is not None), None)
 
-    def score_bias(self) -> ScoreBias | Position | None:
+    def score_bias(self) -> ScoreBias | None:
         found = (part.score_bias() for part in self._parts())
         return next((bias for bias in found if bias is not None), None)
+
+    def shared_tables(self) -> Position | None:
+        found = (part.shared_tables() for part in self._parts())
+        return next((tables for tables in found if tables is not None), None)
 
 
 @register("position", "combined")

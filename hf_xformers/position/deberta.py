@@ -15,7 +15,7 @@ from ..core.context import LayerContext
 from ..core.reading_weights import weight_of
 from ..ops.score_terms.attention import distance_products
 from ..ops.score_terms.terms import Pairs, QueryBlock
-from .base import Position, PositionSpec, PositionTerms
+from .base import Position, PositionSpec, PositionTables, PositionTerms
 from .distances import Near, pick_rows, slot_distances
 from .score_terms import SelfAttentionTerms
 
@@ -40,7 +40,7 @@ class DebertaTable(Position):
         self.table = nn.Embedding(2 * spec.reach(config), config.hidden_size)
         self.norm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps) if spec.normalize else None
 
-    def score_bias(self) -> DebertaTable:
+    def shared_tables(self) -> DebertaTable:
         return self
 
     def vectors(self) -> Tensor:
@@ -70,7 +70,7 @@ class DebertaTerms(PositionTerms):
 
     def prepare(self, context: LayerContext) -> None:
         if TABLE not in context.streams:
-            context.streams[TABLE] = context.shared["score_bias"].vectors()
+            context.streams[TABLE] = context.prepared(PositionTables).module.vectors()
 
     def score_terms(self, attention: Any, scale: float, context: LayerContext) -> DebertaScores:
         vectors = context.streams[TABLE]

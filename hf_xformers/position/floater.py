@@ -17,7 +17,7 @@ from ..core.linear_maps import is_plain_linear
 from ..core.precision import Float32Module
 from ..core.reading_weights import weight_of
 from ..ops.common.products import widened
-from .base import Position, PositionSpec, PositionTerms
+from .base import Position, PositionSpec, PositionTables, PositionTerms
 
 BIASES = "floater_biases"  # the stream of biases of all layers, [positions, 3, layers, D]
 SEGMENT = 32  # positions whose solver steps are computed again together in the backward pass
@@ -116,7 +116,7 @@ class FloaterPosition(Float32Module, Position):
     def initialize(self, config, init) -> None:
         init.normal_(self.start, mean=0.0, std=self.spec.start_std)
 
-    def score_bias(self) -> FloaterPosition:
+    def shared_tables(self) -> FloaterPosition:
         return self
 
     def biases(self, length: int, trusted: bool = False) -> Tensor:
@@ -176,7 +176,7 @@ class FloaterTerms(PositionTerms):
         trusted = not context.fresh and context.key_index.device.type != "cpu"
         if context.position_ids is not None and not torch.compiler.is_compiling() and not trusted:
             length = max(length, int(context.positions.max()) + 1)  # the caller's own positions may lie beyond
-        context.streams[BIASES] = context.shared["score_bias"].biases(length, trusted)
+        context.streams[BIASES] = context.prepared(PositionTables).module.biases(length, trusted)
 
     def heads(self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext) -> tuple[Tensor, Tensor, Tensor]:
         rows = context.streams[BIASES][:, :, self.layer_idx][context.positions]  # [B or 1, T, 3, D]

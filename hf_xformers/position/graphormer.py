@@ -14,7 +14,7 @@ from ..core.extent import can_inspect
 from ..core.graph_inputs import GRAPH_TOKEN, UNREACHABLE
 from ..core.reading_weights import weight_of
 from ..ops.score_terms.terms import Pairs, QueryBlock
-from .base import Position, PositionSpec, PositionTerms
+from .base import Position, PositionSpec, PositionTables, PositionTerms
 from .distances import distances_of_block
 from .score_terms import BiasByDistance, SelfAttentionTerms
 
@@ -40,7 +40,7 @@ class GraphormerPosition(Position):
         if self.hops is not None:
             init.normal_(self.hops, mean=0.0, std=config.initializer_range)
 
-    def score_bias(self) -> GraphormerPosition:
+    def shared_tables(self) -> GraphormerPosition:
         return self
 
     def of_pairs(self, lengths: Tensor, paths: Tensor | None) -> Tensor:
@@ -108,7 +108,7 @@ class GraphormerTerms(PositionTerms):
     def prepare(self, context: LayerContext) -> None:
         if PAIRS in context.streams or LINE in context.streams:
             return
-        position: GraphormerPosition = context.shared["score_bias"]
+        position: GraphormerPosition = context.prepared(PositionTables).module
         lengths = context.inputs.get("spatial_pos")
         if lengths is not None:
             context.streams[PAIRS] = position.of_pairs(lengths, context.inputs.get("edge_paths"))

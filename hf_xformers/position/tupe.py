@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..core.components import register
 from ..core.context import LayerContext
 from ..core.reading_weights import weight_of
-from .base import Position, PositionSpec, PositionTerms, key_positions
+from .base import Position, PositionSpec, PositionTables, PositionTerms, key_positions
 from .distances import distances_of_block
 from .score_terms import SelfAttentionTerms
 from .t5_relative_bias import relative_buckets
@@ -33,7 +33,7 @@ class TupePosition(Position):
         buckets = spec.num_buckets + int(self.resets)
         self.bias = nn.Embedding(buckets, config.num_attention_heads) if spec.relative else None
 
-    def score_bias(self) -> TupePosition:
+    def shared_tables(self) -> TupePosition:
         return self
 
     def projected(self) -> tuple[Tensor, Tensor]:
@@ -59,11 +59,11 @@ class TupeTerms(PositionTerms):
 
     def prepare(self, context: LayerContext) -> None:
         if QUERIES not in context.streams:
-            context.streams[QUERIES], context.streams[KEYS] = context.shared["score_bias"].projected()
+            context.streams[QUERIES], context.streams[KEYS] = context.prepared(PositionTables).module.projected()
 
     def score_terms(self, attention: Any, scale: float, context: LayerContext) -> TupeScores:
         queries, keys = context.streams[QUERIES] * scale, context.streams[KEYS]
-        bias, made = context.shared["score_bias"].bias, []
+        bias, made = context.prepared(PositionTables).module.bias, []
         if self.resets:
             numbers = (queries[:2] * keys[:2]).sum(-1)
             if bias is not None:  # a bucket that no distance falls into, and one more

@@ -172,10 +172,7 @@ class AxialStack(PlainStack):
                 inputs_embeds=tokens,
                 position_ids=None,
             )
-            position.share_rotations(view, tokens)
-            bias = position.score_bias()
-            if bias is not None:
-                view.shared["score_bias"] = bias
+            position.share(view, tokens)
             for layer in layers[causal : self.outer : 2]:
                 layer.prepare(view, None)
             views.append(view)

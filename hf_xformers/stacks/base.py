@@ -14,13 +14,19 @@ from ..blocks.base import XFormerLayer
 from ..core.components import Spec
 from ..core.context import LayerContext
 from ..core.pooling import TextPooler
+from ..core.prepared import Prepared
 from ..core.segment_memory import SegmentMemory
 from ..core.weight_decay import Undecayed
 from ..position.base import PositionActs
 
-# The stream with the embedded texts before, [B, K, S, D], and under the same name in `shared` the call's context for
-# them (`StackSpec.context_texts`).
+# The stream with the embedded texts before, [B, K, S, D].
 CONTEXT = "context_texts"
+
+
+class FurtherTexts(Prepared):
+    """The call of the texts before (`StackSpec.context_texts`)."""
+
+    call: LayerContext
 
 
 class LayersByDepth(Sequence[XFormerLayer]):

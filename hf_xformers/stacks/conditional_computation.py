@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache
 from ..blocks.base import XFormerLayer
 from ..core.components import bounded, register
 from ..core.context import LayerContext
-from ..core.gates import ALL, NOISE, OPEN, Gates
+from ..core.gates import ALL, OPEN, GateNoise, Gates
 from ..position.base import PositionActs
 from .base import StackOutput, StackSpec
 from .plain import PlainStack
@@ -48,7 +48,8 @@ class ConditionalStack(PlainStack):
         **more,
     ) -> StackOutput:
         if self.training:
-            context.shared[NOISE] = self.spec.noise_max * (self.passes / self.spec.noise_steps).clamp(max=1.0)
+            alpha = self.spec.noise_max * (self.passes / self.spec.noise_steps).clamp(max=1.0)
+            context.keep(GateNoise(alpha))
             gate = next((module for layer in layers for module in layer.modules() if isinstance(module, Gates)), None)
             if gate is not None and gate.outer.weight.requires_grad and torch.is_grad_enabled():
                 self.passes += 1

@@ -55,7 +55,7 @@ class Course:
     def narrow(self, stay: Tensor) -> None:
         """Of the running rows those with the indices `stay` go on."""
 
-    def end(self, hidden_states: Tensor, context: LayerContext) -> Tensor:
+    def end(self, hidden_states: Tensor) -> Tensor:
         """The states of the whole batch, where no row was taken out."""
         return hidden_states
 
@@ -73,11 +73,11 @@ class RowCourse(Course):
     ) -> Tensor | None:
         leaves = self.watch(layer, hidden_states, context.query_padding_mask, rows)
         if leaves is not None and not gathers:
-            self.final = self.end(hidden_states, context)
+            self.final = self.end(hidden_states)
             self.left = leaves if self.left is None else self.left | leaves
         return leaves
 
-    def end(self, hidden_states: Tensor, context: LayerContext) -> Tensor:
+    def end(self, hidden_states: Tensor) -> Tensor:
         if self.final is None or self.left is None:
             return hidden_states
         return torch.where(self.left[:, None, None], self.final, hidden_states)
@@ -204,7 +204,7 @@ class EarlyExitStack(PlainStack):
             streams = {**context.streams, **handed}
         if rows is not None and final is not None:
             return StackOutput(final.index_copy(0, rows, hidden_states), whole, aux_losses)
-        return StackOutput(course.end(hidden_states, whole), whole, aux_losses)
+        return StackOutput(course.end(hidden_states), whole, aux_losses)
 
 
 def settle(final: Tensor | None, hidden_states: Tensor, rows: Tensor | None, leaves: Tensor) -> tuple[Tensor, Tensor]:
@@ -231,10 +231,8 @@ def take_rows(context: LayerContext, rows: Tensor, position: PositionActs, like:
     }
     if kept.unpadding is not None and kept.padding_mask is not None:
         kept.unpadding = Unpadding(kept.padding_mask)
-    kept.shared, kept.streams = {}, {}
-    if "score_bias" in context.shared:  # a function of positions in the table, not of rows
-        kept.shared["score_bias"] = context.shared["score_bias"]
-    position.share_rotations(kept, like)
+    kept.made, kept.streams = {}, {}
+    position.share(kept, like)
     return kept
 
 

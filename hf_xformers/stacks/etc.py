@@ -17,7 +17,7 @@ from ..core.hand_overs import HandOver
 from ..core.segment_memory import take_slots
 from ..ops.common.real_tokens import real_places, real_together
 from ..position.base import PositionActs
-from ..position.etc_relative import LAYOUT, TwoStreams
+from ..position.etc_relative import TwoStreams
 from .base import StackOutput, StackSpec
 from .plain import PlainStack
 
@@ -100,11 +100,8 @@ class EtcStack(PlainStack):
             key_index=index,
             inputs={**context.inputs, "global_attention_mask": chosen, "max_global_tokens": count},
         )
-        wider.shared[LAYOUT] = TwoStreams(is_global, place, summary)
-        position.share_rotations(wider, states)
-        bias = position.score_bias()
-        if bias is not None:
-            wider.shared["score_bias"] = bias
+        wider.keep(TwoStreams(is_global, place, summary))
+        position.share(wider, states)
         result = super().forward(layers, states, wider, position=position, memory=memory, **more)
         states = result.hidden_states
         if order is not None:

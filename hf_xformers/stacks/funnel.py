@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from ..attention.shared.query_grid import Grid
-from ..attention.transformer_xl import GRID, KEY_COUNT, KEY_REAL, KEY_STATES, TOKEN_TYPES
+from ..attention.shared.query_grid import Grid, QueryGrid
+from ..attention.transformer_xl import KEY_STATES
 from ..blocks.base import XFormerLayer, unpack_layer
 from ..core.components import bounded, register
 from ..core.context import LayerContext, add_losses
@@ -62,7 +62,7 @@ class FunnelStack(Stack):
                 hidden_states, real = self.pool(hidden_states, real)
                 types = self.first_of_pairs(types)
             grid = Grid(0, stride=stride, apart=self.spec.separate_cls)
-            inner = run.context(hidden_states, real, grid, (types, types))
+            inner = run.context(hidden_states, real, QueryGrid(grid, types=(types, types)))
             for layer in layers[index : index + size]:
                 for _ in range(repeats):
                     if source is None:
@@ -79,7 +79,7 @@ class FunnelStack(Stack):
             return StackOutput(hidden_states, context.derive(padding_mask=real), run.losses)
         hidden_states = self.repeated(hidden_states, real, first.shape[1]) + first
         grid = Grid(0, apart=self.spec.separate_cls)
-        inner = run.context(hidden_states, first_real, grid, (first_types, first_types))
+        inner = run.context(hidden_states, first_real, QueryGrid(grid, types=(first_types, first_types)))
         for layer in layers[index:]:
             hidden_states = run(layer, hidden_states, inner)
         return StackOutput(hidden_states, context, run.losses)
@@ -135,20 +135,12 @@ class _Run:
         self.step = 0
         self.losses: dict[str, Tensor] = {}
 
-    def context(
-        self,
-        states: Tensor,
-        real: Tensor | None,
-        grid: Grid,
-        types: tuple[Tensor | None, Tensor | None],
-        **shared: Any,
-    ) -> LayerContext:
-        """The state bundle for states [B, T, D] of another length; types: of their tokens, and of those of keys."""
+    def context(self, states: Tensor, real: Tensor | None, moved: QueryGrid) -> LayerContext:
+        """The state bundle for states [B, T, D] of another length."""
         index = torch.arange(states.shape[1], device=states.device)
-        context = self.base.derive(
-            padding_mask=real, positions=index[None] * grid.stride, query_index=index, key_index=index, fresh=True
-        )
-        context.shared.update({GRID: grid, TOKEN_TYPES: types, **shared})
+        places = index[None] * moved.grid.stride
+        context = self.base.derive(padding_mask=real, positions=places, query_index=index, key_index=index, fresh=True)
+        context.keep(moved)
         for layer in self.layers:
             layer.prepare(context, None)
         return context
@@ -166,11 +158,10 @@ class _Run:
         apart = self.spec.separate_cls
         (pooled, pooled_real, types), (states, real, key_types) = queries, keys
         if not self.spec.pool_query_only:
-            grid = Grid(0, stride=2 * stride, apart=apart)
-            return self(layer, pooled, self.context(pooled, pooled_real, grid, (types, types)))
+            moved = QueryGrid(Grid(0, stride=2 * stride, apart=apart), types=(types, types))
+            return self(layer, pooled, self.context(pooled, pooled_real, moved))
         grid = Grid(-int(apart), step=2, stride=stride, apart=apart)
-        further = {KEY_REAL: real, KEY_COUNT: states.shape[1]}
-        context = self.context(pooled, pooled_real, grid, (types, key_types), **further)
+        context = self.context(pooled, pooled_real, QueryGrid(grid, states.shape[1], real, (types, key_types)))
         return self(layer, pooled, context, **{KEY_STATES: layer.frame(layer.plan[0]).enter(states)})
 
 

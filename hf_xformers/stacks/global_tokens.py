@@ -62,10 +62,7 @@ class GlobalTokensStack(PlainStack):
             order = real_first(wider.padding_mask)
             hidden_states = take_slots(hidden_states, order)
             wider = self._ordered(wider, order)
-        position.share_rotations(wider, hidden_states)
-        bias = position.score_bias()
-        if bias is not None:
-            wider.shared["score_bias"] = bias
+        position.share(wider, hidden_states)
         result = super().forward(layers, hidden_states, wider, position=position, memory=memory, **more)
         hidden_states = result.hidden_states
         if order is not None:

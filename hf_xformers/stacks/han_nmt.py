@@ -18,6 +18,7 @@ from ..core.cache import FollowsRows, KeepsMore
 from ..core.components import bounded, register
 from ..core.context import LayerContext, add_losses, self_attention_cache
 from ..position.base import PositionActs
+from ..stacks.base import FurtherTexts
 from .base import CONTEXT, StackOutput, StackSpec
 from .plain import PlainStack
 
@@ -129,7 +130,8 @@ class HanStack(PlainStack):
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,
     ) -> StackOutput:
-        before, inner = context.streams.pop(CONTEXT, None), context.shared.pop(CONTEXT, None)
+        before, texts = context.streams.pop(CONTEXT, None), context.find(FurtherTexts)
+        inner = None if texts is None else texts.call
         memory, around = self._divided(memory, context)
         output = super().forward(
             layers, hidden_states, context, position=position, memory=memory, past_key_values=past_key_values

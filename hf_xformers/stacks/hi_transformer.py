@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from ..blocks.base import XFormerLayer
-from ..blocks.nesting import NESTING, SENTENCE_POSITIONS, AttentivePooling, Levels, make_nesting
+from ..blocks.nesting import SENTENCE_POSITIONS, AttentivePooling, Levels, make_nesting
 from ..core.components import bounded, register
 from ..core.context import LayerContext
 from ..core.hand_overs import HandOver
@@ -82,7 +82,7 @@ class HiStack(PlainStack):
             place = nesting.slot % width  # of padding as well, where it does not matter
         hidden_states = hidden_states + self.word_table(place)
         context.streams[SENTENCE_POSITIONS] = weight_of(self.sentence_table)[None, :count]
-        context.shared[NESTING] = Levels.of(context, nesting, position, hidden_states)
+        context.keep(Levels.of(context, nesting, position, hidden_states))
         return super().forward(
             layers,
             hidden_states,

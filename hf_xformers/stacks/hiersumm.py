@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from ..blocks.base import XFormerLayer
-from ..blocks.hiersumm import PARAGRAPHS, Paragraphs
+from ..blocks.hiersumm import Paragraphs
 from ..blocks.nesting import Levels, Nesting
 from ..core.components import bounded, register
 from ..core.context import LayerContext
@@ -54,7 +54,7 @@ class HierSummStack(PlainStack):
                   (slot % width, slot.div(width, rounding_mode="floor"))]  # fmt: skip
         hidden_states = hidden_states + torch.cat(places, dim=-1).to(hidden_states.dtype)
         words = Levels.of(context, nesting, position, hidden_states).words
-        words.shared[PARAGRAPHS] = Paragraphs(nesting, self._graph(context, nesting))
+        words.keep(Paragraphs(nesting, self._graph(context, nesting)))
         output = super().forward(layers, nesting.nest(hidden_states), words, position=position)
         return StackOutput(nesting.flatten(output.hidden_states, length), context, output.aux_losses)
 

@@ -20,7 +20,7 @@ from ..core.components import bounded, register
 from ..core.context import LayerContext, add_losses, self_attention_cache
 from ..core.segment_memory import SegmentMemory
 from ..ops.common.real_tokens import real_last
-from ..position.base import PositionActs
+from ..position.base import PositionActs, Turns
 from .base import Stack, StackOutput, StackSpec
 from .text_segments import TextSegments
 from .text_windows import ContinuedText, WindowCacheLayer, Windows
@@ -186,11 +186,8 @@ class RecurrentWindowsStack(Stack):
         real = context.padding_mask
         real = earlier.new_ones(earlier.shape[0], new) if real is None else real
         index = torch.arange(stored + new, device=earlier.device)
-        seen = context.derive(
-            padding_mask=torch.cat([earlier, real], dim=1), query_index=index[stored:], key_index=index, fresh=False
-        )
-        _share(context, seen)
-        return seen
+        real = torch.cat([earlier, real], dim=1)
+        return context.derive(Turns, padding_mask=real, query_index=index[stored:], key_index=index, fresh=False)
 
     def with_carried(self, context: LayerContext, vector: Tensor, held: Tensor) -> LayerContext:
         """The call as the layer with one more key sees it: that key comes first, in the rows `held` [B]."""
@@ -202,13 +199,13 @@ class RecurrentWindowsStack(Stack):
         real, count = context.padding_mask, context.key_index.shape[0]
         real = held.new_ones(held.shape[0], count) if real is None else real
         seen = context.derive(
+            Turns,
             padding_mask=torch.cat([held[:, None], real], dim=1),
             query_index=context.query_index + 1,
             key_index=torch.arange(count + 1, device=held.device),
             fresh=False,
         )
         seen.streams.update({CARRIED_KEYS: key, CARRIED_VALUES: value})
-        _share(context, seen)
         return seen
 
     def left(self, windows: Windows, like: Tensor) -> SegmentMemory:
@@ -254,11 +251,6 @@ class RecurrentWindowsStack(Stack):
         first.real = (marks if order is None else marks.gather(1, order))[:, -self.window :]
         for slot in slots:
             slot.keep(self.window, order)
-
-
-def _share(context: LayerContext, seen: LayerContext) -> None:
-    """The rotations of a call's tokens, for another view of it."""
-    seen.shared.update({name: value for name, value in context.shared.items() if "rotation" in name})
 
 
 @register("stack", "recurrent_windows", aliases=("recurrent_pretrained_lm",))

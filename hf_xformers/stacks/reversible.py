@@ -98,7 +98,7 @@ class _Run:
     of_position: list[nn.Parameter] = field(init=False)
 
     def __post_init__(self) -> None:
-        # Layers read tables of the position module (`context.shared["score_bias"]`): they are inputs like their own.
+        # Layers read tables of the position module (`PositionTables`): they are inputs like their own.
         self.of_position = [parameter for parameter in self.position.parameters() if parameter.requires_grad]
         own = [x for layer in self.layers for x in layer.parameters() if x.requires_grad]
         self.parameters = [*dict.fromkeys(own), *self.of_position]  # a layer may run at several depths

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from ..attention.transformer_xl import MEMORY_LENGTH, MEMORY_ORDER, MEMORY_REAL, SEGMENT_MEMORY, TEXT_BEGUN
+from ..attention.transformer_xl import SEGMENT_MEMORY
 from ..blocks.base import XFormerLayer, unpack_layer
 from ..core.cache import RecurrentStateLayer
 from ..core.components import bounded, register
 from ..core.context import LayerContext, add_losses, self_attention_cache
 from ..core.extent import can_inspect
-from ..core.segment_memory import MemoryCacheLayer, SegmentCacheLayer, SegmentMemory, join_masks
+from ..core.segment_memory import MemoryCacheLayer, MemoryLayout, SegmentCacheLayer, SegmentMemory, join_masks
 from ..core.text_parts import TextParts
 from ..ops.common.real_tokens import from_first_real
 from ..position.base import PositionActs
@@ -122,15 +122,15 @@ class SegmentRecurrentStack(Stack):
         parts, slots = context.parts, states[0].shape[1] if states else 0
         if parts is not None:
             slots, real = self.slots_of_part(context, parts)
-            context.shared.update({MEMORY_LENGTH: slots, MEMORY_REAL: real, MEMORY_ORDER: None})
+            context.keep(MemoryLayout(slots, real))
         elif states:
             real, order = join_masks(held, slots, tokens, hidden_states), carried.key_order(tokens, length)
             real = real if real is None or order is None else real.gather(1, order)
-            context.shared.update({MEMORY_LENGTH: slots, MEMORY_REAL: real, MEMORY_ORDER: order})
+            context.keep(MemoryLayout(slots, real, order))
         elif not begins and context.padding_mask is not None and self.goes_on_after_a_memory(cache):
             begun = from_first_real(context.padding_mask)[:, context.query_index]
             if not (can_inspect() and bool(begun.all())):
-                context.shared[TEXT_BEGUN] = begun
+                context.keep(MemoryLayout(begun=begun))
         self.begin(context)
         for layer in layers:
             layer.prepare(context, past_key_values)

@@ -75,9 +75,7 @@ class TextSegments:
                 position_ids=None,
             )
             states = self.states[:, part]
-            self.position.share_rotations(context, states)
-            if (bias := self.position.score_bias()) is not None:
-                context.shared["score_bias"] = bias
+            self.position.share(context, states)
             yield states, context
 
     def joined(self, parts: list[Tensor]) -> Tensor:

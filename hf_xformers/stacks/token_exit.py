@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..blocks.base import RUNNING
+from ..blocks.base import RunningTokens
 from ..core.components import bounded, register
 from ..core.context import LayerContext
 from ..core.losses import step_share, token_cross_entropy
@@ -32,7 +32,7 @@ class TokenCourse(Course):
 
     def before(self, context: LayerContext, gathers: bool) -> None:
         if gathers and self.halted is not None:
-            context.shared[RUNNING] = ~self.halted
+            context.keep(RunningTokens(~self.halted))
 
     def after(self, before: Tensor, hidden_states: Tensor) -> Tensor:
         return hidden_states if self.halted is None else torch.where(self.halted[..., None], before, hidden_states)
@@ -45,10 +45,6 @@ class TokenCourse(Course):
 
     def narrow(self, stay: Tensor) -> None:
         self.halted = None if self.halted is None else self.halted[stay]
-
-    def end(self, hidden_states: Tensor, context: LayerContext) -> Tensor:
-        context.shared.pop(RUNNING, None)
-        return hidden_states
 
 
 class TokenExitStack(EarlyExitStack):

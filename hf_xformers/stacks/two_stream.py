@@ -13,8 +13,7 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
 from ..attention.shared.base import KEY_STATES
-from ..attention.shared.query_grid import ScatteredGrid
-from ..attention.transformer_xl import GRID, KEY_COUNT, KEY_REAL, PAIRS, TOKEN_TYPES
+from ..attention.shared.query_grid import PairsInSight, QueryGrid, ScatteredGrid
 from ..blocks.base import XFormerLayer, unpack_layer
 from ..core.components import register
 from ..core.context import LayerContext, add_losses
@@ -63,7 +62,7 @@ class TwoStreamStack(Stack):
         seen = None if order is None else self._seen(order, hidden_states)
         if seen is not None:
             itself = torch.eye(seen.shape[1], dtype=torch.bool, device=seen.device)
-            context.shared[PAIRS] = seen | itself
+            context.keep(PairsInSight(seen | itself))
         for layer in layers:
             layer.prepare(context, None)
         queries, of_queries = None, context
@@ -123,16 +122,11 @@ class TwoStreamStack(Stack):
         queries.query_index, queries.positions = index, context.positions.expand(batch, -1).gather(1, places)
         queries.padding_mask, queries.fresh = real, True
         types = context.inputs.get("token_type_ids")
-        queries.shared = {
-            **context.shared,
-            GRID: ScatteredGrid(places=places, keys=length),
-            KEY_REAL: context.padding_mask,
-            KEY_COUNT: length,
-            TOKEN_TYPES: (None, None) if types is None else (types.expand(batch, -1).gather(1, places), types),
-        }
-        queries.shared.pop(PAIRS, None)
+        both = (None, None) if types is None else (types.expand(batch, -1).gather(1, places), types)
+        queries.made = dict(context.made)
+        queries.keep(QueryGrid(ScatteredGrid(places=places, keys=length), length, context.padding_mask, both))
         if seen is not None:
-            queries.shared[PAIRS] = seen.gather(1, places[..., None].expand(-1, -1, length))
+            queries.keep(PairsInSight(seen.gather(1, places[..., None].expand(-1, -1, length))))
         return queries
 
 

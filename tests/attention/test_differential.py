@@ -6,6 +6,7 @@ from transformers import DiffLlamaConfig
 from transformers.models.diffllama.modeling_diffllama import DiffLlamaAttention
 
 from hf_xformers import XFormerConfig
+from hf_xformers.position.base import Turns
 from hf_xformers.position.rotary import RotaryPosition, RotarySpec
 from tests.attention.score_helpers import GEOMETRY, HEADS, WIDTH, build_layers, make_context, run_layers, vectors
 from tests.helpers import close, make_strong
@@ -30,7 +31,8 @@ def test_diff_llama(key_heads):
     order = torch.full((length, length), -torch.inf, dtype=torch.float64).triu(1)[None, None]
     expected, weights = theirs(states, angles, order)
     for implementation in ("eager", "sdpa"):
-        context = make_context(length, True, implementation=implementation, shared={"rotation": tables})
+        context = make_context(length, True, implementation=implementation)
+        context.keep(Turns(tables, tables), "global")
         found = run_layers([ours], states, context)[0]
         close(found.output, expected, 2e-6)  # its lambda is rounded to float32, and then comes a norm
         if implementation == "eager":

@@ -110,7 +110,7 @@ def test_layers_choose_their_rotation():
         attention.load_state_dict(model.trunk.layers[index].attention.state_dict())
         states, expected = found[index]
         context = own.trunk.make_context(states)
-        own.trunk._share_position(context, states)
+        own.trunk.position.share(context, states)
         attention.prepare(context, None)
         with torch.no_grad():
             close(attention(states, context).output, expected, 1e-5)

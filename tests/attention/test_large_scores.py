@@ -97,7 +97,7 @@ def run(layer, position, states, causal, implementation):
     layer.zero_grad()
     context = make_context(LENGTH, causal, implementation=implementation)
     if position is not None:
-        context.shared["score_bias"] = position.score_bias()
+        position.share(context, states)
     states = states.clone().requires_grad_()
     output = run_layers([layer], states, context, residual=False)[-1].output
     output.float().sum().backward()
@@ -115,7 +115,7 @@ def check(attention, causal, position="none"):
         table = layer.config.position.build(layer.config)
         for parameter in table.parameters():
             parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.5)
-        table = None if table.score_bias() is None else table
+        table = None if table.score_bias() is None and table.shared_tables() is None else table
     for dtype, limit in LIMITS.items():
         layer, table = layer.to(dtype), None if table is None else table.to(dtype)
         wide, wide_table = copy.deepcopy(layer).float(), None if table is None else copy.deepcopy(table).float()

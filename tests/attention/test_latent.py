@@ -9,6 +9,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 from hf_xformers import XFormerConfig, XFormerForCausalLM
 from hf_xformers.attention.multi_head_latent_attention import LatentAttention
 from hf_xformers.core.cache import make_cache
+from hf_xformers.position.base import Turns
 from hf_xformers.position.rotary import RotaryPosition, RotarySpec
 from tests.attention.references.recent import LATENT
 from tests.attention.score_helpers import (
@@ -78,7 +79,8 @@ def test_deepseek(version, rank):
     order = torch.full((LENGTH, LENGTH), -torch.inf, dtype=torch.float64).triu(1)[None, None]
     expected = theirs(states, attention_mask=order, **where)[0]
     for implementation in ("eager", "sdpa"):
-        context = make_context(LENGTH, True, implementation=implementation, shared={"rotation": tables})
+        context = make_context(LENGTH, True, implementation=implementation)
+        context.keep(Turns(tables, tables), "global")
         close(run_layers([ours], states, context)[0].output, expected, 2e-6)  # angles are in float32
 
 

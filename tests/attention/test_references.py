@@ -18,6 +18,7 @@ from hf_xformers.attention.adaptive_span import AdaptiveSpanAttention
 from hf_xformers.attention.realformer import RealFormerAttention
 from hf_xformers.ops import chosen_blocks, entmax_attention
 from hf_xformers.ops.score_terms import window as window_attention
+from hf_xformers.position.base import CallBias, Turns
 from hf_xformers.position.rotary import RotaryPosition, RotarySpec
 from hf_xformers.position.t5_relative_bias import T5RelativeBias, T5RelativeBiasSpec
 from tests.attention.references import COMPILED, REFERENCES
@@ -301,7 +302,7 @@ def test_position_bias(name, causal):
     for each in reference.paths:
         with path(each) as how:
             context = make_context(LENGTH, causal, padding_mask=MASK, **how)
-            context.shared["score_bias"] = position
+            context.keep(CallBias(position))
             results = run_layers(layers, states, context)
             check_rows(expected, results, MASK, each, reference.tolerance)
             slopes.append(torch.autograd.grad(results[-1].output[MASK].sin().sum(), position.table.weight)[0])
@@ -322,7 +323,7 @@ def test_rotation(name, causal):
         with path(each) as how, torch.no_grad():
             context = make_context(LENGTH, causal, padding_mask=MASK, **how)
             rotary = RotaryPosition(width, RotarySpec(theta=50.0))
-            context.shared["rotation"] = rotary.rotation(positions_of(MASK), states)
+            context.keep(Turns(*[rotary.rotation(positions_of(MASK), states)] * 2), "global")
             check_rows(expected, run_layers(layers, states, context), MASK, each, 3e-5)
 
 

@@ -7,13 +7,10 @@ from transformers.models.xlnet.modeling_xlnet import XLNetModel
 
 from hf_xformers.attention.transformer_xl import (
     BIASES,
-    MEMORY_LENGTH,
-    MEMORY_ORDER,
-    MEMORY_REAL,
     SEGMENT_MEMORY,
     relative_sinusoids,
 )
-from hf_xformers.core.segment_memory import join_masks, slot_order
+from hf_xformers.core.segment_memory import MemoryLayout, join_masks, slot_order
 from hf_xformers.ops.common.shifted_rows import shift_rows
 from tests.attention.references.softmax import four_terms, sinusoid
 from tests.attention.score_helpers import (
@@ -87,7 +84,7 @@ def with_memory(layer, states, memory, context, real=None):
     order = None if context.padding_mask is None else slot_order(real, memory.shape[1], context.padding_mask)
     mask = join_masks(real, memory.shape[1], context.padding_mask, states)
     mask = mask if order is None or mask is None else mask.gather(1, order)
-    context.shared.update({MEMORY_LENGTH: memory.shape[1], MEMORY_REAL: mask, MEMORY_ORDER: order})
+    context.keep(MemoryLayout(memory.shape[1], mask, order))
     context.streams[SEGMENT_MEMORY] = memory
     (result,) = run_layers([layer], states, context)
     return result

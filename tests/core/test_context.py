@@ -1,6 +1,7 @@
 """The state bundle: packed rows, derived views, and what a tower puts into it."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from hf_xformers.core.context import (
     segments_from_positions,
     self_attention_cache,
 )
+from hf_xformers.core.prepared import Prepared
 from hf_xformers.feedforward.base import FeedForward
 from tests.helpers import NO_DROPOUT, close, make_strong, tokens
 
@@ -43,21 +45,39 @@ def context(**fields):
     return LayerContext(**{**given, **fields})
 
 
+class Table(Prepared):
+    rows: int
+
+
+def test_prepared():
+    whole = context()
+    assert whole.find(Table) is None
+    with pytest.raises(LookupError, match="`Table` in the slot 'far' into this call"):
+        whole.prepared(Table, "far")
+    made = whole.prepare(Table, lambda: Table(3))
+    assert whole.prepare(Table, lambda: Table(4)) is made is whole.prepared(Table), "made once"
+    whole.keep(Table(5), "far")
+    assert (whole.prepared(Table, "far").rows, whole.prepared(Table).rows) == (5, 3)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        made.rows = 4
+
+
 def test_views():
     whole = context()
-    whole.shared["table"], whole.streams["bias"] = "once", torch.zeros(1)
+    whole.keep(Table(1))
+    whole.streams["bias"] = torch.zeros(1)
     inside = whole.with_streams({"scores": torch.ones(1)})
     assert set(inside.streams) == {"scores"} and set(whole.streams) == {"bias"}
-    assert inside.shared is whole.shared, "what is computed once is seen by all layers"
+    assert inside.find(Table) is whole.prepared(Table), "what is made once is seen by all layers"
     part = whole.derive(positions=torch.zeros(1, 2, dtype=torch.long))
-    assert part.shared == {} and part.streams == {} and part.causal and part.positions.shape == (1, 2)
-    assert whole.shared and whole.positions.shape == (1, 4)
+    assert part.made == {} and part.streams == {} and part.causal and part.positions.shape == (1, 2)
+    assert whole.derive(Table).made == whole.made != {} and whole.positions.shape == (1, 4)
     plain = context()
     assert plain.with_streams({}) is plain, "nothing differs, so nothing is copied"
     assert whole.with_streams({}).streams == {} and set(whole.streams) == {"bias"}
     seen = copy.copy(whole)
     seen.padding_mask = torch.ones(1, 4).bool()
-    assert whole.padding_mask is None and seen.shared is whole.shared and seen.streams is whole.streams
+    assert whole.padding_mask is None and seen.made is whole.made and seen.streams is whole.streams
     assert {**vars(seen), "padding_mask": None} == vars(whole)
 
 

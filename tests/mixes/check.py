@@ -253,9 +253,9 @@ class Checks:
                 module.register_forward_pre_hook(lambda module, inputs: contexts.append(inputs[2]))
         output = model(**given)
         for context in contexts:
-            for name, value in context.shared.items():
+            for name, value in context.made.items():
                 if any(tensor.requires_grad for tensor in tensors_in(value)):
-                    raise Wrong("gradient in `context.shared`", str(name))
+                    raise Wrong("gradient in `context.made`", str(name))
         if head == "Model":
             loss = self._form(output.last_hidden_state)
             if getattr(output, "pooler_output", None) is not None:
@@ -292,7 +292,7 @@ class Checks:
             raise Wrong(kind, f"by {error:.2g}")
 
 
-def tensors_in(value: object, depth: int = 3) -> Iterator[Tensor]:
+def tensors_in(value: object, depth: int = 4) -> Iterator[Tensor]:
     """All tensors that `value` holds, but those of modules."""
     if isinstance(value, Tensor):
         yield value

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from hf_xformers import XFormerConfig, XFormerForSeq2SeqLM
-from hf_xformers.blocks.hiersumm import InterParagraphAttention
+from hf_xformers.blocks.hiersumm import InterParagraphAttention, Paragraphs
+from tests.attention.score_helpers import make_context
 from tests.helpers import NO_DROPOUT, close, gradients, make_strong, pad, tokens
 
 WIDTH, SIZE, HEADS = 4, 16, 2
@@ -147,9 +148,8 @@ def test_order_of_paragraphs_matters_by_positions_alone():
     nesting = type("Nesting", (), {})()
     nesting.words = torch.ones(1, 3, 4, dtype=torch.bool)
     nesting.filled = nesting.words.any(-1)
-    context = type(
-        "Context", (), {"shared": {"paragraphs": type("Told", (), {"nesting": nesting, "graph": None})()}}
-    )()
+    context = make_context(4)
+    context.keep(Paragraphs(nesting, None))
     order = [2, 0, 1]
     with torch.no_grad():
         close(f(x[order], context).output, f(x, context).output[order])

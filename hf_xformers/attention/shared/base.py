@@ -20,7 +20,7 @@ from ...core.sublayer import Sublayer
 from ...core.weight_decay import Undecayed
 from ...ops.common.products import wide_products
 from ...ops.common.token_grid import TokenGrid
-from ...position.base import PositionTerms, Rotation, ScoreBias
+from ...position.base import CallBias, PositionTerms, Rotation, ScoreBias, Turns
 from ...position.score_terms import SelfAttentionTerms
 from .head_parts import HeadAggregation, HeadLoss, HeadLossModule, Heads, build_aggregation, build_losses
 
@@ -29,8 +29,6 @@ KEY_STATES = "key_states"
 # Streams with keys and values [B, K, n, d] that a stack has made, which stand before those of the tokens and are in no
 # cache: the keys that the context counts begin with them.
 CARRIED_KEYS, CARRIED_VALUES = "carried_keys", "carried_values"
-# Under which name in `context.shared` a layer finds its rotation, by the spec's `angles`.
-ROTATION_NAMES = {"global": "rotation", "local": "local_rotation", "none": "no_rotation"}
 
 
 class Attention(Undecayed, Sublayer):
@@ -75,7 +73,6 @@ class Attention(Undecayed, Sublayer):
         self.is_causal = config.is_decoder and not cross
         self.scaling = self.head_dim**-0.5 if spec.scale is None else spec.scale
         self.dropout = config.attention_probs_dropout_prob
-        self.rotation_name = ROTATION_NAMES[spec.angles]
         self.q_proj = nn.Linear(width, self.num_heads * self.head_dim, bias=spec.bias)
         self.k_proj = nn.Linear(width, self.num_key_value_heads * self.head_dim, bias=spec.bias)
         self.v_proj = nn.Linear(width, self.num_key_value_heads * self.head_dim, bias=spec.bias)
@@ -115,9 +112,9 @@ class Attention(Undecayed, Sublayer):
     # ------------------------------------------------------------------------------------------- for mechanisms
 
     def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
-        """Called once per forward call and layer before the first layer runs: put into `context.shared` what layers
-        can share, under a key that names it, unless it is there already. What carries gradients goes into
-        `context.streams` instead. A mechanism that has something of its own to prepare calls this as well."""
+        """Called once per forward call and layer before the first layer runs: let the call make what layers can share,
+        once (`context.prepare`). What carries gradients goes into `context.streams` instead. A mechanism that has
+        something of its own to prepare calls this as well."""
         if self.position_terms is not None:
             self.position_terms.prepare(context)
         for loss in self.losses_of_heads:
@@ -195,7 +192,8 @@ class Attention(Undecayed, Sublayer):
 
     def rotation(self, context: LayerContext) -> Rotation | None:
         """What the position turns queries and keys of this layer by, if it does."""
-        return context.shared.get(self.rotation_name)
+        turns = context.find(Turns, self.spec.angles)
+        return None if turns is None else turns.tokens
 
     def repeated(self, x: Tensor) -> Tensor:
         """Keys or values [B, K, S, d], one for each head."""
@@ -239,11 +237,10 @@ class Attention(Undecayed, Sublayer):
     def turned_late(self, key: Tensor, context: LayerContext) -> Tensor:
         """Keys [B, K, S, d] of the last S tokens seen so far, as they come out of a cache -> rotated, where that is
         not done before they go in."""
-        rotation = self.rotation(context)
-        if rotation is None or not rotation.by_length:
+        turns = context.find(Turns, self.spec.angles)
+        if turns is None or not turns.tokens.by_length:
             return key
-        of_keys = cast(Rotation, context.shared.get(f"{self.rotation_name}_of_keys", rotation))
-        return of_keys.of_last(key.shape[2])(key)
+        return turns.keys.of_last(key.shape[2])(key)
 
     def place(
         self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext, *, turn_keys: bool = True
@@ -269,8 +266,8 @@ class Attention(Undecayed, Sublayer):
 
     def score_bias(self, context: LayerContext) -> ScoreBias | None:
         """The bias that the position adds to scores, if it does."""
-        bias = None if self.cross else context.shared.get("score_bias")
-        return bias if isinstance(bias, ScoreBias) else None  # it may be tables that score terms share
+        found = None if self.cross else context.find(CallBias)
+        return None if found is None else found.bias
 
     def score_terms(self, context: LayerContext) -> SelfAttentionTerms | None:
         """What is added to the scores of all heads in this call, a bias included; None: nothing."""
