@@ -33,7 +33,8 @@ from .core.unpadding import Unpadding
 from .modeling_base import XFormerPreTrainedModel
 from .normalization.base import norm_inputs
 from .position.base import Position, PositionActs, ScoreBias
-from .stacks.base import CONTEXT, FurtherTexts, LayersByDepth
+from .stacks.base import FurtherStates, FurtherTexts
+from .stacks.driver import Pass
 
 logger = logging.get_logger(__name__)
 
@@ -77,7 +78,7 @@ class XFormerTower(XFormerPreTrainedModel):
         self.context_texts = config.stack.context_texts(config)
         self.drops_slots = config.is_decoder and not all(map(movable, self_attention_layers(config)))
         self.repeats_layers = is_shared(config) and not shares_parts(config)
-        self.text_streams = layers[-1].attention.text_streams if config.add_pooler else ()
+        self.text_state = layers[-1].attention.text_state if config.add_pooler else None
         self.takes_pairs = all(layer.attention.explicit_mask for layer in layers)
         self.keeps_documents_apart = all(
             layer.attention.packed and layer.block.packed and layer.stack.packed for layer in layers
@@ -242,14 +243,8 @@ class XFormerTower(XFormerPreTrainedModel):
             self._leave_padding_out(context)
         self.position.share(context, hidden_states)
         self._embed_context_texts(context)
-        result = self.stack(
-            LayersByDepth(self.layers_by_depth()),
-            hidden_states,
-            context,
-            position=PositionActs(self.position),
-            memory=encoder_hidden_states,
-            past_key_values=past_key_values,
-        )
+        run = (self.layers_by_depth(), hidden_states, context, self.position, encoder_hidden_states, past_key_values)
+        result = self.stack(Pass(*run))
         hidden_states, memories, summaries = result.hidden_states, result.memories, result.summaries
         if self.final_norm is not None:
             hidden_states = self.final_norm(hidden_states, **norm_inputs(self.final_normalization, result.context))
@@ -264,7 +259,7 @@ class XFormerTower(XFormerPreTrainedModel):
             memories=memories,
             summaries=summaries,
             segment_memory=result.segment_memory,
-            streams={name: result.streams[name] for name in self.text_streams if name in result.streams} or None,
+            text_state=result.states.get((self.text_state, None)),
         )
 
     def _token_vectors(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
@@ -311,7 +306,7 @@ class XFormerTower(XFormerPreTrainedModel):
         hidden_states = self._embedded(vectors, None, inner)
         self.position.share(inner, hidden_states)
         context.keep(FurtherTexts(inner))
-        context.streams[CONTEXT] = hidden_states.unflatten(0, ids.shape[:2])
+        context.start(FurtherStates(hidden_states.unflatten(0, ids.shape[:2])))
 
     def _leave_padding_out(self, context: LayerContext) -> None:
         """Gives layers the real tokens alone (`unpad_inputs`), where nobody asks for what stands at padding."""

@@ -172,7 +172,8 @@ class XFormerModel(XFormerPreTrainedModel):
         pooled = None
         if self.pooler is not None:
             given = {name: kwargs.get(name) for name in self.pooler.inputs}
-            given.update({name: (output.streams or {}).get(name) for name in self.pooler.streams})
+            if self.pooler.state is not None:
+                given["state"] = output.text_state
             pooled = self.pooler(output.last_hidden_state, output.padding_mask, **given)
         tokens = text["inputs_embeds"] if text["input_ids"] is None else text["input_ids"]
         return XFormerModelOutput(

@@ -15,8 +15,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from ..core.cache import WindowLayer, alone
 from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
-from ..core.prepared import Key, Prepared
-from ..core.segment_memory import MemoryLayout, SegmentCacheLayer, take_slots
+from ..core.prepared import Key, Prepared, State, States, one_state
+from ..core.segment_memory import MemoryLayout, SegmentCacheLayer, StepMemory, take_slots
 from ..core.visibility import visible_block, visible_pairs
 from ..ops.block_sparse.attention import block_sparse_attention
 from ..ops.block_sparse.patterns import band
@@ -26,7 +26,6 @@ from ..ops.score_terms.attention import window_attention
 from ..position.base import CallBias
 from .shared.base import Attention, AttentionSpec
 from .shared.query_blocks import over_query_blocks, rows_at_once, shared_rows
-from .transformer_xl import SEGMENT_MEMORY
 
 TRIM = 64  # spans are rounded up to this many tokens, so that plans for them can be used again
 
@@ -35,6 +34,12 @@ class WithMemory(Prepared):
     """What is made for the tokens of a call with those before them."""
 
     made: dict[Key, Any]
+
+
+class RelativeKeys(State):
+    """The relative keys of layer 0, [1, ...]."""
+
+    keys: Tensor
 
 
 class SpanCacheLayer(WindowLayer):
@@ -167,7 +172,7 @@ class AdaptiveSpanAttention(Attention):
         cache = self_attention_cache(past_key_values)
         layer = cache.layers[step] if cache is not None and step < len(cache.layers) else None
         call = context
-        if SEGMENT_MEMORY in context.streams or isinstance(layer, SegmentCacheLayer):
+        if context.state(StepMemory) is not None or isinstance(layer, SegmentCacheLayer):
             query, key, value, context = self._with_memory(hidden_states, context, cache, step)
         else:
             query, key, value = self.project_self(hidden_states, context, past_key_values, step)
@@ -177,7 +182,7 @@ class AdaptiveSpanAttention(Attention):
             # The spans of later tokens are not known when every token chooses its own.
             needed = self.max_span if self.spec.dynamic else max(reach)
             layer.keep(needed - 1 + self.gap)
-        relative, streams = self._relative_keys(context)
+        relative, states = self._relative_keys(context)
         inputs, weights = (query * self.scaling, key, value, spans, relative, context), None
         if self.wants_weights(context):
             output, weights = self._literal(*inputs)
@@ -190,7 +195,7 @@ class AdaptiveSpanAttention(Attention):
         else:
             output = self._windows(*inputs[:5], max(reach), context)
         output = self.o_proj(output.reshape(*hidden_states.shape[:-1], -1))
-        return SublayerOutput(output, weights, aux_losses=self._span_loss(spans, call), streams=streams)
+        return SublayerOutput(output, weights, aux_losses=self._span_loss(spans, call), states=states)
 
     def _with_memory(
         self, hidden_states: Tensor, context: LayerContext, cache: Cache | None, step: int
@@ -198,10 +203,10 @@ class AdaptiveSpanAttention(Attention):
         """Queries, and keys and values of what a stack remembers, what a cache holds and the tokens, in this order;
         and the call as they see it."""
         tokens, real = hidden_states, context.query_padding_mask
-        earlier = context.streams.get(SEGMENT_MEMORY)
+        earlier = context.state(StepMemory)
         if earlier is not None:
             layout = context.prepared(MemoryLayout)
-            tokens, real, order = torch.cat([earlier, hidden_states], dim=1), layout.real, layout.order
+            tokens, real, order = torch.cat([earlier.states, hidden_states], dim=1), layout.real, layout.order
             tokens = tokens if order is None else take_slots(tokens, order)
         query, key, value = self.queries(hidden_states), self.keys(tokens), self.heads(self.v_proj(tokens))
         if cache is not None:
@@ -222,21 +227,21 @@ class AdaptiveSpanAttention(Attention):
         seen.made = context.prepare(WithMemory, lambda: WithMemory(context.kept(CallBias))).made
         return query, key, value, seen
 
-    def _relative_keys(self, context: LayerContext) -> tuple[Tensor | None, dict[str, Tensor] | None]:
-        """The relative keys p, and what to hand on."""
+    def _relative_keys(self, context: LayerContext) -> tuple[Tensor | None, States | None]:
+        """The relative keys p, and what to pass on."""
         if not self.spec.relative_keys:
             return None, None
         if self.relative_keys is not None:
             # A copy: a parameter that is sharded over devices is whole only inside its own layer.
             own = self.relative_keys.clone()
-            return own, {"adaptive_span_keys": own[None]}
-        handed = context.streams.get("adaptive_span_keys")
+            return own, one_state(RelativeKeys(own[None]))
+        handed = context.state(RelativeKeys)
         if handed is None:
             raise ValueError(
                 f"adaptive_span layer {self.layer_idx} was handed no relative keys, which layer 0 owns; make layer 0 "
                 "adaptive_span too, or set its `relative_keys=False` and choose a position component."
             )
-        return handed[0], None
+        return handed.keys[0], None
 
     def _relative_rows(self, offset: Tensor) -> Tensor:
         """Rows of the relative keys for offsets i - j; those out of reach get some row."""

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..core.extent import can_inspect
 from ..core.pooling import TextPooler, pool
-from ..core.text_tree import SPANS, SpansBeside, Tree, make_tree
+from ..core.text_tree import Spans, SpansBeside, Tree, make_tree
 from ..ops.binary_partition import (
     covered,
     few_leaves,
@@ -245,16 +245,14 @@ class RootPooler(TextPooler):
     """The state of the root, the span that covers the whole text (Ye et al. 2019, section 3.3); of a single token
     itself."""
 
-    streams: ClassVar[tuple[str, ...]] = (SPANS,)
+    state = Spans
 
-    def forward(
-        self, hidden_states: Tensor, padding_mask: Tensor | None = None, bp_spans: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, hidden_states: Tensor, padding_mask: Tensor | None = None, state: Spans | None = None) -> Tensor:
         """[B, T, D] -> [B, D]."""
         first = pool(hidden_states, padding_mask, "first")
-        if bp_spans is None or not bp_spans.shape[1]:
+        if state is None or not state.states.shape[1]:
             return first
-        root = bp_spans[:, -1]
+        root = state.states[:, -1]
         if padding_mask is None:
             return root
         count = padding_mask.to(root.device).sum(-1, keepdim=True)
@@ -271,7 +269,7 @@ class BPTransformerSpec(AttentionSpec):
     normalizes_heads = True
     knows_order = True
     runs_through = True
-    text_streams: ClassVar[tuple[str, ...]] = (SPANS,)
+    text_state = Spans
     why_one_length = "its tree is that of a text of one length."
 
     bias: bool = False

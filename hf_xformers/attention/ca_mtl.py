@@ -13,7 +13,8 @@ from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput
 from ..core.extent import can_inspect
 from ..core.hand_overs import HandOver
-from ..core.tasks import STREAM, TASKS, check_one_text, task_numbers
+from ..core.prepared import State, one_state
+from ..core.tasks import TASKS, TaskVector, check_one_text, task_numbers
 from ..ops.common.products import wide_products, widened
 from ..position.base import key_positions
 from .shared.base import AttentionSpec
@@ -79,15 +80,15 @@ class ConditionalBlockAttention(BlockScoresAttention):
     ) -> SublayerOutput:
         task = self._task(context)
         factor, shift = widened(*self.film(task).chunk(2, dim=-1))
-        seen = context.with_streams({**context.streams, "ca_mtl_film": torch.cat((1 + factor, shift), dim=-1)})
+        seen = context.passing({**context.states, **one_state(Film(1 + factor, shift))})
         result = super().forward(hidden_states, seen, memory=memory, past_key_values=past_key_values, step=step)
-        return result._replace(streams={STREAM: task})
+        return result._replace(states=one_state(TaskVector(task)))
 
     def _task(self, context: LayerContext) -> Tensor:
         """z [B or 1, D]."""
-        handed = context.streams.get(STREAM)
+        handed = context.state(TaskVector)
         if handed is not None:
-            return handed
+            return handed.vector
         if self.task_table is None or self.task_proj is None:
             raise ValueError(
                 f"ca_mtl layer {self.layer_idx} was handed no task, which layer 0 makes; make layer 0 ca_mtl, too."
@@ -107,8 +108,8 @@ class ConditionalBlockAttention(BlockScoresAttention):
         asking, answering = context.positions[:, block.rows], key_positions(context)[:, block.keys]
         column = answering % self.block
         (near,) = widened(block.tables[0].take_at(asking.clamp(max=self.near.shape[0] - 1)))  # [B or 1, t, w]
-        factor, shift = context.streams["ca_mtl_film"][:, None].chunk(2, dim=-1)
-        bias = near * factor + shift  # [B or 1, t, w]
+        film = context.states[Film, None]
+        bias = near * film.factor[:, None] + film.shift[:, None]  # [B or 1, t, w]
         column = column[:, None].expand(bias.shape[0] if column.shape[0] == 1 else -1, asking.shape[1], -1)
         bias = bias.expand(column.shape[0], -1, -1).gather(-1, column)
         same = asking[:, :, None] // self.block == answering[:, None] // self.block
@@ -118,6 +119,13 @@ class ConditionalBlockAttention(BlockScoresAttention):
 def _is_given(config) -> bool:
     """Whether the stack makes the vector of the task."""
     return HandOver.TASK in config.stack.gives
+
+
+class Film(State):
+    """What a task makes of the table of near places: a factor and a shift, [B or 1, w] each."""
+
+    factor: Tensor
+    shift: Tensor
 
 
 @register("attention", "ca_mtl")

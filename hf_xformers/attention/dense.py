@@ -17,7 +17,7 @@ from ..core.components import register
 from ..core.context import LayerContext
 from ..core.prepared import Prepared
 from ..core.sequence_parallel import SequenceForm, Unserved
-from ..core.visibility import boolean_mask, last_key, mask_of_call, rows_can_be_empty, visible_block
+from ..core.visibility import DenseBias, boolean_mask, last_key, mask_of_call, rows_can_be_empty, visible_block
 from ..ops.block_sparse.attention import block_sparse_attention
 from ..ops.block_sparse.patterns import full
 from ..ops.common.products import wide_products
@@ -58,9 +58,9 @@ class DenseAttention(Attention):
             return
         context.prepare(DenseMask, lambda: DenseMask(self._mask(context, past_key_values)))
         bias = self.score_bias(context)
-        if bias is not None and "dense_bias" not in context.streams and not self._bias_in_blocks(context):
+        if bias is not None and context.state(DenseBias) is None and not self._bias_in_blocks(context):
             matrix = bias.block(context.query_index, context.key_index)
-            context.streams["dense_bias"] = matrix if matrix.ndim == 4 else matrix[None]
+            context.start(DenseBias(matrix if matrix.ndim == 4 else matrix[None]))
 
     def _mask(self, context: LayerContext, past_key_values: Cache | None) -> Any:
         """The mask in the form that the back-end expects."""
@@ -96,7 +96,7 @@ class DenseAttention(Attention):
         """What is added to scores and no kernel takes as it is; None: nothing."""
         if self.cross or (self.position_terms is None and self.score_bias(context) is None):
             return None
-        if self.changes_scores or ("dense_bias" not in context.streams and self._bias_in_blocks(context)):
+        if self.changes_scores or (context.state(DenseBias) is None and self._bias_in_blocks(context)):
             return self.score_terms(context)
         return None
 
@@ -109,7 +109,8 @@ class DenseAttention(Attention):
             padding = context.memory_padding_mask
             mask, bias = (None if padding is None else padding[:, None, None, :]), None
         else:
-            mask, bias = context.prepared(DenseMask).mask, context.streams.get("dense_bias")
+            mask, made = context.prepared(DenseMask).mask, context.state(DenseBias)
+            bias = None if made is None else made.matrix
         causal = self.is_causal and mask is None and context.fresh
         if self.wants_weights(context):
             if causal:
@@ -175,11 +176,11 @@ class DenseAttention(Attention):
             scores = self.spec.score_cap * torch.tanh(scores / self.spec.score_cap)
         bias = None if self.cross else self.score_bias(context)
         if bias is not None:
-            made = context.streams.get("dense_bias")
-            if made is None:
+            whole = context.state(DenseBias)
+            if whole is None:
                 made = bias.block(context.query_index[rows], context.key_index[keys])
             else:
-                made = made[..., rows, keys]
+                made = whole.matrix[..., rows, keys]
             scores = scores + made[..., heads, :, :]
         mask = visible_block(context, self.cross, rows, keys)
         mask = mask if mask is None or mask.shape[1] == 1 else mask[:, heads]

@@ -14,11 +14,12 @@ from ..core.cache import appended
 from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..core.initialization import start_projections
+from ..core.prepared import one_state
 from ..core.visibility import visible_pairs
 from ..ops.common.products import wide_products
 from .dense import DenseAttention
 from .shared.base import AttentionSpec, cross_cache, given_memory
-from .shared.score_chain import ScoreChain
+from .shared.score_chain import Link, ScoreChain
 
 # Pairs of tokens up to which a map is kept for the layers that share it: 4 MiB for each head in float32.
 PAIRS_AT_ONCE = 1 << 20
@@ -80,23 +81,25 @@ class LazyFormerAttention(ScoreChain, DenseAttention):
         step: int | None = None,
     ) -> SublayerOutput:
         step = self.layer_idx if step is None else step
-        streams: dict[str, Tensor] = {}
         weights: Tensor | None
+        link: Link | None = None
         if self.is_first:
             project = self.project_cross if self.cross else self.project_self
             source: Any = memory if self.cross else context
             query, key, value = project(hidden_states, source, past_key_values, step)
             if self._keeps_weights(context, query.shape[2], key.shape[2]):
                 scores = wide_products(query * self.scaling, self.repeated(key))
-                output, weights, streams[f"{self.chain}_weights"] = self.weigh(scores, self.repeated(value), context)
+                output, weights, dropped = self.weigh(scores, self.repeated(value), context)
+                link = Link(weights=dropped)
             else:
-                streams[f"{self.chain}_queries"], streams[f"{self.chain}_keys"] = query, key
+                link = Link(queries=query, keys=key)
                 output, weights = self.attend(query, key, value, context)
         else:
             value = self._values(hidden_states, memory, past_key_values, step)
             output, weights = self._by_map(value, context)
         output = self.o_proj(output.reshape(*hidden_states.shape[:-1], -1))
-        return SublayerOutput(output, weights if self.wants_weights(context) else None, streams=streams)
+        states = None if link is None else one_state(link, self.slot)
+        return SublayerOutput(output, weights if self.wants_weights(context) else None, states=states)
 
     def _values(self, hidden_states: Tensor, memory: Tensor | None, past: Cache | None, step: int) -> Tensor:
         """Values of all tokens [B, K, S, d]. A cache counts its tokens by the keys: one number stands for each."""
@@ -115,12 +118,12 @@ class LazyFormerAttention(ScoreChain, DenseAttention):
 
     def _by_map(self, value: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
         """What the first layer of the block handed on, with values [B, K, S, d] of this one -> output [B, T, H, d]."""
-        weights = self.handed("weights", context)
+        handed = self.handed(context)
+        weights, query, key = handed.weights, handed.queries, handed.keys
         if weights is not None:
             value = self.repeated(value)
             self.check_fit("keys", torch.Size((*weights.shape[:2], weights.shape[3])), value.shape[:3])
             return torch.matmul(weights, value).transpose(1, 2), weights
-        query, key = self.handed("queries", context), self.handed("keys", context)
         if query is None or key is None:
             raise ValueError(
                 f"lazyformer layer {self.layer_idx} was handed no map, which the first layer of its block makes; give"

@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache
 
 from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput
+from ..core.prepared import State, States, one_state
 from ..core.reading_weights import weight_of
 from ..core.sequence_parallel import SequenceForm, Unserved
 from ..core.text_parts import TextParts
@@ -21,7 +22,11 @@ from ..ops.pooled_blocks import pooled_blocks
 from .shared.base import Attention, AttentionSpec, cross_cache, given_memory, literal_softmax_attention
 from .shared.multihead_block import masked_attention
 
-STREAM = "linformer_projection"
+
+class Projection(State):
+    """E of layer 0, [1, ...]."""
+
+    matrix: Tensor
 
 
 class LinformerAttention(Attention):
@@ -97,22 +102,22 @@ class LinformerAttention(Attention):
                 " the model with a larger `max_length` of the attention (or `max_position_embeddings`)."
             )
 
-    def _projections(self, context: LayerContext) -> tuple[Tensor, Tensor, dict[str, Tensor] | None]:
-        """E, F and what to hand on."""
+    def _projections(self, context: LayerContext) -> tuple[Tensor, Tensor, States | None]:
+        """E, F and what to pass on."""
         if self.spec.sharing != "layerwise":
             first: Any = self.key_projection  # every layer has its own
             return first, first if self.value_projection is None else self.value_projection, None
         if self.key_projection is not None:
             # A copy: a parameter that is sharded over devices is whole only inside its own layer.
             own = self.key_projection.clone()
-            return own, own, {STREAM: own[None]}
-        handed = context.streams.get(STREAM)
+            return own, own, one_state(Projection(own[None]))
+        handed = context.state(Projection)
         if handed is None:
             raise ValueError(
                 f"linformer layer {self.layer_idx} was handed no projection, which layer 0 owns; make layer 0"
                 " linformer with `sharing='layerwise'` too, or choose another `sharing`."
             )
-        return handed[0], handed[0], None
+        return handed.matrix[0], handed.matrix[0], None
 
     # ------------------------------------------------------------------------------------------- forward
 
@@ -128,7 +133,7 @@ class LinformerAttention(Attention):
         step = self.layer_idx if step is None else step
         read: Any = memory if self.cross else hidden_states  # None where a cache has what is made of it
         query = self.heads(self.q_proj(hidden_states))
-        first, second, streams = self._projections(context)
+        first, second, states = self._projections(context)
         if self.spec.projection != "linear":
             output, weights = self._by_blocks(query, read, first, second, context, past_key_values, step)
         elif self.wants_weights(context):
@@ -141,7 +146,7 @@ class LinformerAttention(Attention):
             ).transpose(1, 2)
             weights = None
         output = self.o_proj(output.reshape(*hidden_states.shape[:-1], -1))
-        return SublayerOutput(output, weights, streams=streams)
+        return SublayerOutput(output, weights, states=states)
 
     def _dropout(self) -> float:
         return self.dropout if self.training else 0.0

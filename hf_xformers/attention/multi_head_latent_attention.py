@@ -19,7 +19,7 @@ from ..normalization.layer_norm import RMSNorm
 from ..ops.common.products import product
 from ..ops.common.segments import operand_dtype
 from .dense import DenseAttention, DenseSpec
-from .shared.base import KEY_STATES
+from .shared.base import KeyStates
 from .shared.query_blocks import visible_softmax
 
 # Queries beside a cache for which keys and values are not made: scores of so many against all tokens are written out.
@@ -89,7 +89,8 @@ class LatentAttention(DenseAttention):
         if self.q_down_proj is not None and self.q_down_norm is not None:
             states = self.q_down_norm(self.q_down_proj(states))
         query = self.q_proj(states)
-        latent, turned = self.kv_down_proj(context.streams.get(KEY_STATES, hidden_states)).split(
+        source = context.state(KeyStates)
+        latent, turned = self.kv_down_proj(hidden_states if source is None else source.states).split(
             (self.spec.kv_lora_rank, self.spec.qk_rope_head_dim), dim=-1
         )
         latent = self.kv_down_norm(latent)

@@ -14,8 +14,9 @@ from transformers.cache_utils import Cache
 from ..core.cache import appended
 from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
+from ..core.prepared import State
 from ..core.reading_weights import weight_of
-from ..core.segment_memory import MemoryLayout, SegmentCacheLayer, take_slots
+from ..core.segment_memory import MemoryLayout, SegmentCacheLayer, StepMemory, take_slots
 from ..core.sequence_parallel import SequenceForm, Unserved
 from ..ops.common.products import wide_products
 from ..ops.common.relative_sinusoids import relative_sinusoids
@@ -23,17 +24,25 @@ from ..ops.common.shifted_rows import shift_rows
 from ..ops.score_terms.attention import distance_products
 from ..ops.score_terms.terms import QueryBlock
 from ..position.score_terms import SelfAttentionTerms
-from .shared.base import KEY_STATES, Attention, AttentionSpec
+from .shared.base import Attention, AttentionSpec, KeyStates
 from .shared.query_blocks import visible_softmax
 from .shared.query_grid import Grid, KeyUsage, PairsInSight, QueryGrid, ScatteredGrid
 from .shared.relative_embeddings import DistanceTable, KeyTypes, RelativeEmbeddings, key_types
 from .shared.term_blocks import attend_with_terms, blocks_of
 
-# A stream with the memory that a step reads, [B, M, D], entered as the layer's own input is.
-SEGMENT_MEMORY = "segment_memory"
-# Of learned tables, which have gradients: a stream each.
-BIASES = ("transformer_xl_content_bias", "transformer_xl_position_bias")
-LEARNED_TABLE, TYPE_TABLE, TYPE_BIAS = "transformer_xl_distances", "transformer_xl_types", "transformer_xl_type_bias"
+
+class SharedBiases(State):
+    """u and v [H, d] of layer 0, and t where it has one."""
+
+    content: Tensor
+    position: Tensor
+    types: Tensor | None = None
+
+
+class LearnedVectors(State):
+    """Vectors [n, D] with a gradient, of distances (slot "distances") or of token types ("types")."""
+
+    rows: Tensor
 
 
 def count_usage(context: LayerContext, step: int, weights: Tensor, rows: slice, keys: int) -> None:
@@ -112,14 +121,14 @@ class TransformerXLAttention(Attention):
     def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
         if self.spec.share_biases and self.content_bias is not None and self.position_bias is not None:
             biases = (weight_of(self, "content_bias"), weight_of(self, "position_bias"))
-            context.streams.update(zip(BIASES, biases, strict=True))
-            if self.type_bias is not None:
-                context.streams[TYPE_BIAS] = weight_of(self, "type_bias")
+            types = None if self.type_bias is None else weight_of(self, "type_bias")
+            context.start(SharedBiases(*biases, types))
         if self.relative is not None and (types := self.relative.of_types()) is not None:
-            context.streams[TYPE_TABLE] = types
+            context.start(LearnedVectors(types), "types")
             layout, given = MemoryLayout.of(context), context.inputs.get("token_type_ids")
             context.keep(KeyTypes(key_types(given, context, layout.length, layout.order)))
-        if context.find(DistanceTable, self.table_slot) is None and LEARNED_TABLE not in context.streams:
+        known = context.find(DistanceTable, self.table_slot) or context.state(LearnedVectors, "distances")
+        if known is None:
             length, moved = context.query_index.shape[0], context.find(QueryGrid)
             keys = None if moved is None else moved.count
             keys = length + self._slots_ahead(context, past_key_values) if keys is None else keys
@@ -133,7 +142,7 @@ class TransformerXLAttention(Attention):
                 distance = distance.clamp(-self.spec.clamp, self.spec.clamp)
             learned = None if self.relative is None else self.relative.of_distances(distance)
             if learned is not None:
-                context.streams[LEARNED_TABLE] = learned
+                context.start(LearnedVectors(learned), "distances")
                 return
             table = relative_sinusoids(distance, self.table_width, like)
             table = F.dropout(table, self.table_dropout, self.training)
@@ -156,13 +165,13 @@ class TransformerXLAttention(Attention):
     def _biases(self, context: LayerContext) -> tuple[Tensor, Tensor]:
         if self.content_bias is not None and self.position_bias is not None:
             return self.content_bias, self.position_bias
-        try:
-            return context.streams[BIASES[0]], context.streams[BIASES[1]]
-        except KeyError:
+        shared = context.state(SharedBiases)
+        if shared is None:
             raise ValueError(
                 "transformer_xl layers share the biases of layer 0, which has another attention here; set "
                 "`share_biases=False`."
-            ) from None
+            )
+        return shared.content, shared.position
 
     # ------------------------------------------------------------------------------------------------ the mechanism
 
@@ -184,8 +193,12 @@ class TransformerXLAttention(Attention):
         content = (query + content_bias[:, None].to(query.dtype)) * self.scaling
         length, keys = query.shape[2], key.shape[2]
         learned = self.spec.distances == "learned"
-        table = context.streams[LEARNED_TABLE] if learned else context.prepared(DistanceTable, self.table_slot).rows
-        relative = self._relative(table, keys, past_key_values, step)
+        table = (
+            context.states[LearnedVectors, "distances"]
+            if learned
+            else context.prepared(DistanceTable, self.table_slot)
+        )
+        relative = self._relative(table.rows, keys, past_key_values, step)
         grid = self._grid(context, length, keys)
         if self.wants_weights(context):
             rows = slice(0, length)
@@ -229,8 +242,12 @@ class TransformerXLAttention(Attention):
         (None: no types): (q + u) k + (q + t) e = (q + u) (k + e) + (t - u) e."""
         if self.t_proj is None:
             return key, None
-        bias = self.type_bias if self.type_bias is not None else context.streams[TYPE_BIAS]
-        vectors = self.t_proj(context.streams[TYPE_TABLE]).unflatten(-1, (self.num_heads, -1)).transpose(0, 1)
+        bias = self.type_bias if self.type_bias is not None else context.states[SharedBiases, None].types
+        vectors = (
+            self.t_proj(context.states[LearnedVectors, "types"].rows)
+            .unflatten(-1, (self.num_heads, -1))
+            .transpose(0, 1)
+        )
         number = wide_products(vectors, (bias - content_bias)[:, None].to(vectors.dtype)) * self.scaling
         return key + vectors[:, context.prepared(KeyTypes).types].transpose(0, 1), number.to(key.dtype)
 
@@ -239,12 +256,12 @@ class TransformerXLAttention(Attention):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Keys and values of memory and tokens, and which are real [B, S] (None: all)."""
         tokens, real = hidden_states, context.query_padding_mask
-        earlier, source = context.streams.get(SEGMENT_MEMORY), context.streams.get(KEY_STATES)
+        earlier, source = context.state(StepMemory), context.state(KeyStates)
         if source is not None:
-            tokens, real = source, context.prepared(QueryGrid).real
+            tokens, real = source.states, context.prepared(QueryGrid).real
         if earlier is not None:
             layout = context.prepared(MemoryLayout)
-            tokens, real, order = torch.cat([earlier, hidden_states], dim=1), layout.real, layout.order
+            tokens, real, order = torch.cat([earlier.states, hidden_states], dim=1), layout.real, layout.order
             tokens = tokens if order is None else take_slots(tokens, order)
         key, value = self.keys(tokens), self.heads(self.v_proj(tokens))
         cache = self_attention_cache(past_key_values)

@@ -12,8 +12,9 @@ from transformers.cache_utils import Cache
 
 from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput
-from ..core.prepared import Prepared
+from ..core.prepared import Prepared, State
 from ..core.reading_weights import weight_of
+from ..core.visibility import DenseBias
 from ..normalization.base import NormSpec
 from ..ops.block_sparse.attention import block_sparse_attention
 from ..ops.block_sparse.patterns import Pattern
@@ -25,7 +26,11 @@ from .shared.block_sparse import BlockSparseAttention
 from .shared.head_parts import Heads
 from .shared.pattern_spec import BlockSparseSpec, window
 
-TABLE = "transient_global_table"  # in `context.streams`: the biases of summaries, of layer 0
+
+class BlockTable(State):
+    """The biases of summaries, of layer 0."""
+
+    weight: Tensor
 
 
 class Blocks(Prepared):
@@ -85,7 +90,7 @@ class TransientGlobalAttention(BlockSparseAttention):
     def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
         super().prepare(context, past_key_values)
         if self.block_bias is not None:
-            context.streams[TABLE] = weight_of(self.block_bias)
+            context.start(BlockTable(weight_of(self.block_bias)))
         index, size = context.query_index, self.spec.block_size  # layers may differ in it
         arguments = context.padding_mask, index.shape[0], size, index.device
         context.prepare(Blocks, lambda: blocks_of_text(*arguments), size)
@@ -125,7 +130,11 @@ class TransientGlobalAttention(BlockSparseAttention):
 
     def _bias_of_blocks(self, blocks: Blocks, context: LayerContext) -> Tensor:
         """c[bucket(s - r)] for tokens of block r and the summary s, [H, S, S]."""
-        table = context.streams.get(TABLE) if self.block_bias is None else weight_of(self.block_bias)
+        given, table = context.state(BlockTable), None
+        if self.block_bias is not None:
+            table = weight_of(self.block_bias)
+        elif given is not None:
+            table = given.weight
         if table is None:
             raise ValueError(
                 "transient_global layers share the table of layer 0, which has another attention here; give layer 0"
@@ -189,7 +198,7 @@ class TransientGlobalAttention(BlockSparseAttention):
             cap = self.spec.score_cap
             near, far = cap * torch.tanh(near / cap), cap * torch.tanh(far / cap)
         if self.score_bias(context) is not None:
-            near = near + context.streams["dense_bias"]
+            near = near + context.states[DenseBias, None].matrix
         far = far + of_blocks[:, blocks.of_token].transpose(0, 1)
         local = self._pairs(context)
         seen = blocks.seen[:, None, None].expand_as(far)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -12,16 +12,16 @@ from transformers.cache_utils import Cache
 
 from ..core.components import register
 from ..core.context import LayerContext, SublayerOutput
-from ..core.text_tree import SPANS, SpansBeside, make_tree
-from .base import SublayerPlan, XFormerLayer, unpack_layer
+from ..core.prepared import States, one_state
+from ..core.text_tree import Spans, SpansBeside, make_tree
+from .base import LayerOutput, SublayerPlan, XFormerLayer
 from .vanilla import VanillaBlockSpec
 
 
 class BPTransformerLayer(XFormerLayer):
-    """Tokens [B, T, D], and behind them spans [B, N, D], which start as zeros and are handed on as the stream
-    `bp_spans`, go through one attention and one feed-forward with the same parameters and norms (Ye et al. 2019,
-    arXiv 1911.04070, section 3.2). Cross-attention is for tokens alone. With a cache the spans are those that this
-    call's tokens complete."""
+    """Tokens [B, T, D], and behind them spans [B, N, D], which start as zeros and are passed on as a state, go through
+    one attention and one feed-forward with the same parameters and norms (Ye et al. 2019, arXiv 1911.04070, section
+    3.2). Cross-attention is for tokens alone. With a cache the spans are those that this call's tokens complete."""
 
     @staticmethod
     def wide(context: LayerContext) -> LayerContext:
@@ -47,38 +47,17 @@ class BPTransformerLayer(XFormerLayer):
         for entry in self.plan:
             self.function(entry).prepare(wide if entry.kind == "feedforward" else context, past_key_values)
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        memory: Tensor | None = None,
-        *stream_tensors: Tensor,
-        context: LayerContext,
-        step: int,
-        stream_names: tuple[str, ...] = (),
-        past_key_values: Cache | None = None,
-        before_sublayer=None,
-    ) -> tuple:
-        streams = dict(zip(stream_names, stream_tensors, strict=True))
-        length, count = hidden_states.shape[1], make_tree(context).count
-        spans = streams.pop(SPANS, None)
-        if spans is None:
-            spans = hidden_states.new_zeros(hidden_states.shape[0], count, hidden_states.shape[2])
-        output = super().forward(
-            torch.cat([hidden_states, spans.to(hidden_states.dtype)], dim=1),
-            memory,
-            *streams.values(),
-            context=context,
-            step=step,
-            stream_names=tuple(streams),
-            past_key_values=past_key_values,
-            before_sublayer=before_sublayer,
-        )
-        hidden_states, streams, losses = unpack_layer(output)
-        hidden_states, streams[SPANS] = hidden_states.split([length, count], dim=1)
-        return (hidden_states, tuple(streams), tuple(losses), *streams.values(), *losses.values())
+    def run(self, hidden_states: Tensor, memory: Tensor | None, states: States, **given: Any) -> LayerOutput:
+        length, count = hidden_states.shape[1], make_tree(given["context"]).count
+        spans = states.pop((Spans, None), None)
+        below = hidden_states.new_zeros(hidden_states.shape[0], count, hidden_states.shape[2])
+        below = below if spans is None else spans.states.to(hidden_states.dtype)
+        joined, states, losses = super().run(torch.cat([hidden_states, below], dim=1), memory, states, **given)
+        hidden_states, above = joined.split([length, count], dim=1)
+        return LayerOutput(hidden_states, {**states, **one_state(Spans(above))}, losses)
 
     def around(self, context: LayerContext) -> LayerContext:
-        return self.wide(context).with_streams(context.streams)
+        return self.wide(context).passing(context.states)
 
     def run_entered(
         self,
@@ -110,7 +89,7 @@ class BPTransformerBlockSpec(VanillaBlockSpec):
     summary = "attention, (cross-attention,) feed-forward, for tokens and for spans of the text"
 
     def check(self, config) -> None:
-        if SPANS not in config.attention.text_streams:
+        if config.attention.text_state is not Spans:
             raise ValueError(
                 f"block 'bp_transformer' takes spans along that attention 'bp_transformer' makes, got attention"
                 f" {config.attention.type!r}; use the block 'vanilla'."

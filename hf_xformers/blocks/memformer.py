@@ -11,10 +11,18 @@ from transformers.cache_utils import Cache
 from ..core.components import register
 from ..core.context import LayerContext, SublayerOutput
 from ..core.hand_overs import HandOver
+from ..core.prepared import State
 from .base import BlockSpec, SublayerPlan, XFormerLayer
 
 # The stream with the slots [B, k, D] that tokens read.
-MEMORY_SLOTS = "memory_slots"
+
+
+class MemorySlots(State):
+    """The slots of a memory beside the text, [B, k, D]."""
+
+    states: Tensor
+
+
 READING = "memory_reading"
 
 
@@ -39,7 +47,7 @@ class MemformerLayer(XFormerLayer):
     ) -> SublayerOutput:
         if entry.name != READING:
             return super().run_entered(entry, entered, context, memory, past_key_values, step)
-        slots, context = context.streams[MEMORY_SLOTS], copy.copy(context)
+        slots, context = context.states[MemorySlots, None].states, copy.copy(context)
         context.memory_padding_mask = None  # that of an encoder's text
         return super().run_entered(entry, entered, context, slots, None, step)
 

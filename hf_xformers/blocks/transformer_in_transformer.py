@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +14,9 @@ from transformers.cache_utils import Cache
 from ..core.components import bounded, register
 from ..core.context import LayerContext
 from ..core.hand_overs import HandOver
-from ..embedding.pixel_patch import PIXELS
-from .base import BlockSpec, SublayerPlan, XFormerLayer
+from ..core.prepared import States, one_state
+from ..embedding.pixel_patch import PIXELS, PixelStates
+from .base import BlockSpec, LayerOutput, SublayerPlan, XFormerLayer
 
 
 class PixelLayer(nn.Module):
@@ -74,36 +75,16 @@ class TNTLayer(XFormerLayer):
                 "block 'transformer_in_transformer' reads the pixels of an image; give `pixel_values`, not"
                 " `inputs_embeds` alone."
             )
-        context.streams.setdefault(PIXELS, context.inputs[PIXELS])
+        if context.state(PixelStates) is None:
+            context.start(PixelStates(context.inputs[PIXELS]))
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        memory: Tensor | None = None,
-        *stream_tensors: Tensor,
-        context: LayerContext,
-        step: int,
-        stream_names: tuple[str, ...] = (),
-        past_key_values: Cache | None = None,
-        before_sublayer=None,
-    ) -> tuple:
-        place = stream_names.index(PIXELS)
-        states = stream_tensors[place]
-        states = self.pixels(states.flatten(0, 1)).view_as(states)
-        told = self.patch_norm(self.join(self.pixel_norm(states.flatten(2))))
+    def run(self, hidden_states: Tensor, memory: Tensor | None, states: States, **given: Any) -> LayerOutput:
+        pixels = states[PixelStates, None].states
+        pixels = self.pixels(pixels.flatten(0, 1)).view_as(pixels)
+        told = self.patch_norm(self.join(self.pixel_norm(pixels.flatten(2))))
         leading = hidden_states[:, : self.leading]
         hidden_states = torch.cat([leading, hidden_states[:, self.leading :] + told], dim=1)
-        streams = (*stream_tensors[:place], states, *stream_tensors[place + 1 :])
-        return super().forward(
-            hidden_states,
-            memory,
-            *streams,
-            context=context,
-            step=step,
-            stream_names=stream_names,
-            past_key_values=past_key_values,
-            before_sublayer=before_sublayer,
-        )
+        return super().run(hidden_states, memory, {**states, **one_state(PixelStates(pixels))}, **given)
 
 
 @register("block", "transformer_in_transformer")

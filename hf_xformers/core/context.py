@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from .elsewhere import Moved, context_on
-from .prepared import Key, P, Prepared, not_prepared
+from .prepared import Key, P, Prepared, S, State, States, not_there
 from .text_parts import TextParts
 from .unpadding import Unpadding
 
@@ -53,9 +53,8 @@ class LayerContext:
         inputs: further model inputs that a component asked for by name (`Spec.inputs`) and the caller gave.
         made: what is made once per call and read by every layer (masks, rotary tables), by class and slot
             ([`LayerContext.prepare`]). No tensor with a gradient.
-        streams: tensors with gradients that layers read and hand on (score biases, other layers' scores, extra
-            sequences). They travel through a layer's arguments, so that checkpointing follows them. What a layer hands
-            on leads with the batch, or with 1.
+        states: tensors with gradients that layers read and pass on (score biases, other layers' scores, extra
+            sequences), likewise by class and slot ([`LayerContext.state`]).
     """
 
     padding_mask: Tensor | None
@@ -78,7 +77,7 @@ class LayerContext:
     back_end: dict[str, Any] = field(default_factory=dict)
     inputs: dict[str, Any] = field(default_factory=dict)
     made: MutableMapping[Key, Any] = field(default_factory=dict)
-    streams: dict[str, Tensor] = field(default_factory=dict)
+    states: States = field(default_factory=dict)
 
     def __copy__(self) -> LayerContext:
         # Every layer of a decoding step may have a view of its own. The general way, which asks the class how it wants
@@ -104,7 +103,7 @@ class LayerContext:
         """This call's `kind`. Raises `LookupError` where nothing has put one there."""
         found = self.made.get((kind, slot))
         if found is None:
-            raise not_prepared(kind, slot)
+            raise not_there(kind, slot)
         return found
 
     def find(self, kind: type[P], slot: Hashable = None) -> P | None:
@@ -114,6 +113,14 @@ class LayerContext:
     def keep(self, value: Prepared, slot: Hashable = None) -> None:
         """Puts `value` there, under its class."""
         self.made[type(value), slot] = value
+
+    def start(self, state: State, slot: Hashable = None) -> None:
+        """Puts a state there that layers read."""
+        self.states[type(state), slot] = state
+
+    def state(self, kind: type[S], slot: Hashable = None) -> S | None:
+        """The state of this kind that a stack or the layers below have given, if any."""
+        return self.states.get((kind, slot))
 
     @property
     def query_padding_mask(self) -> Tensor | None:
@@ -142,13 +149,12 @@ class LayerContext:
         seen.padding_mask = None
         return seen
 
-    def with_streams(self, streams: dict[str, Tensor]) -> LayerContext:
-        """The same call seen from inside one layer, with that layer's streams; this very object, if neither has
-        any."""
-        if not streams and not self.streams:
+    def passing(self, states: States) -> LayerContext:
+        """The same call seen from inside one layer, with that layer's states; this very object, if neither has any."""
+        if not states and not self.states:
             return self
         seen = copy.copy(self)
-        seen.streams = streams
+        seen.states = states
         return seen
 
     def kept(self, *kinds: type[Prepared]) -> dict[Key, Any]:
@@ -158,7 +164,7 @@ class LayerContext:
     def derive(self, *kinds: type[Prepared], **changes: Any) -> LayerContext:
         """A copy for a part of the stack with other length, positions or masks; of what is made, only these `kinds`
         are carried over."""
-        return replace(self, made=self.kept(*kinds), streams={}, **changes)
+        return replace(self, made=self.kept(*kinds), states={}, **changes)
 
 
 class SublayerOutput(NamedTuple):
@@ -166,14 +172,14 @@ class SublayerOutput(NamedTuple):
 
     output: [B, T, D]; weights: attention weights [B, H, T, S] where asked for, else None; gate: [B, T, 1] factor in
     [0, 1] on the output, or None; aux_losses: scalars by name, and what `core/choices.py`
-    describes; streams: tensors handed to the next layer by name.
+    describes; states: what the next layer is given ([`one_state`](prepared.py)).
     """
 
     output: Tensor
     weights: Tensor | None = None
     gate: Tensor | None = None
     aux_losses: dict[str, Tensor] | None = None
-    streams: dict[str, Tensor] | None = None
+    states: States | None = None
 
 
 def self_attention_cache(cache: Cache | None) -> Cache | None:

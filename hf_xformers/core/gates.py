@@ -6,8 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..core.prepared import Prepared
 from .context import LayerContext
+from .prepared import Prepared
 
 OPEN, ALL = "gates_open", "gates_all"
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from ..ops.common.real_tokens import first_real, last_real
+from .prepared import State
 
 
 def pool(hidden_states: Tensor, mask: Tensor | None, how: str) -> Tensor:
@@ -31,12 +32,12 @@ def pool(hidden_states: Tensor, mask: Tensor | None, how: str) -> Tensor:
 class TextPooler(nn.Module):
     """Base of what makes a text's vector: `forward(hidden_states [B, T, D], padding_mask [B, T] or None)`.
 
-    inputs: model inputs that it is given beside these by name; streams: what the last layer handed on, likewise (None
-    where a stack hands nothing on).
+    inputs: model inputs that it is given beside these by name; state: what of the last layer it is given as `state`
+    (None where a stack passes nothing on).
     """
 
     inputs: ClassVar[tuple[str, ...]] = ()
-    streams: ClassVar[tuple[str, ...]] = ()
+    state: ClassVar[type[State] | None] = None
 
 
 class Pooler(TextPooler):

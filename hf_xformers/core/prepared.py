@@ -1,32 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is made once per call for its layers. An object's class, with a slot where there are several, is its key."""
+"""What a call holds beside its facts, in objects whose class, with a slot where there are several, is their key."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar, dataclass_transform
+from typing import Any, ClassVar, TypeAlias, TypeVar, dataclass_transform
+
+from torch import Tensor
 
 
 @dataclass_transform(frozen_default=True, eq_default=False)
-class Prepared:
-    """Base of what a call makes once for all of its layers ([`LayerContext.prepare`]). A class that derives from it is
-    a frozen dataclass.
+class _Kind:
+    """A class that derives from one of these is a frozen dataclass."""
 
-    It holds no tensor with a gradient, as a stack that runs layers again would lose that; parameters are read from
-    modules that stand in it.
-    """
+    __match_args__: ClassVar[tuple[str, ...]]  # the names of its fields
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         dataclass(frozen=True, eq=False)(cls)
 
 
+class Prepared(_Kind):
+    """Base of what a call makes once for all of its layers ([`LayerContext.prepare`]).
+
+    It holds no tensor with a gradient, as a stack that runs layers again would lose that; parameters are read from
+    modules that stand in it.
+    """
+
+
+class State(_Kind):
+    """Base of tensors with gradients that layers read and pass on: all fields are tensors or None.
+
+    They travel through a layer's arguments, so that checkpointing follows them. What a layer passes on leads with the
+    batch, or with 1.
+    """
+
+
 P = TypeVar("P", bound=Prepared)
-Key: TypeAlias = tuple[type[Prepared], Hashable]
+S = TypeVar("S", bound=State)
+Key: TypeAlias = tuple[type[Any], Hashable]
+States: TypeAlias = dict[Key, Any]
+Names: TypeAlias = tuple[tuple[Key, str], ...]
 
 
-def not_prepared(kind: type[Prepared], slot: Hashable) -> LookupError:
+def not_there(kind: type[Any], slot: Hashable) -> LookupError:
     """The error of a reader that finds nothing."""
     where = "" if slot is None else f" in the slot {slot!r}"
     return LookupError(
@@ -35,4 +53,30 @@ def not_prepared(kind: type[Prepared], slot: Hashable) -> LookupError:
     )
 
 
-__all__ = ["Key", "P", "Prepared", "not_prepared"]
+def one_state(state: State, slot: Hashable = None) -> States:
+    """A state by its key, as a sublayer passes it on."""
+    return {(type(state), slot): state}
+
+
+def flattened(states: Mapping[Key, State]) -> tuple[Names, list[Tensor]]:
+    """The tensors in `states`, with what [`unflattened`] needs to know of them."""
+    names: list[tuple[Key, str]] = []
+    tensors: list[Tensor] = []
+    for key, state in states.items():
+        for name in state.__match_args__:
+            tensor = getattr(state, name)
+            if tensor is not None:
+                names.append((key, name))
+                tensors.append(tensor)
+    return tuple(names), tensors
+
+
+def unflattened(names: Names, tensors: Sequence[Tensor]) -> States:
+    """The states whose tensors these are."""
+    found: dict[Key, dict[str, Tensor]] = {}
+    for (key, name), tensor in zip(names, tensors, strict=True):
+        found.setdefault(key, {})[name] = tensor
+    return {key: key[0](**fields) for key, fields in found.items()}
+
+
+__all__ = ["Key", "Names", "Prepared", "State", "States", "flattened", "not_there", "one_state", "unflattened"]

@@ -20,7 +20,7 @@ from ..compat import pytree
 from ..ops.common.real_tokens import from_first_real, real_last
 from .cache import SlotStateLayer
 from .context import LayerContext
-from .prepared import Prepared
+from .prepared import Prepared, State
 
 
 class MemoryLayout(Prepared):
@@ -41,6 +41,12 @@ class MemoryLayout(Prepared):
     def of(cls, context: LayerContext) -> MemoryLayout:
         """That of a call; a call without memory has one as well."""
         return context.find(cls) or cls()
+
+
+class StepMemory(State):
+    """What a step reads of the memory, [B, M, D], entered as the layer's own input is."""
+
+    states: Tensor
 
 
 @dataclasses.dataclass

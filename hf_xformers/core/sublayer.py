@@ -24,7 +24,7 @@ class Sublayer(nn.Module):
 
     def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
         """Called once per forward call and layer before the first layer runs: let the call make what layers can
-        share, once (`context.prepare`). What carries gradients goes into `context.streams` instead."""
+        share, once (`context.prepare`). What carries gradients it is given by `context.start`."""
 
 
 __all__ = ["Sublayer"]

@@ -6,13 +6,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..core.prepared import Prepared
 from ..ops.binary_partition import finished_spans, listed_spans
 from ..ops.common.real_tokens import real_first, real_places
 from .context import LayerContext
 from .extent import can_inspect
+from .prepared import Prepared, State
 
-SPANS = "bp_spans"  # the stream of their states
+
+class Spans(State):
+    """The states of spans, [B, N, D]."""
+
+    states: Tensor
 
 
 class SpansBeside(Prepared):

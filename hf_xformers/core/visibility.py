@@ -8,13 +8,19 @@ from torch import Tensor
 
 from ..ops.common.real_tokens import real_first
 from .context import LayerContext
-from .prepared import Prepared
+from .prepared import Prepared, State
 
 
 class BooleanMask(Prepared):
     """[`boolean_mask`] of a call."""
 
     mask: Tensor | None
+
+
+class DenseBias(State):
+    """What is added to the scores of all pairs, [B or 1, H, T, S]."""
+
+    matrix: Tensor
 
 
 class VisiblePairs(Prepared):

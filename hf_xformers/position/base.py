@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ..core.components import Spec
 from ..core.context import LayerContext
-from ..core.prepared import Prepared
+from ..core.prepared import Prepared, State
 from ..core.weight_decay import Undecayed
 from ..ops.common.real_tokens import real_places
 from .distances import distances_of_block
@@ -96,6 +96,13 @@ class PositionTables(Prepared):
     module: Any
 
 
+class TokenNumbers(State):
+    """A number for each head and token, [B, H, T] of the current tokens as [`PositionTerms.of_states`] gives them,
+    then of all so far, in float32 at least."""
+
+    numbers: Tensor
+
+
 class Position(Undecayed, nn.Module):
     """Base of position modules; the defaults do nothing."""
 
@@ -163,18 +170,16 @@ class PositionTerms(nn.Module):
     ([`PositionTerms.score_terms`], act `score_terms`).
 
     content_scale: factor on the attention's own scale. changes_scores: whether scores and values get terms, or
-    queries, keys and values alone. number_stream: the stream in which it has a number for each head and token
-    ([`PositionTerms.of_states`]), which attention keeps beside keys (`keeps_numbers` of its spec), so that
-    [`PositionTerms.score_terms`] finds those of all tokens so far there, in float32 at least.
+    queries, keys and values alone. Where [`PositionTerms.of_states`] gives [`TokenNumbers`], attention keeps them
+    beside keys (`keeps_numbers` of its spec).
     """
 
     content_scale: float = 1.0
     changes_scores: bool = True
-    number_stream: str | None = None
 
     def prepare(self, context: LayerContext) -> None:
-        """Called once per call and layer before the first layer runs: put into `context.streams` what layers share and
-        is no parameter, under a key that names it, unless it is there already."""
+        """Called once per call and layer before the first layer runs: give the call
+        what layers share and is no parameter (`context.start`), unless it is there already."""
 
     def of_states(self, hidden_states: Tensor, context: LayerContext) -> LayerContext:
         """The call as the attention of this layer sees it; hidden_states [B, T, D]: its input, before projections."""

@@ -10,13 +10,19 @@ from torch import Tensor, nn
 
 from ..core.components import register
 from ..core.context import LayerContext
+from ..core.prepared import State
 from ..core.reading_weights import weight_of
 from .base import Position, PositionSpec, PositionTables, PositionTerms, key_positions
 from .distances import distances_of_block
 from .score_terms import SelfAttentionTerms
 from .t5_relative_bias import relative_buckets
 
-QUERIES, KEYS = "tupe_queries", "tupe_keys"  # streams: p U^Q and p U^K of all positions, [rows, H, d]
+
+class TupeProducts(State):
+    """p U^Q and p U^K of all positions, [rows, H, d]."""
+
+    queries: Tensor
+    keys: Tensor
 
 
 class TupePosition(Position):
@@ -58,11 +64,12 @@ class TupeTerms(PositionTerms):
         self.spec, self.bidirectional, self.resets = spec, not config.is_decoder, spec.resets(config)
 
     def prepare(self, context: LayerContext) -> None:
-        if QUERIES not in context.streams:
-            context.streams[QUERIES], context.streams[KEYS] = context.prepared(PositionTables).module.projected()
+        if context.state(TupeProducts) is None:
+            context.start(TupeProducts(*context.prepared(PositionTables).module.projected()))
 
     def score_terms(self, attention: Any, scale: float, context: LayerContext) -> TupeScores:
-        queries, keys = context.streams[QUERIES] * scale, context.streams[KEYS]
+        products = context.states[TupeProducts, None]
+        queries, keys = products.queries * scale, products.keys
         bias, made = context.prepared(PositionTables).module.bias, []
         if self.resets:
             numbers = (queries[:2] * keys[:2]).sum(-1)

@@ -1,26 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stack contract: the driver of the depth loop."""
+"""The stack contract."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin
 
-from ..blocks.base import XFormerLayer
 from ..core.components import Spec
 from ..core.context import LayerContext
 from ..core.pooling import TextPooler
-from ..core.prepared import Prepared
-from ..core.segment_memory import SegmentMemory
+from ..core.prepared import Prepared, State
 from ..core.weight_decay import Undecayed
-from ..position.base import PositionActs
+from .driver import Pass, StackOutput
 
-# The stream with the embedded texts before, [B, K, S, D].
-CONTEXT = "context_texts"
+
+class FurtherStates(State):
+    """The embedded texts before, [B, K, S, D]."""
+
+    states: Tensor
 
 
 class FurtherTexts(Prepared):
@@ -29,69 +28,12 @@ class FurtherTexts(Prepared):
     call: LayerContext
 
 
-class LayersByDepth(Sequence[XFormerLayer]):
-    """The layers as a stack is given them, which is no list of modules for the same reason as [`PositionActs`]."""
-
-    def __init__(self, layers: Sequence[XFormerLayer]) -> None:
-        self._layers = layers
-
-    def __len__(self) -> int:
-        return len(self._layers)
-
-    def __iter__(self) -> Iterator[XFormerLayer]:
-        return iter(self._layers)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._layers[index]
-
-
-@dataclass
-class StackOutput:
-    """hidden_states [B, T', D] after the last layer (T' may differ from the input's T); context: the state bundle that
-    belongs to them; aux_losses: scalars by name; memories [B, steps of the decoder, T', D]: an encoder's own memory
-    for each decoder layer, or None; segment_memory: what the next segment of the text may read of this one, or None;
-    streams: what the last layer handed on; summaries [B, G, D]: states of global tokens that stand for parts of the
-    text, in their order, from a stack that gives [`HandOver.SUMMARIES`]."""
-
-    hidden_states: Tensor
-    context: LayerContext
-    aux_losses: dict[str, Tensor] = field(default_factory=dict)
-    memories: Tensor | None = None
-    segment_memory: SegmentMemory | None = None
-    streams: dict[str, Tensor] = field(default_factory=dict)
-    summaries: Tensor | None = None
-
-
-def memory_by_step(memory: Tensor | None, steps: int) -> Sequence[Tensor | None]:
-    """What cross-attention reads at each execution step: the one memory [B, M, D], or its own of [B, steps, M, D].
-
-    Raises:
-        ValueError: the number of memories is not that of the steps.
-    """
-    if memory is None or memory.ndim == 3:
-        return [memory] * steps
-    if memory.shape[1] != steps:
-        raise ValueError(
-            f"The decoder runs {steps} layers, but `encoder_hidden_states` {list(memory.shape)} hold {memory.shape[1]}"
-            " memories; give [batch, length, width] for one that all layers read."
-        )
-    return memory.unbind(1)
-
-
 class Stack(Undecayed, nn.Module):
-    """Drives layers over depth. Layers belong to the tower and are passed in, so that a driver may run them in any
-    order, any number of times, or over time first; what the driver itself learns stands on it."""
+    """Drives layers over depth. Layers belong to the tower and come with the run, so that a stack may have them in any
+    order, any number of times, or over time first; what the stack itself learns stands on it."""
 
-    def forward(
-        self,
-        layers: Sequence[XFormerLayer],
-        hidden_states: Tensor,
-        context: LayerContext,
-        *,
-        position: PositionActs,
-        memory: Tensor | None = None,
-        past_key_values: Cache | None = None,
-    ) -> StackOutput:
+    def forward(self, run: Pass) -> StackOutput:
+        """What comes after the layers of `run`."""
         raise NotImplementedError
 
 

@@ -9,15 +9,15 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
 
+from ..attention.shared.base import KeyStates
 from ..attention.shared.query_grid import Grid, QueryGrid
-from ..attention.transformer_xl import KEY_STATES
-from ..blocks.base import XFormerLayer, unpack_layer
+from ..blocks.base import XFormerLayer
 from ..core.components import bounded, register
 from ..core.context import LayerContext, add_losses
-from ..position.base import PositionActs
-from .base import Stack, StackOutput, StackSpec
+from ..core.prepared import one_state
+from .base import Stack, StackSpec
+from .driver import Pass, StackOutput
 
 States = tuple[Tensor, Tensor | None, Tensor | None]  # [B, T, D], which are real, the types of their tokens
 
@@ -41,18 +41,10 @@ class FunnelStack(Stack):
         self.spec = spec
         self.sizes, self.repeats = spec.blocks(config), spec.repeats(config)
 
-    def forward(
-        self,
-        layers: Sequence[XFormerLayer],
-        hidden_states: Tensor,
-        context: LayerContext,
-        *,
-        position: PositionActs,
-        memory: Tensor | None = None,
-        past_key_values: Cache | None = None,
-    ) -> StackOutput:
+    def forward(self, run: Pass) -> StackOutput:
+        hidden_states, context, layers = run.hidden_states, run.context, run.layers
         real, types = context.padding_mask, context.inputs.get("token_type_ids")
-        run = _Run(layers, context, self.spec)
+        steps = _Run(layers, context, self.spec)
         first, first_real, first_types = hidden_states, real, types
         index = 0
         for block, (size, repeats) in enumerate(zip(self.sizes, self.repeats, strict=True)):
@@ -62,13 +54,13 @@ class FunnelStack(Stack):
                 hidden_states, real = self.pool(hidden_states, real)
                 types = self.first_of_pairs(types)
             grid = Grid(0, stride=stride, apart=self.spec.separate_cls)
-            inner = run.context(hidden_states, real, QueryGrid(grid, types=(types, types)))
+            inner = steps.context(hidden_states, real, QueryGrid(grid, types=(types, types)))
             for layer in layers[index : index + size]:
                 for _ in range(repeats):
                     if source is None:
-                        hidden_states = run(layer, hidden_states, inner)
+                        hidden_states = steps(layer, hidden_states, inner)
                     else:
-                        hidden_states = run.boundary(layer, (hidden_states, real, types), source, stride // 2)
+                        hidden_states = steps.boundary(layer, (hidden_states, real, types), source, stride // 2)
                         source = None
             index += size
             if block == 0:
@@ -76,13 +68,13 @@ class FunnelStack(Stack):
         if not self.spec.upsample:
             if real is None:  # whoever reads these states must not take the mask of the longer text for theirs
                 real = hidden_states.new_ones(hidden_states.shape[:2], dtype=torch.bool)
-            return StackOutput(hidden_states, context.derive(padding_mask=real), run.losses)
+            return StackOutput(hidden_states, context.derive(padding_mask=real), steps.losses)
         hidden_states = self.repeated(hidden_states, real, first.shape[1]) + first
         grid = Grid(0, apart=self.spec.separate_cls)
-        inner = run.context(hidden_states, first_real, QueryGrid(grid, types=(first_types, first_types)))
+        inner = steps.context(hidden_states, first_real, QueryGrid(grid, types=(first_types, first_types)))
         for layer in layers[index:]:
-            hidden_states = run(layer, hidden_states, inner)
-        return StackOutput(hidden_states, context, run.losses)
+            hidden_states = steps(layer, hidden_states, inner)
+        return StackOutput(hidden_states, context, steps.losses)
 
     def pool(self, states: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """states [B, T, D], real [B, T] with padding last or None -> pooled states [B, T', D] and which are real.
@@ -145,10 +137,11 @@ class _Run:
             layer.prepare(context, None)
         return context
 
-    def __call__(self, layer: Any, states: Tensor, context: LayerContext, **streams: Tensor) -> Tensor:
-        streams = {**context.streams, **streams}
-        output = layer(states, None, *streams.values(), context=context, step=self.step, stream_names=tuple(streams))
-        states, _, losses = unpack_layer(output)
+    def __call__(
+        self, layer: XFormerLayer, states: Tensor, context: LayerContext, further: States | None = None
+    ) -> Tensor:
+        given = {**context.states, **(further or {})}
+        states, _, losses = layer(states, None, given, context=context, step=self.step)
         add_losses(self.losses, losses)
         self.step += 1
         return states
@@ -162,7 +155,7 @@ class _Run:
             return self(layer, pooled, self.context(pooled, pooled_real, moved))
         grid = Grid(-int(apart), step=2, stride=stride, apart=apart)
         context = self.context(pooled, pooled_real, QueryGrid(grid, states.shape[1], real, (types, key_types)))
-        return self(layer, pooled, context, **{KEY_STATES: layer.frame(layer.plan[0]).enter(states)})
+        return self(layer, pooled, context, one_state(KeyStates(layer.frame(layer.plan[0]).enter(states))))
 
 
 @register("stack", "funnel")

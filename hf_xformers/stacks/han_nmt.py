@@ -3,23 +3,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
-from ..blocks.base import XFormerLayer
 from ..compat import shared_setting
 from ..core.cache import FollowsRows, KeepsMore
 from ..core.components import bounded, register
 from ..core.context import LayerContext, add_losses, self_attention_cache
-from ..position.base import PositionActs
-from ..stacks.base import FurtherTexts
-from .base import CONTEXT, StackOutput, StackSpec
+from .base import FurtherStates, FurtherTexts, StackSpec
+from .driver import Pass, StackOutput
 from .plain import PlainStack
 
 
@@ -120,23 +117,13 @@ class HanStack(PlainStack):
         own = spec.side in (("decoder", "both") if config.is_decoder else ("encoder", "both"))
         self.context = HierarchicalContext(config) if own else None
 
-    def forward(  # type: ignore[override]  # nothing collects states of other sentences
-        self,
-        layers: Sequence[XFormerLayer],
-        hidden_states: Tensor,
-        context: LayerContext,
-        *,
-        position: PositionActs,
-        memory: Tensor | None = None,
-        past_key_values: Cache | None = None,
-    ) -> StackOutput:
-        before, texts = context.streams.pop(CONTEXT, None), context.find(FurtherTexts)
-        inner = None if texts is None else texts.call
-        memory, around = self._divided(memory, context)
-        output = super().forward(
-            layers, hidden_states, context, position=position, memory=memory, past_key_values=past_key_values
-        )
-        states, mask = self._before(layers, before, inner, around, position, output, past_key_values)
+    def forward(self, run: Pass) -> StackOutput:
+        hidden_states, context = run.hidden_states, run.context
+        given, texts = context.states.pop((FurtherStates, None), None), context.find(FurtherTexts)
+        before, inner = (None, None) if given is None or texts is None else (given.states, texts.call)
+        run.memory, around = self._divided(run.memory, context)
+        output = super().forward(run)
+        states, mask = self._before(run, before, inner, around, output)
         if states is None or mask is None:
             if self.context is not None and torch.is_grad_enabled():  # no parameter is left without a gradient
                 states = output.hidden_states.new_zeros(hidden_states.shape[0], 1, 1, hidden_states.shape[-1])
@@ -157,27 +144,25 @@ class HanStack(PlainStack):
 
     def _before(
         self,
-        layers: Sequence[XFormerLayer],
+        run: Pass,
         before: Tensor | None,
         inner: LayerContext | None,
         memory: tuple[Tensor, Tensor] | None,
-        position: PositionActs,
         output: StackOutput,
-        past_key_values: Cache | None,
     ) -> tuple[Tensor | None, Tensor | None]:
         """States [B, K, S, D] of the sentences before and their mask [B, K, S], made once per text."""
         if self.context is None and not self.hands_on:
             return None, None
-        cache = self_attention_cache(past_key_values)
+        cache = self_attention_cache(run.past_key_values)
         kept: Any = None if cache is None else cache.layers[0]
         if isinstance(kept, ContextCacheLayer) and kept.states:
             return kept.states["before"], kept.states["mask"]
         if before is None or inner is None:
             return None, None
-        read = None
+        own = run.within(before.flatten(0, 1), inner)
         if memory is not None:
-            read, inner.memory_padding_mask = memory
-        result = super().forward(layers, before.flatten(0, 1), inner, position=position, memory=read)
+            own.memory, inner.memory_padding_mask = memory
+        result = super().forward(own)
         add_losses(output.aux_losses, result.aux_losses)
         states = result.hidden_states.unflatten(0, before.shape[:2])
         mask = inner.padding_mask.view(before.shape[:3])  # type: ignore[union-attr]  # texts before have one

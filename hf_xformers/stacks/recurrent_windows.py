@@ -14,14 +14,15 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache
 
-from ..attention.shared.base import CARRIED_KEYS, CARRIED_VALUES
-from ..blocks.base import XFormerLayer, unpack_layer
+from ..attention.shared.base import LeadingKeys
+from ..blocks.base import XFormerLayer
 from ..core.components import bounded, register
 from ..core.context import LayerContext, add_losses, self_attention_cache
 from ..core.segment_memory import SegmentMemory
 from ..ops.common.real_tokens import real_last
-from ..position.base import PositionActs, Turns
-from .base import Stack, StackOutput, StackSpec
+from ..position.base import Position, Turns
+from .base import Stack, StackSpec
+from .driver import Pass, StackOutput
 from .text_segments import TextSegments
 from .text_windows import ContinuedText, WindowCacheLayer, Windows
 
@@ -85,17 +86,9 @@ class RecurrentWindowsStack(Stack):
             )
         return Windows.begin(like, state[:, 0], None if given.mask is None else given.mask[:, 0])
 
-    def forward(
-        self,
-        layers: Sequence[XFormerLayer],
-        hidden_states: Tensor,
-        context: LayerContext,
-        *,
-        position: PositionActs,
-        memory: Tensor | None = None,
-        past_key_values: Cache | None = None,
-    ) -> StackOutput:
-        cache = self_attention_cache(past_key_values)
+    def forward(self, run: Pass) -> StackOutput:
+        hidden_states, context, position = run.hidden_states, run.context, run.position
+        cache = self_attention_cache(run.past_key_values)
         slots = self.slots(cache)
         going_on, given = slots[0].windows if slots else None, context.inputs.get(SEGMENT_MEMORY)
         windows, knows = going_on, True
@@ -121,7 +114,7 @@ class RecurrentWindowsStack(Stack):
             if index and self.spec.detach_every and index % self.spec.detach_every == 0:
                 windows.carried = windows.carried.detach()
             carried = windows.carried.to(states.dtype) if knows else None
-            arguments = (layers, states, carried, windows.held, inner, position, cache, slots)
+            arguments = (run.layers, states, carried, windows.held, inner, position, cache, slots)
             made = checkpoint(self.read, *arguments, use_reentrant=False) if often else self.read(*arguments)
             states, pooled, losses = made
             real = inner.query_padding_mask
@@ -147,7 +140,7 @@ class RecurrentWindowsStack(Stack):
         carried: Tensor | None,
         held: Tensor,
         context: LayerContext,
-        position: PositionActs,
+        position: Position,
         cache: Cache | None,
         slots: Sequence[WindowCacheLayer],
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -162,16 +155,9 @@ class RecurrentWindowsStack(Stack):
         for depth, layer in enumerate(layers):
             hidden_states = position.embed_layer(hidden_states, context.positions, depth)
             seen = inner if depth == self.insert else outer
-            output = layer(
-                hidden_states,
-                None,
-                *seen.streams.values(),
-                context=seen,
-                step=depth,
-                stream_names=tuple(seen.streams),
-                past_key_values=cache,
+            hidden_states, _, losses = layer(
+                hidden_states, None, seen.states, context=seen, step=depth, past_key_values=cache
             )
-            hidden_states, _, losses = unpack_layer(output)
             add_losses(aux_losses, losses)
             if depth == self.extract:
                 pooled = hidden_states
@@ -205,7 +191,7 @@ class RecurrentWindowsStack(Stack):
             key_index=torch.arange(count + 1, device=held.device),
             fresh=False,
         )
-        seen.streams.update({CARRIED_KEYS: key, CARRIED_VALUES: value})
+        seen.start(LeadingKeys(key, value))
         return seen
 
     def left(self, windows: Windows, like: Tensor) -> SegmentMemory:

@@ -3,6 +3,7 @@
 import pytest
 
 from hf_xformers import XFormerConfig, XFormerModel
+from hf_xformers.attention.shared.score_chain import Link
 from tests.attention.score_helpers import (
     GEOMETRY,
     build_layers,
@@ -13,6 +14,8 @@ from tests.attention.score_helpers import (
     vectors,
 )
 from tests.helpers import close
+
+CHAIN = Link, ("lazyformer", False)
 
 PATHS = {"literal": ("eager", "auto"), "weights": ("sdpa", "weights"), "projections": ("sdpa", "projections")}
 
@@ -55,7 +58,7 @@ def test_long_texts_keep_no_map():
 def test_dropout_is_drawn_once(path):
     layers = build(path, count=2, config={"attention_probs_dropout_prob": 0.5})
     results = run_layers([layer.train() for layer in layers], vectors(1, 6), make_context(6))
-    kept = results[0].streams["lazyformer_weights"]
+    kept = results[0].states[CHAIN].weights
     assert (kept == 0).any()
     value = split_heads(layers[1].v_proj(vectors(1, 6) + results[0].output), 4)
     close(results[1].output, layers[1].o_proj((kept @ value).transpose(1, 2).flatten(2)))

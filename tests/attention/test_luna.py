@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from hf_xformers import XFLunaConfig, XFLunaForCausalLM, XFLunaForMaskedLM, XFLunaForSeq2SeqLM, XFormerConfig
+from hf_xformers.attention.luna import PackedMemory
 from tests.attention.score_helpers import GEOMETRY, HEADS, WIDTH, build_layers, make_context, run_layers, vectors
 from tests.helpers import close
 
@@ -47,10 +48,10 @@ def test_dropout_of_the_memory():
         layer = build_layers(spec, 2, attention_probs_dropout_prob=0.0, hidden_dropout_prob=0.5)[0].train()
         results = [run_layers([layer], vectors(1, 6), make_context(6))[0] for _ in range(2)]
         close(results[0].output, results[1].output)
-        first, second = (result.streams["luna_memory"] for result in results)
+        first, second = (result.states[PackedMemory, None].states for result in results)
         assert torch.equal(first, second) == (rate == 0.0)
         layer.eval()
-        handed[rate] = run_layers([layer], vectors(1, 6), make_context(6))[0].streams["luna_memory"]
+        handed[rate] = run_layers([layer], vectors(1, 6), make_context(6))[0].states[PackedMemory, None].states
     close(handed[None], handed[0.5])
     with pytest.raises(ValueError, match="`memory_dropout` in"):
         XFormerConfig(**GEOMETRY, attention={**SPEC, "memory_dropout": 1.0})

@@ -5,9 +5,12 @@ import torch
 
 from hf_xformers import XFormerConfig
 from hf_xformers.attention.predictive_attention import ScoreRowsLayer
+from hf_xformers.attention.shared.score_chain import Link
 from hf_xformers.core.cache import XFormerCache
 from tests.attention.score_helpers import GEOMETRY, HEADS, build_layers, make_context, run_layers, split_heads, vectors
 from tests.helpers import close
+
+CHAIN = Link, ("predictive", False)
 
 PAT = {"form": "pat", "alpha": 0.7}
 
@@ -35,7 +38,7 @@ def test_running_averages():
     states, context = vectors(2, 6), make_context(6)
     layers = build(alpha=0.0, beta=0.5)
     first, second, third = own_scores(layers, states)
-    found = run_layers(layers, states, context, residual=False)[-1].streams["predictive_scores"]
+    found = run_layers(layers, states, context, residual=False)[-1].states[CHAIN].scores
     close(found, first / 4 + second / 4 + third / 2)
     layers = build(**PAT)
     for layer in layers[1:]:
@@ -43,7 +46,7 @@ def test_running_averages():
             layer.score_conv.conv.weight.zero_()[:, :, 1, 1] = torch.eye(HEADS)
             layer.score_conv.conv.bias.zero_()
     first, second, third = own_scores(layers, states)
-    found = run_layers(layers, states, context, residual=False)[-1].streams["predictive_scores"]
+    found = run_layers(layers, states, context, residual=False)[-1].states[CHAIN].scores
     close(found, 0.3 * (0.3 * first + 0.7 * second) + 0.7 * third)
 
 
@@ -82,9 +85,9 @@ def test_cache(fields):
         past += size
     close(torch.cat(found, 1)[mask], expected[mask])
     kept = {name: rows.shape for name, rows in cache.layers[2].rows.items()}
-    assert kept == {"predictive": (2, HEADS, fields.get("kernel", 3) - 1, 12)} and not cache.layers[0].rows
+    assert kept == {CHAIN[1]: (2, HEADS, fields.get("kernel", 3) - 1, 12)} and not cache.layers[0].rows
     cache.reorder_cache(torch.tensor([1, 1]))
-    rows = cache.layers[2].rows["predictive"]
+    rows = cache.layers[2].rows[CHAIN[1]]
     assert torch.equal(rows[0], rows[1])
     with pytest.raises(ValueError, match="cannot forget its last tokens"):
         cache.layers[2].crop(-1)
@@ -101,5 +104,5 @@ def test_convolution_stays_in_single_precision():
     layers = [layer.to(torch.bfloat16) for layer in build()]
     results = run_layers(layers, vectors(1, 6).to(torch.bfloat16), make_context(6))
     assert layers[1].score_conv.conv.weight.dtype == torch.float32
-    assert results[-1].streams["predictive_scores"].dtype == torch.float32
+    assert results[-1].states[CHAIN].scores.dtype == torch.float32
     assert results[-1].output.dtype == torch.bfloat16

@@ -6,11 +6,9 @@ from transformers import XLNetConfig
 from transformers.models.xlnet.modeling_xlnet import XLNetModel
 
 from hf_xformers.attention.transformer_xl import (
-    BIASES,
-    SEGMENT_MEMORY,
     relative_sinusoids,
 )
-from hf_xformers.core.segment_memory import MemoryLayout, join_masks, slot_order
+from hf_xformers.core.segment_memory import MemoryLayout, StepMemory, join_masks, slot_order
 from hf_xformers.ops.common.shifted_rows import shift_rows
 from tests.attention.references.softmax import four_terms, sinusoid
 from tests.attention.score_helpers import (
@@ -85,7 +83,7 @@ def with_memory(layer, states, memory, context, real=None):
     mask = join_masks(real, memory.shape[1], context.padding_mask, states)
     mask = mask if order is None or mask is None else mask.gather(1, order)
     context.keep(MemoryLayout(memory.shape[1], mask, order))
-    context.streams[SEGMENT_MEMORY] = memory
+    context.start(StepMemory(memory))
     (result,) = run_layers([layer], states, context)
     return result
 
@@ -151,7 +149,6 @@ def test_shared_biases():
     assert all(
         layer.content_bias is not None for layer in build_layers({"type": "transformer_xl", "share_biases": False}, 2)
     )
-    assert len(BIASES) == 2
 
 
 def test_xlnet_layer():

@@ -250,7 +250,7 @@ class Checks:
         contexts: list[LayerContext] = []
         for module in model.modules():
             if isinstance(module, Stack):
-                module.register_forward_pre_hook(lambda module, inputs: contexts.append(inputs[2]))
+                module.register_forward_pre_hook(lambda module, inputs: contexts.append(inputs[0].context))
         output = model(**given)
         for context in contexts:
             for name, value in context.made.items():

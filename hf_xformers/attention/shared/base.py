@@ -15,20 +15,29 @@ from ...core.components import Spec
 from ...core.context import LayerContext, SublayerOutput, self_attention_cache
 from ...core.initialization import start_projections
 from ...core.pooling import TextPooler
+from ...core.prepared import State
 from ...core.sequence_parallel import SequenceForm, Unserved
 from ...core.sublayer import Sublayer
 from ...core.weight_decay import Undecayed
 from ...ops.common.products import wide_products
 from ...ops.common.token_grid import TokenGrid
-from ...position.base import CallBias, PositionTerms, Rotation, ScoreBias, Turns
+from ...position.base import CallBias, PositionTerms, Rotation, ScoreBias, TokenNumbers, Turns
 from ...position.score_terms import SelfAttentionTerms
 from .head_parts import HeadAggregation, HeadLoss, HeadLossModule, Heads, build_aggregation, build_losses
 
-# A stream with the states [B, S, D] that keys and values are made of where they are not the queries' own.
-KEY_STATES = "key_states"
-# Streams with keys and values [B, K, n, d] that a stack has made, which stand before those of the tokens and are in no
-# cache: the keys that the context counts begin with them.
-CARRIED_KEYS, CARRIED_VALUES = "carried_keys", "carried_values"
+
+class KeyStates(State):
+    """What keys and values are made of where that is not the queries' own states, [B, S, D]."""
+
+    states: Tensor
+
+
+class LeadingKeys(State):
+    """Keys and values [B, K, n, d] that a stack has made, which stand before those of the tokens and are in no cache:
+    the keys that the context counts begin with them."""
+
+    keys: Tensor
+    values: Tensor
 
 
 class Attention(Undecayed, Sublayer):
@@ -113,7 +122,7 @@ class Attention(Undecayed, Sublayer):
 
     def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
         """Called once per forward call and layer before the first layer runs: let the call make what layers can share,
-        once (`context.prepare`). What carries gradients goes into `context.streams` instead. A mechanism that has
+        once (`context.prepare`). What carries gradients it is given by `context.start`. A mechanism that has
         something of its own to prepare calls this as well."""
         if self.position_terms is not None:
             self.position_terms.prepare(context)
@@ -203,8 +212,8 @@ class Attention(Undecayed, Sublayer):
         self, hidden_states: Tensor, context: LayerContext, past_key_values: Cache | None, step: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, and the keys and values of all tokens seen so far."""
-        streams = context.streams
-        query, key, value = self.projected(hidden_states, streams.get(KEY_STATES, hidden_states))
+        source = context.state(KeyStates)
+        query, key, value = self.projected(hidden_states, hidden_states if source is None else source.states)
         if self.q_norm is not None:
             query, key = self.normalized(query, key)
         if context.unpadding is not None:
@@ -214,16 +223,18 @@ class Attention(Undecayed, Sublayer):
         late = rotation is not None and rotation.by_length
         query, key, value = self.place(query, key, value, context, turn_keys=not late)
         cache = self_attention_cache(past_key_values)
-        numbers = None if self.position_terms is None else self.position_terms.number_stream
-        if cache is not None and numbers is not None:
-            key, value, streams[numbers] = appended_with_numbers(cache, key, value, streams[numbers], step)
+        beside = context.state(TokenNumbers)
+        if cache is not None and beside is not None:
+            key, value, numbers = appended_with_numbers(cache, key, value, beside.numbers, step)
+            context.start(TokenNumbers(numbers))
         elif cache is not None:
             key, value = appended(cache, key, value, step)
         if late:
             key = self.turned_late(key, context)
-        if CARRIED_KEYS in streams:
-            key = torch.cat([streams[CARRIED_KEYS].to(key.dtype), key], dim=2)
-            value = torch.cat([streams[CARRIED_VALUES].to(value.dtype), value], dim=2)
+        leading = context.state(LeadingKeys)
+        if leading is not None:
+            key = torch.cat([leading.keys.to(key.dtype), key], dim=2)
+            value = torch.cat([leading.values.to(value.dtype), value], dim=2)
         return query, key, value
 
     def turned(self, query: Tensor, key: Tensor, context: LayerContext) -> tuple[Tensor, Tensor]:
@@ -367,11 +378,11 @@ class AttentionSpec(Spec):
     exported takes the length of its sample alone, if so.
 
     max_global_tokens: bound on the global tokens of a row, where a mechanism has such tokens and bounds them.
-    text_streams: streams of the last layer that a pooler of its own reads ([`AttentionSpec.build_pooler`]).
+    text_state: what of the last layer's states a pooler of its own reads ([`AttentionSpec.build_pooler`]).
 
     Layers may share more than the call: [`AttentionSpec.shared_sizes`]. first_owns: the first layer owns what they
     share;
-    runs_through: every layer passes it on, up to the last. carries: the stream in which they do so, if it is one that
+    runs_through: every layer passes it on, up to the last. carries: the state in which they do so, if it is one that
     cross-attention of the same kind goes on with.
 
     What of a position inside attention it reads (configs refuse the rest). rotation: queries and keys are turned;
@@ -394,7 +405,7 @@ class AttentionSpec(Spec):
     its values can be had head by head ([`Attention.written`], [`Attention.losses`]), so that heads may be joined in
     another way and have losses. weighs_blocks: the weights of some queries can be had without those of all
     ([`Attention.weights_of_block`]), as losses on them need. keeps_numbers: a position may have a number for each
-    token kept beside its key ([`PositionTerms.number_stream`]).
+    token kept beside its key ([`TokenNumbers`]).
 
     Of the fields below mechanisms may refuse some: normalizes_heads: queries and keys may be normalised
     (`query_key_norm`). caps_scores: scores may be capped (`score_cap`). learns_sinks: softmax may have a learned sink
@@ -427,10 +438,10 @@ class AttentionSpec(Spec):
     why_one_length: ClassVar[str] = ""
     why_not_causal: ClassVar[str] = ""
     max_global_tokens: ClassVar[int | None] = None
-    text_streams: ClassVar[tuple[str, ...]] = ()
+    text_state: ClassVar[type[State] | None] = None
     first_owns: ClassVar[bool] = False
     runs_through: ClassVar[bool] = False
-    carries: ClassVar[str | None] = None
+    carries: ClassVar[type[State] | None] = None
     keeps_keys_alone: ClassVar[bool] = False
     reads_segment_memory: ClassVar[bool] = False
     counts_usage: ClassVar[bool] = False
@@ -602,11 +613,10 @@ def literal_softmax_attention(
 
 
 __all__ = [
-    "CARRIED_KEYS",
-    "CARRIED_VALUES",
-    "KEY_STATES",
     "Attention",
     "AttentionSpec",
+    "KeyStates",
+    "LeadingKeys",
     "cross_cache",
     "given_memory",
     "literal_softmax_attention",

@@ -11,10 +11,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
-from ...attention.shared.global_tokens import GlobalTokens
 from ...core.context import LayerContext
 from ...core.prepared import Prepared
-from ...core.visibility import visible_pairs
+from ...core.visibility import DenseBias, visible_pairs
 from ...ops.block_sparse.attention import block_sparse_attention
 from ...ops.block_sparse.pattern_base import same_pattern
 from ...ops.block_sparse.patterns import Pattern
@@ -24,6 +23,7 @@ from ...ops.score_terms.attention import take, tile_attention
 from ...ops.score_terms.pattern_tiles import Rounds, pattern_tiles
 from ...ops.score_terms.terms import ScoreTerms, Tiles
 from .base import Attention, literal_softmax_attention
+from .global_tokens import GlobalTokens
 from .window_parts import attend_to_window, attend_with_globals
 
 Inputs = tuple[Tensor, Tensor, Tensor]
@@ -68,9 +68,9 @@ class BlockSparseAttention(Attention):
             return
         bias = self.score_bias(context)
         self._pairs(context)
-        if bias is not None and "dense_bias" not in context.streams:
+        if bias is not None and context.state(DenseBias) is None:
             matrix = bias.block(context.query_index, context.key_index)
-            context.streams["dense_bias"] = matrix if matrix.ndim == 4 else matrix[None]
+            context.start(DenseBias(matrix if matrix.ndim == 4 else matrix[None]))
 
     def global_tokens(self, context: LayerContext) -> tuple[Tensor | None, int | None]:
         """[B or 1, T] boolean mask of tokens that see and are seen by all, and the largest number of them in a row
@@ -106,7 +106,7 @@ class BlockSparseAttention(Attention):
                 inputs, rows = (self._by_head(of) for of in (inputs, global_rows or inputs))
                 return self._literal_with_globals(inputs, rows, mask, chosen, dropout, context)
             if bias is not None:
-                matrix = context.streams["dense_bias"][..., dropped:]
+                matrix = context.states[DenseBias, None].matrix[..., dropped:]
             output, weights = literal_softmax_attention(
                 *inputs, mask, matrix, self.scaling, dropout, self.spec.score_cap, self.sinks
             )
