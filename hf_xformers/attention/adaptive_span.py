@@ -15,7 +15,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from ..core.cache import WindowLayer, alone
 from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
-from ..core.prepared import Key, Prepared, State, States, one_state
+from ..core.hand_overs import HandOver
+from ..core.prepared import Carry, Key, Prepared, State, States, one_state
 from ..core.segment_memory import MemoryLayout, SegmentCacheLayer, StepMemory, take_slots
 from ..core.visibility import visible_block, visible_pairs
 from ..ops.block_sparse.attention import block_sparse_attention
@@ -427,13 +428,11 @@ class AdaptiveSpanSpec(AttentionSpec):
     relative_keys: learned keys by distance. dynamic: each token chooses its spans."""
 
     summary = "each head learns how far back it reads"
-    normalizes_heads = True
-    score_bias = True
-    explicit_mask = True
-    packed = True
-    first_owns = True
+    head_options = frozenset({"norm"})
+    acts = frozenset({"rotation", "score_bias"})
+    supports = frozenset({"packed_rows", "pair_mask"})
     knows_order = True
-    reads_segment_memory = True
+    reads = frozenset({HandOver.SEGMENT_MEMORY})
 
     max_span: int | None = bounded(None, least=1)
     ramp: int = bounded(32, least=1)
@@ -446,14 +445,11 @@ class AdaptiveSpanSpec(AttentionSpec):
     def longest(self, config) -> int:
         return config.max_position_embeddings if self.max_span is None else self.max_span
 
-    def shared_sizes(self, config) -> tuple | None:
+    def carries(self, config) -> Carry | None:
         sizes = (self.longest(config), self.include_self, config.head_width)
-        return sizes if self.relative_keys else None
+        return Carry(RelativeKeys, sizes, of_first=True, handed_on=True) if self.relative_keys else None
 
-    def hands_on(self, config) -> bool:
-        return self.relative_keys
-
-    def cache_layer(self, config) -> CacheLayerMixin:
+    def cache_layer(self, config, layer_idx: int = 0) -> CacheLayerMixin:
         """The tokens within the longest span, or more where a stack's memory is longer."""
         window, slots = self.longest(config) + (0 if self.include_self else 1), config.stack.memory_slots(config)
         return SpanCacheLayer(sliding_window=window) if slots is None else SegmentCacheLayer(max(window - 1, slots))

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..core.components import bounded, register
 from ..core.context import LayerContext
+from ..core.hand_overs import HandOver
 from ..core.visibility import visible_pairs
 from .shared.base import Attention, AttentionSpec, literal_softmax_attention
 
@@ -63,10 +64,9 @@ class AllAttentionSpec(AttentionSpec):
     feed-forward it replaces). Use it with block 'no_ffn'."""
 
     summary = "attention over the text and a learned memory"
-    rotation = False
-    explicit_mask = True
-    packed = True
-    maps_tokens = True
+    acts = frozenset()
+    supports = frozenset({"packed_rows", "pair_mask"})
+    gives = frozenset({HandOver.TOKEN_MAP})
 
     memory_size: int | None = bounded(None, least=1)
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 import torch
@@ -82,16 +83,14 @@ class BigBirdSpec(AttentionSpec):
     tokens are read whole (transformers' BigBird: (5 + 2 r) b)."""
 
     summary = "a window, random blocks and global tokens"
-    normalizes_heads = True
-    causal = False
-    explicit_mask = True
-    score_bias = True
-    score_terms = True
-    head_terms = True
-    why_not_causal = "its last block sees, and is seen by, the whole text."
-    why_one_length = (
-        "its random blocks are drawn for the number of blocks that was traced, so a graph takes that length alone"
-    )
+    head_options = frozenset({"norm"})
+    supports = frozenset({"pair_mask"})
+    acts = frozenset({"head_terms", "rotation", "score_bias", "score_terms"})
+    why_not: ClassVar[Mapping[str, str]] = {
+        "causal": "its last block sees, and is seen by, the whole text.",
+        "any_length": "its random blocks are drawn for the number of blocks that was traced, so a graph takes that"
+        " length alone",
+    }
     inputs: ClassVar[tuple[str, ...]] = ("global_attention_mask", "max_global_tokens")
 
     block_size: int = bounded(64, least=1)

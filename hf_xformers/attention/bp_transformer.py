@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,9 @@ from ..core.cache import KeepsMore
 from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..core.extent import can_inspect
+from ..core.hand_overs import HandOver
 from ..core.pooling import TextPooler, pool
+from ..core.prepared import Carry
 from ..core.text_tree import Spans, SpansBeside, Tree, make_tree
 from ..ops.binary_partition import (
     covered,
@@ -265,12 +268,10 @@ class BPTransformerSpec(AttentionSpec):
     levels above it share their vectors of relative places. relative_labels: whether there are such vectors."""
 
     summary = "a token reads its neighbours, and spans that are the longer the farther away they are"
-    rotation = False
-    normalizes_heads = True
+    acts = frozenset()
+    head_options = frozenset({"norm"})
     knows_order = True
-    runs_through = True
-    text_state = Spans
-    why_one_length = "its tree is that of a text of one length."
+    why_not: ClassVar[Mapping[str, str]] = {"any_length": "its tree is that of a text of one length."}
 
     bias: bool = False
     nodes_per_level: int = bounded(4, "step", least=1)
@@ -282,22 +283,19 @@ class BPTransformerSpec(AttentionSpec):
         return (2 * self.nodes_per_level + 1) * (self.max_level + 1)
 
     def check(self, config) -> None:
-        if not config.block.takes_spans:
+        if HandOver.SPANS not in config.block.reads:
             raise ValueError(
                 f"bp_transformer has states of spans, which go through a layer beside the tokens, and block"
                 f" {config.block.type!r} takes none along; set `block='bp_transformer'`."
             )
 
-    def shared_sizes(self, config) -> tuple:
-        return ()
-
-    def hands_on(self, config) -> bool:
-        return True
+    def carries(self, config) -> Carry:
+        return Carry(Spans, handed_on=True, throughout=True, reach="pooler")
 
     def build_pooler(self, config) -> RootPooler | None:
         return None if config.is_decoder else RootPooler()
 
-    def cache_layer(self, config) -> TreeLayer:
+    def cache_layer(self, config, layer_idx: int = 0) -> TreeLayer:
         return TreeLayer()
 
     def build(self, config, **where) -> BPTransformerAttention:

@@ -13,7 +13,7 @@ from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput
 from ..core.extent import can_inspect
 from ..core.hand_overs import HandOver
-from ..core.prepared import State, one_state
+from ..core.prepared import Carry, State, one_state
 from ..core.tasks import TASKS, TaskVector, check_one_text, task_numbers
 from ..ops.common.products import wide_products, widened
 from ..position.base import key_positions
@@ -108,7 +108,7 @@ class ConditionalBlockAttention(BlockScoresAttention):
         asking, answering = context.positions[:, block.rows], key_positions(context)[:, block.keys]
         column = answering % self.block
         (near,) = widened(block.tables[0].take_at(asking.clamp(max=self.near.shape[0] - 1)))  # [B or 1, t, w]
-        film = context.states[Film, None]
+        film = context.given(Film)
         bias = near * film.factor[:, None] + film.shift[:, None]  # [B or 1, t, w]
         column = column[:, None].expand(bias.shape[0] if column.shape[0] == 1 else -1, asking.shape[1], -1)
         bias = bias.expand(column.shape[0], -1, -1).gather(-1, column)
@@ -136,14 +136,10 @@ class ConditionalBlockSpec(AttentionSpec):
 
     summary = "a bias on tokens of the same block, which depends on the task"
     inputs: ClassVar[tuple[str, ...]] = (TASKS,)
-    score_bias = True
-    explicit_mask = True
-    packed = True
-    first_owns = True
-    hands_out_heads = True
-    weighs_blocks = True
+    acts = frozenset({"rotation", "score_bias"})
+    supports = frozenset({"packed_rows", "pair_mask"})
+    head_options = frozenset({"blocks", "norm", "parts"})
     keeps_keys_alone = True
-    normalizes_heads = True
 
     num_tasks: int = bounded(1, least=1)
     num_blocks: int | None = bounded(None, least=1)
@@ -157,11 +153,8 @@ class ConditionalBlockSpec(AttentionSpec):
     def places(self, config) -> int:
         return config.max_position_embeddings
 
-    def shared_sizes(self, config) -> tuple | None:
-        return None if _is_given(config) else (self.num_tasks,)
-
-    def hands_on(self, config) -> bool:
-        return not _is_given(config)
+    def carries(self, config) -> Carry | None:
+        return None if _is_given(config) else Carry(TaskVector, (self.num_tasks,), of_first=True, handed_on=True)
 
     def check(self, config) -> None:
         longest = config.max_position_embeddings

@@ -15,6 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..compat import CACHE
 from ..core.components import register
 from ..core.context import LayerContext
+from ..core.hand_overs import HandOver
 from ..core.prepared import Prepared
 from ..core.sequence_parallel import SequenceForm, Unserved
 from ..core.visibility import DenseBias, boolean_mask, last_key, mask_of_call, rows_can_be_empty, visible_block
@@ -192,37 +193,25 @@ class DenseAttention(Attention):
         return visible_softmax(scores, mask, rows_can_be_empty(context, self.cross))
 
 
+_SUPPORTS = frozenset({"packed_rows", "pages", "pair_mask", "token_numbers"})
+
+
 @register("attention", "dense", aliases=("vanilla", "softmax"))
 class DenseSpec(AttentionSpec):
     """Every token reads every token (that it may see)."""
 
     summary = "full softmax attention"
     cross = True
-    score_bias = True
-    score_terms = True
-    head_terms = True
-    explicit_mask = True
-    packed = True
-    splits_heads = True
+    acts = frozenset({"head_terms", "rotation", "score_bias", "score_terms", "values"})
+    splits = frozenset({"heads"})
     keeps_keys_alone = True
-    apart_key_states = True
-    reads_carried_keys = True
-    rotates_values = True
-    reads_pages = True
-    normalizes_heads = True
-    caps_scores = True
-    learns_sinks = True
-    hands_out_heads = True
-    weighs_blocks = True
-    keeps_numbers = True
+    reads = frozenset({HandOver.KEY_STATES, HandOver.LEADING_KEYS})
+    head_options = frozenset({"blocks", "cap", "norm", "parts", "sink"})
 
     @property
-    def asks_interface(self) -> bool:  # type: ignore[override]
-        return self.score_cap is None and not self.learned_sinks
-
-    @property
-    def context_parallel(self) -> bool:  # type: ignore[override]  # only SDPA itself is divided
-        return self.asks_interface
+    def supports(self) -> frozenset[str]:  # type: ignore[override]  # only SDPA itself is divided, and asked for
+        usual = self.score_cap is None and not self.learned_sinks
+        return _SUPPORTS | ({"interface", "context_parallel"} if usual else set())
 
     def sequence_form(self, config) -> SequenceForm | Unserved:
         return Unserved(

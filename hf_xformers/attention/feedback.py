@@ -65,10 +65,10 @@ class FeedbackAttention(Attention):
     ) -> SublayerOutput:
         """hidden_states [B, T, D] -> [B, T, D], with a [`FeedbackMemory`] of the only step (T = 1), or of T steps."""
         batch, length = hidden_states.shape[:2]
-        read = context.states[FeedbackMemory, None]
+        read = context.given(FeedbackMemory)
         query = self.heads(self.q_proj(hidden_states))  # a group of heads reads one key head
         query = query.reshape(batch, self.num_key_value_heads, self.num_key_value_groups, length, self.head_dim)
-        if read.recent_keys is not None:
+        if read.recent_keys is not None and read.recent_values is not None:
             parts = (read.keys, read.values, read.recent_keys, read.recent_values)
             output, weights = self.read_step(query.squeeze(3), *parts), None
         else:
@@ -117,13 +117,13 @@ class FeedbackAttentionSpec(AttentionSpec):
 
     summary = "reads what all layers together made of earlier steps"
     bidirectional = False
-    rotation = False
+    acts = frozenset()
     reads = frozenset({HandOver.FEEDBACK})
     knows_order = True
 
     window: int = bounded(512, least=1)
 
-    def cache_layer(self, config) -> RecurrentStateLayer:
+    def cache_layer(self, config, layer_idx: int = 0) -> RecurrentStateLayer:
         """The window's keys and values [B, 1 or layers, K, W, d] stand in the first slot; the others only count."""
         return SlotStateLayer()
 

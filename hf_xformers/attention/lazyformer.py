@@ -14,7 +14,7 @@ from ..core.cache import appended
 from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..core.initialization import start_projections
-from ..core.prepared import one_state
+from ..core.prepared import Carry, one_state
 from ..core.visibility import visible_pairs
 from ..ops.common.products import wide_products
 from .dense import DenseAttention
@@ -140,13 +140,11 @@ class LazyFormerSpec(AttentionSpec):
     less memory (`auto`: weights up to 1024 tokens)."""
 
     summary = "several layers share one attention map, and only the first has queries and keys"
-    normalizes_heads = True
-    splits_heads = True
+    head_options = frozenset({"norm"})
+    splits = frozenset({"heads"})
     cross = True
-    score_bias = True
-    explicit_mask = True
-    packed = True
-    runs_through = True
+    acts = frozenset({"rotation", "score_bias"})
+    supports = frozenset({"packed_rows", "pair_mask"})
 
     block_size: int = bounded(2, least=1)
     block_sizes: tuple[int, ...] | None = bounded(None, least=1)
@@ -166,7 +164,7 @@ class LazyFormerSpec(AttentionSpec):
                 " them add up to that, or give a `block_size`."
             )
         reads_memory = config.cross_attention is self and config.is_decoder and config.is_encoder_decoder
-        if reads_memory and self.hands_on(config) and not config.residual.enters_as_is:
+        if reads_memory and self.carries(config).handed_on and not config.residual.enters_as_is:
             raise ValueError(
                 "lazyformer as `cross_attention` has layers that read the memory with the map of another layer and"
                 f" nothing of their own input, for which residual {config.residual.type!r} would have a norm without"
@@ -174,15 +172,14 @@ class LazyFormerSpec(AttentionSpec):
                 " `cross_attention` at 'dense'."
             )
 
-    def shared_sizes(self, config) -> tuple:
+    def carries(self, config) -> Carry:
         heads = (config.num_attention_heads, config.key_value_heads, config.head_width)
-        return (*heads, self.block_size, self.block_sizes, self.hand_on)
-
-    def hands_on(self, config) -> bool:
-        return len(self.first_layers(config.num_hidden_layers)) < config.num_hidden_layers
+        sizes = (*heads, self.block_size, self.block_sizes, self.hand_on)
+        shared = len(self.first_layers(config.num_hidden_layers)) < config.num_hidden_layers
+        return Carry(Link, sizes, handed_on=shared, throughout=True)
 
     def projects_keys(self, config) -> bool:
-        return not self.hands_on(config)
+        return not self.carries(config).handed_on
 
     def build(self, config, **where) -> LazyFormerAttention:
         return LazyFormerAttention(config, self, **where)

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from transformers.cache_utils import Cache
 
 from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput
-from ..core.prepared import State, States, one_state
+from ..core.prepared import Carry, State, States, one_state
 from ..core.reading_weights import weight_of
 from ..core.sequence_parallel import SequenceForm, Unserved
 from ..core.text_parts import TextParts
@@ -308,11 +309,11 @@ class LinformerSpec(AttentionSpec):
     positions, or of a block of n / k tokens the `mean`, the `max` or a convolution (`conv`)."""
 
     summary = "keys and values projected to a short sequence over positions: linear time"
-    causal = False
     cross = True
-    rotation = False
-    first_owns = True
-    why_not_causal = "each row of its short sequence mixes all positions, later ones too."
+    acts = frozenset()
+    why_not: ClassVar[Mapping[str, str]] = {
+        "causal": "each row of its short sequence mixes all positions, later ones too."
+    }
 
     projected_length: int | None = bounded(None, least=1)
     sharing: Literal["none", "headwise", "key_value", "layerwise"] = "headwise"
@@ -335,14 +336,12 @@ class LinformerSpec(AttentionSpec):
             return SequenceForm.SHORT
         return Unserved(f"with `projection` {self.projection!r} makes rows of blocks that parts may cut")
 
-    def shared_sizes(self, config) -> tuple | None:
+    def carries(self, config) -> Carry | None:
         if self.sharing != "layerwise":
             return None
         sizes: tuple = (self.rows(config), self.longest(config))
-        return sizes if self.projection == "linear" else (*sizes, self.projection, config.head_width)
-
-    def hands_on(self, config) -> bool:
-        return self.sharing == "layerwise"
+        sizes = sizes if self.projection == "linear" else (*sizes, self.projection, config.head_width)
+        return Carry(Projection, sizes, of_first=True, handed_on=True)
 
     def check_fields(self) -> None:
         if self.projection in ("mean", "max") and self.sharing != "headwise":

@@ -165,7 +165,7 @@ class LowRankBandSpec(AttentionSpec):
 
     summary = "narrow queries and keys for the whole text, and a band for its neighbourhood"
     cross = True
-    rotation = False
+    acts = frozenset()
 
     low_rank: int | None = bounded(None, "rank", least=1)
     band_width: int = bounded(3, "window", least=0)

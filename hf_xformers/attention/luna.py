@@ -14,7 +14,7 @@ from ..core.cache import RecurrentStateLayer
 from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput
 from ..core.initialization import start_projections
-from ..core.prepared import State, one_state
+from ..core.prepared import Carry, State, one_state
 from ..ops.common.head_groups import over_head_groups
 from ..ops.common.products import wide_products
 from ..ops.common.segments import accumulation_dtype
@@ -72,7 +72,7 @@ class LunaAttention(Attention):
         self.v_proj: nn.Linear | None = None if spec.tie_kv else projection()  # type: ignore[assignment]
         self.pack_k_proj: Any = None if self.is_causal else projection()
         self.pack_v_proj = None if self.is_causal or spec.tie_kv else projection()
-        first = layer_idx == 0 and not (cross and config.attention.carries is PackedMemory)
+        first = layer_idx == 0 and not (cross and _goes_on(config))
         self.memory = nn.Parameter(torch.empty(self.slots, width)) if first else None
         self.dynamic = spec.dynamic_projection and not cross
         self.memory_dropout = config.hidden_dropout_prob if spec.memory_dropout is None else spec.memory_dropout
@@ -282,6 +282,12 @@ def _sums(kv: Tensor) -> Tensor:
     return torch.zeros_like(kv[..., 0])
 
 
+def _goes_on(config: Any) -> bool:
+    """Whether the memory of self-attention goes on in cross-attention."""
+    carry = config.attention.carries(config)
+    return carry is not None and carry.kind is PackedMemory
+
+
 @register("attention", "luna")
 class LunaSpec(AttentionSpec):
     """projected_length: vectors l of the memory. pack_heads: heads of the packing (`None`: as many as the attention
@@ -291,9 +297,7 @@ class LunaSpec(AttentionSpec):
 
     summary = "packs a text into a short memory that tokens then read: linear time"
     cross = True
-    rotation = False
-    first_owns = runs_through = True
-    carries = PackedMemory
+    acts = frozenset()
 
     projected_length: int = bounded(128, least=1)
     pack_heads: int | None = bounded(None, least=1)
@@ -319,13 +323,11 @@ class LunaSpec(AttentionSpec):
                 f"luna needs `pack_heads` that divide `hidden_size` {config.hidden_size}, got {self.pack_heads}."
             )
 
-    def shared_sizes(self, config) -> tuple:
-        return (self.projected_length,)
+    def carries(self, config) -> Carry:
+        where: Any = {"of_first": True, "handed_on": True, "throughout": True, "reach": "cross_attention"}
+        return Carry(PackedMemory, (self.projected_length,), **where)
 
-    def hands_on(self, config) -> bool:
-        return True
-
-    def cache_layer(self, config) -> RecurrentStateLayer:
+    def cache_layer(self, config, layer_idx: int = 0) -> RecurrentStateLayer:
         return RecurrentStateLayer()
 
     def weighs(self, config) -> bool:

@@ -77,7 +77,7 @@ class MobaSpec(AttentionSpec):
     """block_size: b, tokens in a block. num_blocks: m, blocks that a query reads, its own included (1: that alone)."""
 
     summary = "a token's own block, and the blocks that it likes best"
-    normalizes_heads = True
+    head_options = frozenset({"norm"})
     keeps_keys_alone = True
 
     block_size: int = bounded(512, least=1)

@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache
 from ..core.cache import appended
 from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
+from ..core.hand_overs import HandOver
 from ..core.initialization import start_projections
 from ..core.linear_maps import is_plain_linear
 from ..core.sequence_parallel import SequenceForm, Unserved
@@ -163,20 +164,11 @@ class LatentSpec(DenseSpec):
 
     summary = "keys and values of all heads from one latent vector per token"
     cross = False
-    score_terms = False
-    head_terms = False
-    splits_heads = False
-    reads_carried_keys = False
-    rotates_values = False
-    reads_pages = False
-    normalizes_heads = False
-    caps_scores = False
-    learns_sinks = False
-    hands_out_heads = False
-    weighs_blocks = False
-    keeps_numbers = False
-    asks_interface = False
-    context_parallel = False
+    acts = frozenset({"rotation", "score_bias"})
+    splits = frozenset()
+    reads = frozenset({HandOver.KEY_STATES})
+    supports = frozenset({"packed_rows", "pair_mask"})
+    head_options = frozenset()
 
     bias: bool = False
     kv_lora_rank: int = bounded(512, least=1)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Literal
 
 import torch
@@ -16,7 +16,7 @@ from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..core.holes import take
 from ..core.precision import Float32Module
-from ..core.prepared import one_state
+from ..core.prepared import Carry, one_state
 from ..core.visibility import visible_pairs
 from ..ops.common.products import wide_products
 from ..ops.common.real_tokens import real_first
@@ -27,13 +27,13 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"leaky_relu": F.leaky_relu
 
 
 class ScoreRowsLayer(FollowsRows, DynamicLayer):
-    """Keys and values, and the last rows of scores that convolutions read, [B, H, rows, S] by name."""
+    """Keys and values, and the last rows of scores that convolutions read, [B, H, rows, S] by chain."""
 
     is_croppable = False  # rows that were overwritten do not come back
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
-        self.rows: dict[str, Tensor] = {}
+        self.rows: dict[Hashable, Tensor] = {}
 
     def _map(self, function) -> None:
         self.rows = {name: function(rows) for name, rows in self.rows.items()}
@@ -187,10 +187,9 @@ class PredictiveSpec(AttentionSpec):
     `evolving`, none in `pat`)."""
 
     summary = "a convolution over the scores of one layer predicts those of the next"
-    normalizes_heads = True
+    head_options = frozenset({"norm"})
     cross = True
-    score_bias = True
-    first_owns = True
+    acts = frozenset({"rotation", "score_bias"})
 
     form: Literal["evolving", "pat"] = "evolving"
     alpha: float | int = bounded(0.5, least=0, most=1)
@@ -222,13 +221,10 @@ class PredictiveSpec(AttentionSpec):
                 " 'predictive_attention', or leave `cross_attention` at 'dense'."
             )
 
-    def shared_sizes(self, config) -> tuple:
-        return (config.num_attention_heads,)
+    def carries(self, config) -> Carry:
+        return Carry(Link, (config.num_attention_heads,), of_first=True, handed_on=True)
 
-    def hands_on(self, config) -> bool:
-        return True
-
-    def cache_layer(self, config) -> ScoreRowsLayer:
+    def cache_layer(self, config, layer_idx: int = 0) -> ScoreRowsLayer:
         return ScoreRowsLayer()
 
     def build(self, config, **where) -> PredictiveAttention:

@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache
 
 from ..core.components import register
 from ..core.context import LayerContext, SublayerOutput
-from ..core.prepared import one_state
+from ..core.prepared import Carry, one_state
 from ..core.visibility import visible_pairs
 from ..ops.block_sparse.attention import block_sparse_attention
 from ..ops.block_sparse.patterns import full
@@ -141,20 +141,16 @@ class RealFormerSpec(AttentionSpec):
     """mean: divide the running sum by the number of layers so far (for deep models)."""
 
     summary = "scores add up from layer to layer"
-    normalizes_heads = True
-    splits_heads = True
+    head_options = frozenset({"norm"})
+    splits = frozenset({"heads"})
     cross = True
-    score_bias = True
-    explicit_mask = True
-    packed = True
+    acts = frozenset({"rotation", "score_bias"})
+    supports = frozenset({"packed_rows", "pair_mask"})
 
     mean: bool = False
 
-    def shared_sizes(self, config) -> tuple:
-        return (config.num_attention_heads, self.mean)
-
-    def hands_on(self, config) -> bool:
-        return True
+    def carries(self, config) -> Carry:
+        return Carry(Link, (config.num_attention_heads, self.mean), handed_on=True)
 
     def build(self, config, **where) -> RealFormerAttention:
         return RealFormerAttention(config, self, **where)

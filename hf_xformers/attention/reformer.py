@@ -185,8 +185,8 @@ class ReformerAttention(Attention):
         labels = made.labels
         cache = self_attention_cache(past_key_values)
         if cache is not None:
-            if self.spec.why_not_generate():
-                raise ValueError(self.spec.why_not_generate())
+            if "generate" in self.spec.why_not:
+                raise ValueError(self.spec.why_not["generate"])
             key, value = appended(cache, key, value, step)
             labels = labels_of_all(labels, key, cache, step, self.hash)
         output, weights = self._attend(query, key, value, labels, context)
@@ -259,7 +259,7 @@ class ReformerSpec(BucketedSpec):
     """
 
     summary = "attention inside buckets of a locality-sensitive hash"
-    rotation = False
+    acts = frozenset({"score_bias", "score_terms"})
     later_tokens = "which keys an earlier one reads"
 
     bias: bool = False

@@ -291,8 +291,8 @@ class RoutingAttention(Attention):
 
     def _check_cache(self, cache: Cache, step: int) -> None:
         """Refuses a cache that cannot serve what is set. Raises `ValueError`."""
-        if self.spec.why_not_generate():
-            raise ValueError(self.spec.why_not_generate())
+        if "generate" in self.spec.why_not:
+            raise ValueError(self.spec.why_not["generate"])
         layer = cache.layers[step] if step < len(cache.layers) else None
         if self.spec.rotates_routed and self.routed and not isinstance(layer, BucketLayer):
             raise ValueError(

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Mapping
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from ..core.components import register
 from ..core.context import LayerContext, SublayerOutput
 from ..core.initialization import start_projections
 from ..core.pooling import TextPooler, pool
-from ..core.prepared import Prepared, State, one_state
+from ..core.prepared import Carry, Prepared, State, one_state
 from ..ops.common.head_groups import over_head_groups
 from ..ops.common.products import widened
 from ..ops.common.real_tokens import real_first, real_places
@@ -265,12 +265,9 @@ class StarTransformerSpec(AttentionSpec):
     and the relay (the released code, with a frame that has no norm)."""
 
     summary = "each token reads its neighbours, its embedding and a relay that reads all tokens: linear time"
-    causal = False
-    why_not_causal = "its relay reads the whole text."
-    rotation = False
-    normalizes_heads = True
-    runs_through = True
-    text_state = Relay
+    why_not: ClassVar[Mapping[str, str]] = {"causal": "its relay reads the whole text."}
+    acts = frozenset()
+    head_options = frozenset({"norm"})
 
     border: Literal["ring", "open", "zeros"] = "ring"
     relay_activation: Literal["relu", "leaky_relu"] = "relu"
@@ -284,11 +281,8 @@ class StarTransformerSpec(AttentionSpec):
                 f" for {config.num_attention_heads} heads; leave `num_key_value_heads` unset."
             )
 
-    def shared_sizes(self, config) -> tuple:
-        return ()
-
-    def hands_on(self, config) -> bool:
-        return True
+    def carries(self, config) -> Carry:
+        return Carry(Relay, handed_on=True, throughout=True, reach="pooler")
 
     def weighs(self, config) -> bool:
         return False

@@ -354,7 +354,7 @@ class SynthesizerSpec(AttentionSpec):
     how several kinds mix. share_heads: one table for all heads."""
 
     summary = "scores made from each token alone, or learned"
-    explicit_mask = True
+    supports = frozenset({"pair_mask"})
 
     kind: str = "dense"
     max_length: int | None = bounded(None, least=1)

@@ -206,9 +206,8 @@ class TalkingHeadsSpec(AttentionSpec):
 
     summary = "heads mix before and after the softmax"
     cross = True
-    score_bias = True
-    explicit_mask = True
-    packed = True
+    acts = frozenset({"rotation", "score_bias"})
+    supports = frozenset({"packed_rows", "pair_mask"})
 
     num_key_heads: int | None = bounded(None, least=1)
     num_value_heads: int | None = bounded(None, least=1)

@@ -4,7 +4,7 @@ ones."""
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,8 @@ from transformers.cache_utils import Cache
 from ..core.cache import appended
 from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
-from ..core.prepared import State
+from ..core.hand_overs import HandOver
+from ..core.prepared import Carry, State
 from ..core.reading_weights import weight_of
 from ..core.segment_memory import MemoryLayout, SegmentCacheLayer, StepMemory, take_slots
 from ..core.sequence_parallel import SequenceForm, Unserved
@@ -194,9 +195,7 @@ class TransformerXLAttention(Attention):
         length, keys = query.shape[2], key.shape[2]
         learned = self.spec.distances == "learned"
         table = (
-            context.states[LearnedVectors, "distances"]
-            if learned
-            else context.prepared(DistanceTable, self.table_slot)
+            context.given(LearnedVectors, "distances") if learned else context.prepared(DistanceTable, self.table_slot)
         )
         relative = self._relative(table.rows, keys, past_key_values, step)
         grid = self._grid(context, length, keys)
@@ -242,9 +241,9 @@ class TransformerXLAttention(Attention):
         (None: no types): (q + u) k + (q + t) e = (q + u) (k + e) + (t - u) e."""
         if self.t_proj is None:
             return key, None
-        bias = self.type_bias if self.type_bias is not None else context.states[SharedBiases, None].types
+        bias = cast(Tensor, context.given(SharedBiases).types if self.type_bias is None else self.type_bias)
         vectors = (
-            self.t_proj(context.states[LearnedVectors, "types"].rows)
+            self.t_proj(context.given(LearnedVectors, "types").rows)
             .unflatten(-1, (self.num_heads, -1))
             .transpose(0, 1)
         )
@@ -448,13 +447,11 @@ class TransformerXLSpec(AttentionSpec):
 
     summary = "content and relative-position scores with two global biases"
     layers_apart = False  # layer 0 owns the biases of all
-    rotation = False
-    packed = True
-    first_owns = True
-    reads_segment_memory = True
-    counts_usage = True
-    pooled_queries = True
-    scattered_queries = True
+    acts = frozenset()
+    supports = frozenset({"packed_rows"})
+    reads = frozenset(
+        {HandOver.SEGMENT_MEMORY, HandOver.KEY_USAGE, HandOver.POOLED_QUERIES, HandOver.SCATTERED_QUERIES}
+    )
     knows_order = True
 
     share_biases: bool = True
@@ -501,13 +498,13 @@ class TransformerXLSpec(AttentionSpec):
                 " cache or memory keep none; use it in an encoder without memory, or set `segments=False`."
             )
 
-    def shared_sizes(self, config) -> tuple | None:
+    def carries(self, config) -> Carry | None:
         if not (self.share_biases or self.distances == "learned" or self.types_of(config)):
             return None
         heads = (config.num_attention_heads, config.head_width) if self.share_biases else ()
-        return (*heads, self.distances, self.types_of(config))
+        return Carry(SharedBiases, (*heads, self.distances, self.types_of(config)), of_first=True)
 
-    def cache_layer(self, config) -> SegmentCacheLayer:
+    def cache_layer(self, config, layer_idx: int = 0) -> SegmentCacheLayer:
         """Room for the stack's memory, or for all tokens."""
         return SegmentCacheLayer(config.stack.cache_slots(config))
 

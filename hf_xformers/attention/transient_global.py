@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from transformers.cache_utils import Cache
 
 from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput
-from ..core.prepared import Prepared, State
+from ..core.prepared import Carry, Prepared, State
 from ..core.reading_weights import weight_of
 from ..core.visibility import DenseBias
 from ..normalization.base import NormSpec
@@ -198,7 +199,7 @@ class TransientGlobalAttention(BlockSparseAttention):
             cap = self.spec.score_cap
             near, far = cap * torch.tanh(near / cap), cap * torch.tanh(far / cap)
         if self.score_bias(context) is not None:
-            near = near + context.states[DenseBias, None].matrix
+            near = near + context.given(DenseBias).matrix
         far = far + of_blocks[:, blocks.of_token].transpose(0, 1)
         local = self._pairs(context)
         seen = blocks.seen[:, None, None].expand_as(far)
@@ -218,13 +219,12 @@ class TransientGlobalSpec(BlockSparseSpec):
     table of biases by the distance in blocks (even). max_distance: blocks from which all distances share a row."""
 
     summary = "a sliding window, and summaries of all blocks of the text"
-    causal = False
-    why_not_causal = "a token reads the summary of its own block, with later tokens in it."
+    why_not: ClassVar[Mapping[str, str]] = {
+        "causal": "a token reads the summary of its own block, with later tokens in it."
+    }
     layers_apart = False  # layer 0 owns the table of all
-    first_owns = True
-    score_terms = False
-    head_terms = False
-    explicit_mask = False
+    acts = frozenset({"rotation", "score_bias"})
+    supports = frozenset({"token_numbers"})
 
     window_size: int = bounded(127, "window", least=1)
     block_size: int = bounded(16, "global_block_size", least=1)
@@ -243,8 +243,8 @@ class TransientGlobalSpec(BlockSparseSpec):
                 f" got {self.max_distance}."
             )
 
-    def shared_sizes(self, config) -> tuple | None:
-        return (config.num_attention_heads, self.num_buckets, self.max_distance)
+    def carries(self, config) -> Carry:
+        return Carry(BlockTable, (config.num_attention_heads, self.num_buckets, self.max_distance), of_first=True)
 
     def weighs(self, config) -> bool:
         return False

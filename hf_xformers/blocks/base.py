@@ -53,21 +53,16 @@ class SublayerPlan:
 
 class BlockSpec(Spec):
     """Base of block specs. mixes: what of it looks at other tokens beside its attentions, such as a convolution;
-    empty: nothing. unpads: that is done in sublayers, which are given rows where states are those of real tokens
-    alone; if not, why_not_unpad says what is not. passes_streams: it carries what the attentions of several layers
-    share.
-    in_sequence: every sublayer reads what the one before it has added to. additive: where the config's residual adds
-    to the stream, nothing else is done to it. reshapes: its attention has other channels or heads than the config
-    says. takes_spans: states of spans of the text go through its layers beside those of tokens."""
+    empty: nothing. It does so in sublayers, which are given rows where states are those of real tokens alone
+    (`unpadding`); if not, `why_not` says what is not. passes_states: it carries what the attentions of several
+    layers share. in_sequence: every sublayer reads what the one before it has added to. additive: where the config's
+    residual adds to the stream, nothing else is done to it."""
 
     mixes: ClassVar[str] = ""
-    unpads: ClassVar[bool] = True
-    passes_streams: ClassVar[bool] = True
+    supports: ClassVar[frozenset[str]] = frozenset({"unpadding"})
+    passes_states: ClassVar[bool] = True
     in_sequence: ClassVar[bool] = True
     additive: ClassVar[bool] = True
-    reshapes: ClassVar[bool] = False
-    takes_spans: ClassVar[bool] = False
-    why_not_unpad: ClassVar[str] = ""
 
     def plan(self, config: Any, layer_idx: int, cross: bool) -> list[SublayerPlan]:
         """The sublayers of layer `layer_idx`, in order; `cross`: the tower reads a memory."""

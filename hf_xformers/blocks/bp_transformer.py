@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -12,6 +13,7 @@ from transformers.cache_utils import Cache
 
 from ..core.components import register
 from ..core.context import LayerContext, SublayerOutput
+from ..core.hand_overs import HandOver
 from ..core.prepared import States, one_state
 from ..core.text_tree import Spans, SpansBeside, make_tree
 from .base import LayerOutput, SublayerPlan, XFormerLayer
@@ -81,15 +83,14 @@ class BPTransformerLayer(XFormerLayer):
 class BPTransformerBlockSpec(VanillaBlockSpec):
     """Attention and feed-forward of tokens and of spans of the text, which attention 'bp_transformer' makes."""
 
-    takes_spans = True
-    packed = False
-    context_parallel = False
-    unpads: ClassVar[bool] = False
-    why_not_unpad: ClassVar[str] = "its spans are those of rows"
+    reads = frozenset({HandOver.SPANS})
+    supports = frozenset()
+    why_not: ClassVar[Mapping[str, str]] = {"unpadding": "its spans are those of rows"}
     summary = "attention, (cross-attention,) feed-forward, for tokens and for spans of the text"
 
     def check(self, config) -> None:
-        if config.attention.text_state is not Spans:
+        carry = config.attention.carries(config)
+        if carry is None or carry.kind is not Spans:
             raise ValueError(
                 f"block 'bp_transformer' takes spans along that attention 'bp_transformer' makes, got attention"
                 f" {config.attention.type!r}; use the block 'vanilla'."

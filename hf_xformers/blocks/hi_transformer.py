@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -95,10 +96,10 @@ class HiLayer(Undecayed, XFormerLayer):
 class HiTransformerBlockSpec(BlockSpec):
     """share_sentence_layers: in the first layer, the words' first Transformer is the second one."""
 
-    passes_streams: ClassVar[bool] = False
+    passes_states: ClassVar[bool] = False
     reads: ClassVar[frozenset[HandOver]] = frozenset({HandOver.SENTENCES})
-    unpads: ClassVar[bool] = False
-    why_not_unpad: ClassVar[str] = "its sentences are rows"
+    supports = frozenset()
+    why_not: ClassVar[Mapping[str, str]] = {"unpadding": "its sentences are rows"}
 
     summary = "sentence Transformer, document Transformer, sentence Transformer that reads the document"
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
@@ -118,10 +119,10 @@ class HierSummBlockSpec(BlockSpec):
     """global_layers: how many of the layers, the last ones, read the other paragraphs. graph_heads: heads of these
     whose weights are those of the input `paragraph_graph` [B, P, P], where it is given."""
 
-    passes_streams: ClassVar[bool] = False
+    passes_states: ClassVar[bool] = False
     reads: ClassVar[frozenset[HandOver]] = frozenset({HandOver.PARAGRAPHS})
-    unpads: ClassVar[bool] = False
-    why_not_unpad: ClassVar[str] = "its paragraphs are rows"
+    supports = frozenset()
+    why_not: ClassVar[Mapping[str, str]] = {"unpadding": "its paragraphs are rows"}
 
     summary = "layers over a paragraph's words, then layers that read the other paragraphs"
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -92,8 +93,8 @@ class TransformerInTransformerSpec(BlockSpec):
     """inner_heads: of the attention among a patch's pixels. inner_ratio: width of their feed-forward, in widths of a
     pixel's vector."""
 
-    unpads: ClassVar[bool] = False
-    why_not_unpad: ClassVar[str] = "it works on pixels inside patches"
+    supports = frozenset()
+    why_not: ClassVar[Mapping[str, str]] = {"unpadding": "it works on pixels inside patches"}
     reads: ClassVar[frozenset[HandOver]] = frozenset({HandOver.PIXELS})
     summary = "a Transformer layer over the pixels of every patch before that over patches"
 
@@ -106,7 +107,7 @@ class TransformerInTransformerSpec(BlockSpec):
                 f"transformer_in_transformer's `inner_heads` {self.inner_heads} do not divide the `inner_width`"
                 f" {config.embedding.inner_width} of embedding 'pixel_patch'; change one of them."
             )
-        if not config.stack.passes_streams:
+        if config.stack.shares != "all":
             raise ValueError(
                 f"block 'transformer_in_transformer' hands pixels from layer to layer, which stack"
                 f" {config.stack.type!r} does not; use the stack 'plain'."

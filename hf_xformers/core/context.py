@@ -118,8 +118,15 @@ class LayerContext:
         """Puts a state there that layers read."""
         self.states[type(state), slot] = state
 
+    def given(self, kind: type[S], slot: Hashable = None) -> S:
+        """The state of this kind that a stack or the layers below have given. Raises `LookupError` where none has."""
+        found = self.states.get((kind, slot))
+        if found is None:
+            raise not_there(kind, slot)
+        return found
+
     def state(self, kind: type[S], slot: Hashable = None) -> S | None:
-        """The state of this kind that a stack or the layers below have given, if any."""
+        """The same, if there is any."""
         return self.states.get((kind, slot))
 
     @property

@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ..core.hand_overs import HandOver
 from .context import LayerContext
 from .prepared import Prepared
 
@@ -57,7 +58,7 @@ def gate_usage(*gates: tuple[Tensor, Tensor | None]) -> dict[str, Tensor]:
 
 def check_stack(component, config) -> None:
     """Gates need a stack that feeds them. Raises `ValueError` otherwise."""
-    if not config.stack.feeds_gates:
+    if HandOver.GATE_NOISE not in config.stack.gives:
         raise ValueError(
             f"{component.slot} {component.type!r} has gates that the stack {config.stack.type!r} gives no noise and no"
             " budget; set `stack='conditional_computation'`."

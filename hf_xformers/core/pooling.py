@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,15 @@ class TextPooler(nn.Module):
 
     inputs: ClassVar[tuple[str, ...]] = ()
     state: ClassVar[type[State] | None] = None
+
+
+@runtime_checkable
+class MakesTextVector(Protocol):
+    """A stack, or an attention under a stack that says nothing, with a pooler of its own."""
+
+    def build_pooler(self, config: Any) -> TextPooler | None:
+        """What makes a text's vector of the last states in place of the usual pooler, called with `(hidden_states [B,
+        T, D], padding_mask)` and what its class names; None: the usual one."""
 
 
 class Pooler(TextPooler):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias, TypeVar, dataclass_transform
+from typing import Any, ClassVar, Literal, TypeAlias, TypeVar, dataclass_transform
 
 from torch import Tensor
 
@@ -37,6 +37,23 @@ class State(_Kind):
     """
 
 
+@dataclass(frozen=True)
+class Carry:
+    """What the layers of a mechanism share beside the call.
+
+    kind: what it is (None: a way of reading alone). sizes: what has to be alike in all these layers. of_first: layer 0
+    owns it. handed_on: each layer hands it to the next one. throughout: every layer does so, up to the last. reach:
+    who else has it, the `pooler` of a text's vector, or `cross_attention` of the same kind, which goes on with it.
+    """
+
+    kind: type[Prepared] | type[State] | None
+    sizes: tuple = ()
+    of_first: bool = False
+    handed_on: bool = False
+    throughout: bool = False
+    reach: Literal["", "pooler", "cross_attention"] = ""
+
+
 P = TypeVar("P", bound=Prepared)
 S = TypeVar("S", bound=State)
 Key: TypeAlias = tuple[type[Any], Hashable]
@@ -63,7 +80,8 @@ def flattened(states: Mapping[Key, State]) -> tuple[Names, list[Tensor]]:
     names: list[tuple[Key, str]] = []
     tensors: list[Tensor] = []
     for key, state in states.items():
-        for name in state.__match_args__:
+        fields: tuple[str, ...] = state.__match_args__
+        for name in fields:
             tensor = getattr(state, name)
             if tensor is not None:
                 names.append((key, name))
@@ -79,4 +97,15 @@ def unflattened(names: Names, tensors: Sequence[Tensor]) -> States:
     return {key: key[0](**fields) for key, fields in found.items()}
 
 
-__all__ = ["Key", "Names", "Prepared", "State", "States", "flattened", "not_there", "one_state", "unflattened"]
+__all__ = [
+    "Carry",
+    "Key",
+    "Names",
+    "Prepared",
+    "State",
+    "States",
+    "flattened",
+    "not_there",
+    "one_state",
+    "unflattened",
+]

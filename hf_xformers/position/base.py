@@ -154,13 +154,11 @@ class Position(Undecayed, nn.Module):
 
 
 class PositionActs:
-    """A position component as embeddings and stacks are given it: no module, as what hooks the calls of modules, such
-    as Accelerate, moves modules among their arguments to another device."""
+    """A position component as embeddings are given it: no module, as what hooks the calls of modules, such as
+    Accelerate, moves modules among their arguments to another device."""
 
     def __init__(self, position: Position) -> None:
-        self.embed, self.embed_layer = position.embed, position.embed_layer
-        self.share, self.share_rotations = position.share, position.share_rotations
-        self.parameters = position.parameters
+        self.embed = position.embed
 
 
 class PositionTerms(nn.Module):
@@ -171,7 +169,7 @@ class PositionTerms(nn.Module):
 
     content_scale: factor on the attention's own scale. changes_scores: whether scores and values get terms, or
     queries, keys and values alone. Where [`PositionTerms.of_states`] gives [`TokenNumbers`], attention keeps them
-    beside keys (`keeps_numbers` of its spec).
+    beside keys (`token_numbers` of its spec's `supports`).
     """
 
     content_scale: float = 1.0
@@ -199,21 +197,16 @@ class PositionTerms(nn.Module):
 class PositionSpec(Spec):
     """Base of position specs.
 
-    acts: the ways in which the component acts (see this module's text). extrapolates: whether positions beyond the
-    training length are defined. needs_causal: refused in an encoder. shares_tables: its terms in every layer read
-    tables that its one module holds ([`Position.shared_tables`]). knows_insertion: tokens may come in the order of
-    their generation and stand elsewhere in the text. any_width: what it adds to the input has the width at which the
-    embedding adds positions (`EmbeddingSpec.position_width`), which may be other than `hidden_size`. bias_of_distance:
-    what it adds to scores is a function of the distance alone ([`ScoreBias.relative`]).
+    acts: the ways in which the component acts (see this module's text). needs_causal: refused in an encoder.
+    shares_tables: its terms in every layer read tables that its one module holds ([`Position.shared_tables`]).
+    any_width: what it adds to the input has the width at which the embedding adds positions
+    (`EmbeddingSpec.position_width`), which may be other than `hidden_size`.
     """
 
     acts: ClassVar[frozenset[str]] = frozenset()
-    extrapolates: ClassVar[bool] = True
     needs_causal: ClassVar[bool] = False
     shares_tables: ClassVar[bool] = False
-    knows_insertion: ClassVar[bool] = False
     any_width: ClassVar[bool] = False
-    bias_of_distance: ClassVar[bool] = False
 
     def max_length(self, config: Any) -> int | None:
         """Longest sequence (tokens) that positions exist for; None without a limit."""

@@ -98,10 +98,6 @@ class CombinedSpec(PositionSpec):
         return tuple(dict.fromkeys(name for part in self.parts for name in part.inputs))
 
     @property
-    def extrapolates(self) -> bool:  # type: ignore[override]
-        return all(part.extrapolates for part in self.parts)
-
-    @property
     def needs_causal(self) -> bool:  # type: ignore[override]
         return any(part.needs_causal for part in self.parts)
 
@@ -129,8 +125,8 @@ class CombinedSpec(PositionSpec):
         return all(part.layers_apart for part in self.parts)
 
     @property
-    def context_parallel(self) -> bool:  # type: ignore[override]
-        return all(part.context_parallel for part in self.parts)
+    def supports(self) -> frozenset[str]:  # type: ignore[override]
+        return frozenset.intersection(*(part.supports for part in self.parts))
 
     def max_length(self, config) -> int | None:
         limits = [limit for part in self.parts if (limit := part.max_length(config)) is not None]

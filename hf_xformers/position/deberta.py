@@ -78,7 +78,7 @@ class DebertaTerms(PositionTerms):
             context.start(DistanceVectors(context.prepared(PositionTables).module.vectors()))
 
     def score_terms(self, attention: Any, scale: float, context: LayerContext) -> DebertaScores:
-        vectors = context.states[DistanceVectors, None].rows
+        vectors = context.given(DistanceVectors).rows
         if self.training and self.dropout:
             vectors = F.dropout(vectors, self.dropout)
         found = []

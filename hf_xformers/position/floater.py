@@ -186,7 +186,7 @@ class FloaterTerms(PositionTerms):
         context.start(FloaterBiases(context.prepared(PositionTables).module.biases(length, trusted)))
 
     def heads(self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext) -> tuple[Tensor, Tensor, Tensor]:
-        rows = context.states[FloaterBiases, None].rows[:, :, self.layer_idx][context.positions]  # [B or 1, T, 3, D]
+        rows = context.given(FloaterBiases).rows[:, :, self.layer_idx][context.positions]  # [B or 1, T, 3, D]
         rows = rows.unflatten(-1, (query.shape[1], -1)).permute(2, 0, 3, 1, 4).to(query.dtype)
         return query + rows[0], key + rows[1], value + rows[2]
 

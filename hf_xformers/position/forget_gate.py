@@ -41,7 +41,7 @@ class ForgetTerms(PositionTerms):
         return context.passing({**context.states, **one_state(TokenNumbers(gates))})
 
     def score_terms(self, attention: Any, scale: float, context: LayerContext) -> ForgetScores:
-        gates = context.states[TokenNumbers, None].numbers
+        gates = context.given(TokenNumbers).numbers
         gates = F.pad(gates, (context.key_index.shape[0] - gates.shape[2], 0))  # what a stack has put before the text
         return ForgetScores(scale, (_in_two_parts(gates).transpose(0, 1),), context)
 
@@ -92,7 +92,7 @@ class ForgetGateSpec(PositionSpec):
     start: float | int = 0.0
 
     def check(self, config) -> None:
-        if not config.attention.keeps_numbers:
+        if "token_numbers" not in config.attention.supports:
             raise ValueError(
                 f"position 'forget_gate' keeps a number for each token beside its key, which attention"
                 f" {config.attention.type!r} has no place for; use 'dense', 'band_attention' or another pattern of"

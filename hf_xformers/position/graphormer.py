@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -122,10 +122,10 @@ class GraphormerTerms(PositionTerms):
             context.start(GraphTerms(line=position.of_path(distance)))
 
     def score_terms(self, attention: Any, scale: float, context: LayerContext) -> SelfAttentionTerms:
-        terms = context.states[GraphTerms, None]
-        if terms.pairs is not None:
-            return BiasOfGraphs(scale, (terms.pairs.transpose(0, 1),), context)
-        return BiasByDistance(scale, (terms.line[0],), context)
+        terms = context.given(GraphTerms)
+        if terms.line is not None:
+            return BiasByDistance(scale, (terms.line[0],), context)
+        return BiasOfGraphs(scale, (cast(Tensor, terms.pairs).transpose(0, 1),), context)
 
 
 class BiasOfGraphs(SelfAttentionTerms):

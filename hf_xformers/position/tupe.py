@@ -68,7 +68,7 @@ class TupeTerms(PositionTerms):
             context.start(TupeProducts(*context.prepared(PositionTables).module.projected()))
 
     def score_terms(self, attention: Any, scale: float, context: LayerContext) -> TupeScores:
-        products = context.states[TupeProducts, None]
+        products = context.given(TupeProducts)
         queries, keys = products.queries * scale, products.keys
         bias, made = context.prepared(PositionTables).module.bias, []
         if self.resets:
@@ -158,7 +158,6 @@ class TupeSpec(PositionSpec):
     summary = "positions attend to positions with projections of their own, apart from words"
     acts = frozenset({"score_terms"})
     shares_tables = True
-    extrapolates = False
 
     relative: bool = True
     untie_cls: bool | None = None

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from ..core.cache import RecurrentStateLayer, SlotStateLayer
 from ..core.components import register
 from ..core.context import LayerContext, add_losses, self_attention_cache
 from ..core.extent import can_inspect
+from ..core.hand_overs import HandOver
 from ..ops.common.padding import row_spans
 from ..position.base import key_positions
 from .base import StackSpec
@@ -139,8 +141,9 @@ class AxialStackSpec(StackSpec):
     """num_outer_layers: layers that read whole rows and masked columns by turns, an even number (`None`: half of the
     layers or one less); the others read the row of a token up to itself. In an encoder it has no effect."""
 
-    passes_streams = False
-    why_not_unpad = "its rows begin where the text does"
+    gives = frozenset({HandOver.AXES})
+    shares = "prepared"
+    why_not: ClassVar[Mapping[str, str]] = {"unpadding": "its rows begin where the text does"}
 
     summary = "a decoder over a grid: whole rows above a token, and its own row up to itself"
 
@@ -156,7 +159,7 @@ class AxialStackSpec(StackSpec):
     def check(self, config) -> None:
         if not config.is_decoder:
             return
-        if not config.attention.reads_axes:
+        if HandOver.AXES not in config.attention.reads:
             raise ValueError(
                 "stack 'axial_transformer' divides a decoder's layers into those of whole rows, of columns and of rows"
                 f" up to a token, which attention {config.attention.type!r} does not have; use"
@@ -177,7 +180,7 @@ class AxialStackSpec(StackSpec):
             return self.num_outer_layers
         return max(config.num_hidden_layers // 4 * 2, 2)
 
-    def cache_layer_at(self, config, step: int) -> CacheLayerMixin | None:
+    def cache_layer(self, config, step: int) -> CacheLayerMixin | None:
         return SlotStateLayer() if step < self.outer_layers(config) else None
 
     def build(self, config, **where) -> AxialStack:

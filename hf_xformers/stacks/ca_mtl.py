@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 from torch import Tensor, nn
 
 from ..compat import shared_setting
@@ -100,10 +103,9 @@ class TaskConditionedSpec(PlainStackSpec):
 
     summary = "layers one after the other, with matrices around them that know the task"
     inputs = (TASKS,)
-    gives = frozenset({HandOver.TASK})
-    context_parallel = False
-    unpads = False
-    why_not_unpad = "each row has a task of its own"
+    gives = PlainStackSpec.gives | {HandOver.TASK}
+    supports = frozenset({"choices", "layer_drop", "packed_rows"})
+    why_not: ClassVar[Mapping[str, str]] = {"unpadding": "each row has a task of its own"}
 
     num_tasks: int = bounded(1, least=1)
     alignment: bool = True
@@ -111,7 +113,7 @@ class TaskConditionedSpec(PlainStackSpec):
 
     def check(self, config) -> None:
         check_one_text(config, "stack 'ca_mtl'", self.num_tasks)
-        if not config.block.passes_streams:
+        if not config.block.passes_states:
             raise ValueError(
                 f"stack 'ca_mtl' hands the task through all layers, which block {config.block.type!r} does not pass"
                 " on; set `block='vanilla'`, or `stack='plain'`."

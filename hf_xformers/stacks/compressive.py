@@ -16,6 +16,7 @@ from ..attention.shared.query_grid import KeyUsage
 from ..blocks.base import XFormerLayer
 from ..core.components import bounded, register
 from ..core.context import LayerContext
+from ..core.hand_overs import HandOver
 from ..core.segment_memory import CompressiveMemory, MemoryCacheLayer, MemoryLayout, SegmentMemory, take_slots
 from .segment_recurrent import SegmentRecurrentSpec, SegmentRecurrentStack
 
@@ -217,7 +218,7 @@ class CompressiveSpec(SegmentRecurrentSpec):
     def memory_slots(self, config) -> int:
         return self.length(config) + self.compressed(config)
 
-    def cache_layer(self, config) -> MemoryCacheLayer:
+    def cache_layer(self, config, step: int) -> MemoryCacheLayer:
         """The state of generation, whatever the attention."""
         return MemoryCacheLayer()
 
@@ -242,7 +243,7 @@ class CompressiveSpec(SegmentRecurrentSpec):
 
     def check(self, config) -> None:
         super().check(config)
-        if self.compression == "most_used" and not config.attention.counts_usage:
+        if self.compression == "most_used" and HandOver.KEY_USAGE not in config.attention.reads:
             raise ValueError(
                 f"compressive's 'most_used' asks how much attention each state gets, which attention"
                 f" {config.attention.type!r} does not tell; use attention 'transformer_xl', or another `compression`."

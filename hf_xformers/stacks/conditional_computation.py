@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..core.components import bounded, register
 from ..core.gates import ALL, OPEN, GateNoise, Gates
+from ..core.hand_overs import HandOver
 from .base import StackSpec
 from .driver import Pass, StackOutput
 from .plain import PlainStack
@@ -57,9 +58,8 @@ class ConditionalComputationSpec(StackSpec):
     alpha grows from 0 to `noise_max` during the first `noise_steps` training passes.
     """
 
-    feeds_gates = True
-    packed = True
-    unpads = True
+    gives = frozenset({HandOver.GATE_NOISE})
+    supports = frozenset({"packed_rows", "unpadding"})
     summary = "gates switch sublayers off token by token, within a budget"
     unquantized = dict.fromkeys(("query_gate.inner", "gate.inner"), "it opens or closes a part for a token")
 

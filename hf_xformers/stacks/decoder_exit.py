@@ -202,7 +202,8 @@ class DecoderExitSpec(StackSpec):
 
     inputs: ClassVar[tuple[str, ...]] = ("exit_watch",)
     summary = "a decoder's tokens leave after the first layer that is sure of the next one"
-    passes_streams = False
+    exits = "decoder"
+    shares = "prepared"
     layers_apart = False  # keys of tokens that have left are made outside of a layer's call
 
     halting: Literal["confidence", "gates"] = "confidence"
@@ -242,7 +243,7 @@ class DecoderExitSpec(StackSpec):
                 f" {getattr(config, what).type!r} does not; use attention 'dense' and block 'vanilla'."
             )
 
-    def build_language_exits(self, config) -> nn.Module:
+    def build_exits(self, config) -> nn.Module:
         return LanguageExits(config, self)
 
     def build(self, config, **where) -> Stack:

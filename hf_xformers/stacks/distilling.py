@@ -99,7 +99,8 @@ class DistillingSpec(StackSpec):
     (`circular`). upsample: give states of the full length (`None`: as the only tower, not as the encoder of an
     encoder-decoder)."""
 
-    passes_streams = prepares_together = keeps_tokens = False
+    shares = "nothing"
+    keeps_tokens = False
 
     summary = "a convolution and a maximum over neighbours halve the sequence between layers"
 

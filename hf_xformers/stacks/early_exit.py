@@ -190,9 +190,8 @@ class EarlyExitSpec(StackSpec):
     """
 
     inputs: ClassVar[tuple[str, ...]] = ("exit_watch",)
-    has_exits = True
-    packed = True
-    unpads = True
+    exits = "texts"
+    supports = frozenset({"packed_rows", "unpadding"})
 
     share_layers: bool = False
 

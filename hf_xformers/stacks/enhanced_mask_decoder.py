@@ -8,6 +8,7 @@ import copy
 from ..attention.shared.base import KeyStates
 from ..core.components import bounded, register
 from ..core.context import add_losses
+from ..core.hand_overs import HandOver
 from ..core.prepared import one_state
 from .base import StackSpec
 from .driver import Pass, StackOutput
@@ -70,8 +71,7 @@ class EnhancedMaskDecoderSpec(StackSpec):
     """passes: runs of the last layer (the released code: 2)."""
 
     layers_apart = False  # it runs the last layer's parts itself
-    packed = True
-    unpads = True
+    supports = frozenset({"packed_rows", "unpadding"})
     summary = "the last layer reads once more with absolute positions before masked tokens are predicted"
     inputs = (ABSOLUTE_POSITIONS,)
 
@@ -83,7 +83,10 @@ class EnhancedMaskDecoderSpec(StackSpec):
                 "stack 'enhanced_mask_decoder' predicts masked tokens and cannot stand in a decoder; use 'plain'"
                 " there."
             )
-        if not config.attention.apart_key_states or not config.position.acts & {"score_terms", "head_terms"}:
+        if HandOver.KEY_STATES not in config.attention.reads or not config.position.acts & {
+            "score_terms",
+            "head_terms",
+        }:
             raise ValueError(
                 "stack 'enhanced_mask_decoder' needs attention 'dense' with a position inside it such as 'deberta',"
                 f" got {config.attention.type!r} with {config.position.type!r}; use the stack 'plain'."

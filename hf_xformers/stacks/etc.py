@@ -89,7 +89,7 @@ class EtcStack(PlainStack):
         )
         wider.keep(TwoStreams(is_global, place, summary))
         run.position.share(wider, states)
-        run.hidden_states, run.context = states, wider
+        run.hidden_states, run.context, run.past_key_values = states, wider, None
         result = super().forward(run)
         states = result.hidden_states
         if order is not None:

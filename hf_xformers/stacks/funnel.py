@@ -15,11 +15,12 @@ from ..attention.shared.query_grid import Grid, QueryGrid
 from ..blocks.base import XFormerLayer
 from ..core.components import bounded, register
 from ..core.context import LayerContext, add_losses
-from ..core.prepared import one_state
+from ..core.hand_overs import HandOver
+from ..core.prepared import States, one_state
 from .base import Stack, StackSpec
 from .driver import Pass, StackOutput
 
-States = tuple[Tensor, Tensor | None, Tensor | None]  # [B, T, D], which are real, the types of their tokens
+Tokens = tuple[Tensor, Tensor | None, Tensor | None]  # [B, T, D], which are real, the types of their tokens
 
 
 class FunnelStack(Stack):
@@ -146,7 +147,7 @@ class _Run:
         self.step += 1
         return states
 
-    def boundary(self, layer: Any, queries: States, keys: States, stride: int) -> Tensor:
+    def boundary(self, layer: Any, queries: Tokens, keys: Tokens, stride: int) -> Tensor:
         """Pooled queries read the states before pooling, which stand `stride` tokens apart."""
         apart = self.spec.separate_cls
         (pooled, pooled_real, types), (states, real, key_types) = queries, keys
@@ -168,7 +169,8 @@ class FunnelSpec(StackSpec):
     the first token is never pooled. truncate: with that, leave out the last token before pooling, so that lengths stay
     powers of two."""
 
-    passes_streams = keeps_tokens = False
+    shares = "prepared"
+    keeps_tokens = False
     padding_last = True
 
     summary = "sequence halved from block to block, then brought back to its length"
@@ -218,7 +220,7 @@ class FunnelSpec(StackSpec):
             raise ValueError(
                 f"funnel needs as many `block_repeats` as blocks, got {list(self.repeats(config))} for {len(blocks)}."
             )
-        if not config.attention.pooled_queries:
+        if HandOver.POOLED_QUERIES not in config.attention.reads:
             raise ValueError(
                 "funnel's pooled queries need an attention that takes positions of its own, which"
                 f" {config.attention.type!r} does not; set `attention='transformer_xl'`."

@@ -50,7 +50,7 @@ class GlobalTokensStack(PlainStack):
             hidden_states = take_slots(hidden_states, order)
             wider = self._ordered(wider, order)
         run.position.share(wider, hidden_states)
-        run.hidden_states, run.context = hidden_states, wider
+        run.hidden_states, run.context, run.past_key_values = hidden_states, wider, None
         result = super().forward(run)
         hidden_states = result.hidden_states
         if order is not None:

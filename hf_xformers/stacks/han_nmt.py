@@ -15,7 +15,8 @@ from ..compat import shared_setting
 from ..core.cache import FollowsRows, KeepsMore
 from ..core.components import bounded, register
 from ..core.context import LayerContext, add_losses, self_attention_cache
-from .base import FurtherStates, FurtherTexts, StackSpec
+from ..core.prepared import Prepared, State
+from .base import StackSpec
 from .driver import Pass, StackOutput
 from .plain import PlainStack
 
@@ -102,6 +103,18 @@ class HierarchicalContext(nn.Module):
         return torch.where(there.any(-1)[:, None, None], mixed, states)
 
 
+class FurtherStates(State):
+    """The embedded sentences before, [B, K, S, D]."""
+
+    states: Tensor
+
+
+class FurtherTexts(Prepared):
+    """The call of the sentences before."""
+
+    call: LayerContext
+
+
 class HanStack(PlainStack):
     """Layers over a sentence, and over those before it; then [`HierarchicalContext`] on this tower's side.
 
@@ -116,6 +129,33 @@ class HanStack(PlainStack):
         self.hands_on = config.is_encoder_decoder and not config.is_decoder and spec.side != "encoder"
         own = spec.side in (("decoder", "both") if config.is_decoder else ("encoder", "both"))
         self.context = HierarchicalContext(config) if own else None
+
+    def read_inputs(self, tower: Any, context: LayerContext) -> None:
+        """The sentences before, where they are given and no cache has what was made of them."""
+        prefix = "decoder_" if self.causal else ""
+        names = (f"{prefix}context_input_ids", f"{prefix}context_attention_mask")
+        ids, mask = (context.inputs.get(name) for name in names)
+        if ids is None or not context.fresh or context.inputs_embeds is None:
+            return
+        batch, most = context.inputs_embeds.shape[0], self.spec.context_size
+        if ids.ndim != 3 or ids.shape[0] != batch or ids.shape[1] > most:
+            raise ValueError(
+                f"`{names[0]}` {list(ids.shape)} does not belong to a batch of {batch} texts with at most {most}"
+                " sentences before each; give [batch, sentences, length]."
+            )
+        if mask is not None and mask.shape != ids.shape:
+            raise ValueError(
+                f"`{names[1]}` {list(mask.shape)} is not the mask of `{names[0]}` {list(ids.shape)}; give 1 for each"
+                " real token, 0 for padding and missing sentences."
+            )
+        vectors = tower.embedding.lookup(ids.flatten(0, 1))
+        real = torch.ones_like(ids) if mask is None else mask
+        inner = tower.make_context(vectors, real.flatten(0, 1).long(), None)
+        inner.padding_mask = real.flatten(0, 1) != 0
+        hidden_states = tower.embedded(vectors, None, inner)
+        tower.position.share(inner, hidden_states)
+        context.keep(FurtherTexts(inner))
+        context.start(FurtherStates(hidden_states.unflatten(0, ids.shape[:2])))
 
     def forward(self, run: Pass) -> StackOutput:
         hidden_states, context = run.hidden_states, run.context
@@ -232,11 +272,7 @@ class HanNmtSpec(StackSpec):
     def sentences_before(self) -> int:
         return self.context_size
 
-    def context_texts(self, config) -> tuple[str, str] | None:
-        prefix = "decoder_" if config.is_decoder else ""
-        return f"{prefix}context_input_ids", f"{prefix}context_attention_mask"
-
-    def cache_layer_at(self, config, step: int) -> CacheLayerMixin | None:
+    def cache_layer(self, config, step: int) -> CacheLayerMixin | None:
         return ContextCacheLayer() if config.is_decoder and self.side != "encoder" and step == 0 else None
 
     def build(self, config, **where) -> HanStack:

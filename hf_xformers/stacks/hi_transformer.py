@@ -81,7 +81,8 @@ class HiTransformerSpec(StackSpec):
     segment_length: words of a sentence at most; longer ones are cut.
     """
 
-    passes_streams = keeps_tokens = False
+    shares = "prepared"
+    keeps_tokens = False
     gives = frozenset({HandOver.SENTENCES})
 
     summary = "a text as sentences of words, for layers that work at both levels"

@@ -91,7 +91,8 @@ class HibertSpec(StackSpec):
     text at most (`None`: `max_position_embeddings`).
     """
 
-    passes_streams = prepares_together = keeps_tokens = False
+    shares = "nothing"
+    keeps_tokens = False
 
     summary = "a sentence encoder, and a document encoder over sentence vectors"
     inputs = ("sentence_ids",)

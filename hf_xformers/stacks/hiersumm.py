@@ -67,7 +67,8 @@ class HierSummSpec(StackSpec):
     paper's setting is 24; `None`: no limit).
     """
 
-    passes_streams = keeps_tokens = False
+    shares = "prepared"
+    keeps_tokens = False
     gives = frozenset({HandOver.PARAGRAPHS})
 
     summary = "several texts, or paragraphs, as rows of words, for layers that read both levels"

@@ -94,8 +94,7 @@ class MaskModesSpec(PlainStackSpec):
 
     summary = "layers one after the other, under one of four masks for each row"
     inputs = (MODES,)
-    packed = False
-    context_parallel = False
+    supports = frozenset({"choices", "layer_drop", "unpadding"})
 
     def check(self, config) -> None:
         if config.is_decoder or config.is_encoder_decoder:
@@ -104,12 +103,12 @@ class MaskModesSpec(PlainStackSpec):
                 " an encoder-decoder; use 'plain' there."
             )
         for layer in config.layer_configs():
-            if not layer.attention.explicit_mask:
+            if "pair_mask" not in layer.attention.supports:
                 raise ValueError(
                     "stack 'mask_modes' has masks of pairs of tokens, which attention"
                     f" {layer.attention.type!r} does not take; set `attention='dense'`, or `stack='plain'`."
                 )
-            if layer.block.mixes or not layer.block.unpads:
+            if layer.block.mixes or "unpadding" not in layer.block.supports:
                 raise ValueError(
                     f"stack 'mask_modes' hides tokens in attention alone, and block {layer.block.type!r} reads"
                     " neighbours beside; set `block='vanilla'`, or `stack='plain'`."

@@ -152,7 +152,6 @@ class MemformerSpec(StackSpec):
 
     summary = "memory slots, read in every layer and written per segment"
     inputs = (SEGMENT_MEMORY,)
-    replays_memory = True
     gives = frozenset({HandOver.SLOTS})
 
     num_slots: int = bounded(128, least=1)

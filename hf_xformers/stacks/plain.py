@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from ..core.components import register
+from ..core.hand_overs import HandOver
 from .base import Stack, StackSpec
 from .driver import Pass, StackOutput
 
@@ -22,13 +23,9 @@ class PlainStack(Stack):
 class PlainStackSpec(StackSpec):
     """Layers one after the other (Vaswani et al. 2017)."""
 
-    packed = True
-    tells_earlier_ids = True
-    context_parallel = True
-    passes_log_probs = True
-    drops_layers = True
+    supports = frozenset({"choices", "context_parallel", "layer_drop", "packed_rows", "unpadding"})
+    gives = frozenset({HandOver.EARLIER_IDS})
     summary = "layers one after the other"
-    unpads = True
 
     def build(self, config, **where) -> PlainStack:
         return PlainStack()

@@ -18,6 +18,7 @@ from ..attention.shared.base import LeadingKeys
 from ..blocks.base import XFormerLayer
 from ..core.components import bounded, register
 from ..core.context import LayerContext, add_losses, self_attention_cache
+from ..core.hand_overs import HandOver
 from ..core.segment_memory import SegmentMemory
 from ..ops.common.real_tokens import real_last
 from ..position.base import Position, Turns
@@ -254,8 +255,7 @@ class RecurrentWindowsSpec(StackSpec):
 
     summary = "windows, with one key and value carried from each to the next"
     inputs = (SEGMENT_MEMORY,)
-    replays_memory = True
-    passes_streams = False
+    shares = "prepared"
 
     window_size: int | None = bounded(None, least=1)
     extract_layer: int | None = None
@@ -284,7 +284,7 @@ class RecurrentWindowsSpec(StackSpec):
         insert = min(1, layers - 1) if self.insert_layer is None else self.insert_layer
         return extract, insert
 
-    def cache_layer(self, config) -> WindowCacheLayer:
+    def cache_layer(self, config, step: int) -> WindowCacheLayer:
         return WindowCacheLayer()
 
     def cache_slots(self, config) -> int:
@@ -314,8 +314,9 @@ class RecurrentWindowsSpec(StackSpec):
                 f"recurrent_windows has windows of {self.length(config)} tokens, and position"
                 f" {config.position.type!r} covers {longest}; set `window_size` to at most that."
             )
-        if not config.attention.reads_carried_keys or config.block.cache_layer(config) is not None:
-            what = "block" if config.attention.reads_carried_keys else "attention"
+        reads = HandOver.LEADING_KEYS in config.attention.reads
+        if not reads or config.block.cache_layer(config) is not None:
+            what = "block" if reads else "attention"
             raise ValueError(
                 f"stack 'recurrent_windows' carries a key from window to window, which {what}"
                 f" {getattr(config, what).type!r} has no place for; use attention 'dense' and block 'vanilla'."

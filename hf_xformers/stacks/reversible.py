@@ -16,6 +16,7 @@ from transformers.utils import logging
 from ..blocks.base import Partner, SublayerPlan, XFormerLayer
 from ..core.components import register
 from ..core.context import LayerContext, add_losses
+from ..core.hand_overs import HandOver
 from ..core.prepared import Names, States, flattened, one_state, unflattened
 from ..ops.common.derivatives import first_derivative_only
 from ..ops.common.products import autocast_state
@@ -215,12 +216,11 @@ class ReversibleStackSpec(StackSpec):
     which the final norm and the heads then read (the released code).
     """
 
-    packed = True
-    unpads = True
+    supports = frozenset({"packed_rows", "unpadding"})
     summary = "reversible residual layers: activation memory does not grow with depth"
-    passes_streams = False  # a stream would have to be rebuilt like the layers' inputs
+    shares = "prepared"  # a stream would have to be rebuilt like the layers' inputs
     layers_apart = False  # the backward pass runs a layer's sublayers one by one
-    tells_earlier_ids = True
+    gives = frozenset({HandOver.EARLIER_IDS})
 
     output: Literal["mean", "concatenation"] = "mean"
 

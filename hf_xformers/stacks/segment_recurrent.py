@@ -15,6 +15,7 @@ from ..core.cache import RecurrentStateLayer
 from ..core.components import bounded, register
 from ..core.context import LayerContext, add_losses, self_attention_cache
 from ..core.extent import can_inspect
+from ..core.hand_overs import HandOver
 from ..core.prepared import one_state
 from ..core.segment_memory import (
     MemoryCacheLayer,
@@ -231,7 +232,7 @@ class SegmentRecurrentSpec(StackSpec):
     text twice, the second time with the memory of all of it (`None`: where the recurrence is `same_layer`). Needs an
     attention that reads a segment memory, such as 'transformer_xl' or 'adaptive_span'."""
 
-    packed = True
+    supports = frozenset({"packed_rows"})
     summary = "every layer reads its own input of earlier segments"
     layers_apart = False  # the memory passes through a layer's norm before the layer runs
     inputs = (SEGMENT_MEMORY,)
@@ -280,7 +281,7 @@ class SegmentRecurrentSpec(StackSpec):
                 f"stack {self.type!r} with `retrospective=True` reads a text twice, so that a decoder would have seen"
                 " the tokens that it is to predict; leave `retrospective` out, or use an encoder."
             )
-        if not config.attention.reads_segment_memory:
+        if HandOver.SEGMENT_MEMORY not in config.attention.reads:
             raise ValueError(
                 f"stack {self.type!r} has a memory that attention {config.attention.type!r} does not read; set "
                 "`attention='transformer_xl'` or 'adaptive_span'."

@@ -181,8 +181,8 @@ class TokenExitSpec(StackSpec):
     """
 
     inputs: ClassVar[tuple[str, ...]] = ("exit_watch",)
-    has_token_exits: ClassVar[bool] = True
-    unpads: ClassVar[bool] = True
+    exits = "tokens"
+    supports = frozenset({"unpadding"})
     summary = "tokens halt after the first layer whose classifier is sure of their tags"
 
     exit_level: Literal["token", "sentence"] = "token"
@@ -202,7 +202,7 @@ class TokenExitSpec(StackSpec):
                 " use `tag_decoder='softmax'`, or the stack 'plain'."
             )
 
-    def build_token_exits(self, config) -> nn.Module:
+    def build_exits(self, config) -> nn.Module:
         return TokenExits(config, self)
 
     def build(self, config, **where) -> TokenExitStack:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..core.components import bounded, register
+from ..core.hand_overs import HandOver
 from .base import StackSpec
 from .driver import Pass, StackOutput
 from .plain import PlainStack
@@ -60,10 +61,9 @@ class TransparentEncoderStack(PlainStack):
 class TransparentSpec(StackSpec):
     """weight_dropout: probability that an encoder layer's weight for a decoder layer is dropped in training."""
 
-    packed = True
+    supports = frozenset({"packed_rows", "unpadding"})
     summary = "each decoder layer reads its own mixture of all encoder layers"
-    gives_memories = True
-    unpads = True
+    gives = frozenset({HandOver.MEMORIES})
 
     weight_dropout: float | int = bounded(0.1, least=0, below=1)
 

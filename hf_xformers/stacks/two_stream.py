@@ -14,6 +14,7 @@ from ..attention.shared.query_grid import PairsInSight, QueryGrid, ScatteredGrid
 from ..core.components import register
 from ..core.context import LayerContext, add_losses
 from ..core.extent import can_inspect
+from ..core.hand_overs import HandOver
 from ..core.prepared import one_state
 from .base import Stack, StackSpec
 from .driver import Pass, StackOutput
@@ -124,12 +125,12 @@ class TwoStreamSpec(StackSpec):
             raise ValueError(
                 "stack 'two_stream' takes its order from `perm_mask` and cannot stand in a decoder; use 'plain' there."
             )
-        if not config.attention.scattered_queries:
+        if HandOver.SCATTERED_QUERIES not in config.attention.reads:
             raise ValueError(
                 "stack 'two_stream' has queries at chosen places, which attention"
                 f" {config.attention.type!r} does not know; set `attention='transformer_xl'`, or `stack='plain'`."
             )
-        if config.block.mixes or not config.block.unpads:
+        if config.block.mixes or "unpadding" not in config.block.supports:
             raise ValueError(
                 "stack 'two_stream' hides tokens in attention alone, and a target would learn of them through block"
                 f" {config.block.type!r}, which reads other tokens beside; set `block='vanilla'`, or `stack='plain'`."

@@ -179,8 +179,7 @@ class UniversalSpec(StackSpec):
     act_loss_weight: tau, the factor on the ponder loss. halted_state: what others read of a token that has halted.
     """
 
-    packed = True
-    unpads = True
+    supports = frozenset({"packed_rows", "unpadding"})
     summary = "one layer at every depth, with per-token halting"
 
     layers_per_step: int = bounded(1, least=1)

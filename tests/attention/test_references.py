@@ -332,7 +332,7 @@ def reference_spec(reference):
     return XFormerConfig(**fields, attention=reference.spec).attention
 
 
-@forms(lambda reference: not reference.chain and reference_spec(reference).packed)
+@forms(lambda reference: not reference.chain and "packed_rows" in reference_spec(reference).supports)
 def test_packed_documents(name, causal):
     """Documents of one row do not read one another."""
     reference, layers, states = REFERENCES[name], built(name, causal), vectors(2, LENGTH)
@@ -354,7 +354,7 @@ def test_packed_documents(name, causal):
 def reads_pairs(reference):
     """Where a mask of pairs says all: it does not tell where a text ends, which BigBird's last block has to know."""
     spec = reference_spec(reference)
-    return not reference.chain and spec.explicit_mask and spec.type != "bigbird"
+    return not reference.chain and "pair_mask" in spec.supports and spec.type != "bigbird"
 
 
 @forms(reads_pairs)

@@ -109,7 +109,7 @@ class Writer(FeedForward):
 
 class Reader(FeedForward):
     def forward(self, hidden_states, seen):
-        return SublayerOutput(seen.states[Scores, None].given + hidden_states)
+        return SublayerOutput(seen.given(Scores).given + hidden_states)
 
 
 @pytest.mark.parametrize("given", [{}, one_state(Bias(torch.ones(1)))])
@@ -295,7 +295,7 @@ def test_packed_rows_are_refused(fields, part):
     ],
 )
 def test_packed_rows_are_kept_apart(shape, fields):
-    """What declares `packed` gives each document what it gives alone."""
+    """What supports packed rows gives each document what it gives alone."""
     torch.manual_seed(0)
     model_class = XFormerForCausalLM if shape == "decoder" else XFormerForMaskedLM
     config = XFormerConfig(**{**SMALL, **NO_DROPOUT, **fields, "is_decoder": shape == "decoder"})

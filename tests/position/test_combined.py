@@ -63,9 +63,10 @@ def test_inputs_of_all_layers():
 
 def test_it_can_do_what_its_parts_can():
     spec = model(combined("learned_absolute", "deberta")).config.position
-    assert spec.acts == {"input", "score_terms"} and spec.shares_tables and not spec.extrapolates
+    assert spec.acts == {"input", "score_terms"} and spec.shares_tables
     assert spec.max_length(XFormerConfig(max_position_embeddings=9)) == 9
-    assert model(combined("sinusoidal_absolute", "rotary")).config.position.extrapolates
+    unbounded = model(combined("sinusoidal_absolute", "rotary")).config
+    assert unbounded.position.max_length(unbounded) is None
     wide = {"type": "factorized", "width": 8, "narrow_positions": True}
     net = model(combined("learned_absolute", "t5_relative_bias"), embedding=wide, head="transform")
     assert net.trunk.position.parts[0].table.weight.shape == (12, 8)

@@ -4,8 +4,7 @@ sentence."""
 import pytest
 import torch
 
-from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerForMaskedLM, build_spec
-from hf_xformers.core.components import names
+from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerForMaskedLM
 from tests.helpers import close, make_strong, pad, tokens
 from tests.position.test_matrix import ROWS, SIZES
 
@@ -41,8 +40,7 @@ def test_four_times_as_long(name):
     short = {"input_ids": ids[1:, -TRAINED:], "attention_mask": mask[1:, -TRAINED:]}
     for model in models(CASES[name]):
         position = model.config.position
-        assert position.extrapolates == (name not in LIMITED)
-        assert (position.max_length(model.config) is None) == position.extrapolates
+        assert (position.max_length(model.config) is None) == (name not in LIMITED)
         alone = model(**short).logits  # the trained length always fits
         if name in LIMITED:
             with pytest.raises(
@@ -74,9 +72,3 @@ def test_decoding_goes_on(name):
             cache = output.past_key_values
             steps.append(output.logits)
         close(torch.cat(steps, 1), model(input_ids=ids).logits, 2e-5)
-
-
-def test_every_position_says_so():
-    for name in names("position"):
-        spec = build_spec("position", name)
-        assert isinstance(spec.extrapolates, bool), name

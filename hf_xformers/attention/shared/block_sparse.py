@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -106,7 +106,7 @@ class BlockSparseAttention(Attention):
                 inputs, rows = (self._by_head(of) for of in (inputs, global_rows or inputs))
                 return self._literal_with_globals(inputs, rows, mask, chosen, dropout, context)
             if bias is not None:
-                matrix = context.states[DenseBias, None].matrix[..., dropped:]
+                matrix = context.given(DenseBias).matrix[..., dropped:]
             output, weights = literal_softmax_attention(
                 *inputs, mask, matrix, self.scaling, dropout, self.spec.score_cap, self.sinks
             )
@@ -141,7 +141,7 @@ class BlockSparseAttention(Attention):
         """[B, t, H, d] of the tokens of this process, where each holds a part of every text."""
         chosen, most = self.global_tokens(context)
         if chosen is not None and most is not None:
-            whole = context.prepared(GlobalTokens).of_texts
+            whole = cast(Tensor, context.prepared(GlobalTokens).of_texts)
             return attend_with_globals(self, given, global_rows or given, context, whole, most).transpose(1, 2)
         result = attend_to_window(self, given, context)
         return (result if self.sinks is None else self.less_sinks(*result)).transpose(1, 2)

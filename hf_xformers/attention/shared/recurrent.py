@@ -304,9 +304,9 @@ class RecurrentSpec(AttentionSpec):
     """
 
     bidirectional = False
-    rotation = True
+    acts = frozenset({"rotation"})
     keeps_rotated = True
-    packed = True
+    supports = frozenset({"packed_rows"})
     not_taken_over = ("scale", "bias", "output_bias", "angles")  # which are for softmax
     scales: ClassVar[bool] = True
     turns: ClassVar[bool] = True
@@ -371,7 +371,7 @@ class RecurrentSpec(AttentionSpec):
     def sequence_form(self, config) -> SequenceForm | Unserved:
         return Unserved("reads the state that earlier parts of a text leave")
 
-    def cache_layer(self, config) -> RecurrentStateLayer:
+    def cache_layer(self, config, layer_idx: int = 0) -> RecurrentStateLayer:
         return RecurrentStateLayer()
 
 

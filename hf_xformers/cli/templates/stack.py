@@ -23,7 +23,7 @@ class RepeatedSpec(StackSpec):
     """rounds: how often the layers run."""
 
     summary = "all layers in order, several times"
-    packed = True
+    supports = frozenset({"packed_rows"})
 
     rounds: int = bounded(2, least=1)
 
