@@ -5,8 +5,8 @@ HF_HUB_OFFLINE=1 python benchmarks/compression.py --data DIR [--tasks sst2,wnut1
 DIR holds `sst2/{train,dev}.tsv` and `wnut17/{train,dev}.conll`. Nothing is chosen on `dev`, which is the test split
 here: the last tenth of the training rows is held out for the commands, and the last weights are taken. A small BERT
 (width 128, four layers) is pretrained by masked LM on the training texts and fine-tuned, which is the first row. Each
-way of compression starts from that model, and has as many steps again where it trains; `+ training` goes on with plain
-fine-tuning for as many. Rows of an earlier run with the same task and method are replaced.
+way of compression starts from that model, and has as many steps again where it trains; `+ training` continues with
+plain fine-tuning for as many. Rows of an earlier run with the same task and method are replaced.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SHAPE = {
     "position": "rotary",
     "residual": "pre_ln",
 }
-TRAIN = "train"  # a way of compression that goes on with plain fine-tuning
+TRAIN = "train"  # a way of compression that continues with plain fine-tuning
 COMPRESSIONS: dict[str, list[list[Any]]] = {
     "40 % of heads": [["prune", "--method", "heads", "--share", 0.4]],
     "40 % of heads + training": [["prune", "--method", "heads", "--share", 0.4], [TRAIN]],
@@ -69,11 +69,11 @@ COMPRESSIONS: dict[str, list[list[Any]]] = {
     ],
 }
 QUIET = ("--disable_tqdm", "true", "--use_cpu")
-COLUMNS = ["task", "method", "metric", "test", "source", "floor", "parameters", "size", "time"]
+COLUMNS = ["task", "method", "metric", "test", "source", "baseline", "parameters", "size", "time"]
 NOTE = (
     "`test`: accuracy of SST-2 (872 sentences) or F1 of entities of WNUT-17 (`dev`), in percent, of which nothing was"
     " chosen. `source`: of the model that the way starts from; where a later run made that one anew, it differs from"
-    " the row `fine-tuned`. `floor`: the majority class; the most frequent tag that the training rows give a word."
+    " the row `fine-tuned`. `baseline`: the majority class; the most frequent tag that the training rows give a word."
     " `parameters` are those that are not zero; `size` on disk and `time` of a batch (16 rows of 64 tokens, no"
     " padding) by those of the fine-tuned model. The model is small: the table shows what the ways cost and keep here,"
     " not how they rank on large ones."
@@ -191,7 +191,7 @@ def write(task: Task, floor: float, method: str, before: Row, after: Row) -> Non
     """Replaces the row of the same task and method."""
     row = {
         **{"task": task.name, "method": method, "metric": task.metric, "test": 100 * (after.quality or 0.0)},
-        **{"source": 100 * (before.quality or 0.0), "floor": floor},
+        **{"source": 100 * (before.quality or 0.0), "baseline": floor},
         **{"parameters": after.nonzero, "size": after.bytes / before.bytes},
         "time": _ratio(before, after),
     }

@@ -66,7 +66,7 @@ COMMON = {
     "logging_steps": 10,
     "seed": 0,
 }
-# Options of `hf-xformers linearize`, beside COMMON.
+# Options of `hf-xformers linearize`, besides COMMON.
 RECIPES: dict[str, dict[str, Any]] = {
     "lolcats-512": {**LOLCATS, "attention.window": 512, "transfer_steps": 16, "lora_steps": 16},
     "lolcats-256": {**LOLCATS, "attention.window": 256, "transfer_steps": 24, "lora_steps": 24},
@@ -82,7 +82,7 @@ QUESTIONS = (
 
 
 def train(options: argparse.Namespace, name: str) -> Linearization:
-    """The finished run of a recipe in the work folder; what it printed stands beside it, with its processor time."""
+    """The finished run of a recipe in the work folder; what it printed is next to it, with its processor time."""
     folder = options.work / name
     record = read_linearization(folder)
     if record is None or record.status != "finished":

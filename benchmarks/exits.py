@@ -9,8 +9,8 @@ here; the first tenth of the training rows is the validation split, as which `hf
 variant starts from random weights and is trained by that command, whose further options follow `--`; DeeBERT's
 classifiers learn in a second stage. The tokens of a text have no sentiment of their own: for token_early_exit each
 word is tagged with that of its sentence, and a sentence is classified by the majority of its words' tags. Time is that
-of the test split in batches, the best of three passes, without early exits 1.00. The floor is the majority class. Rows
-replace those of the same variant in `results/exits.json`.
+of the test split in batches, the best of three passes, without early exits 1.00. The baseline is the majority class.
+Rows replace those of the same variant in `results/exits.json`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ COLUMNS = ["variant", "start", "epochs", "rows", "setting", "accuracy", "mean la
 VARIANTS = ("deebert", "pabee", "voting_early_exit", "token_early_exit")
 THRESHOLDS = (0.0, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 0.9, 0.97)
 NOTE = (
-    "Test split of SST-2, {sentences} sentences, of which nothing was chosen; `accuracy` in percent, beside the"
+    "Test split of SST-2, {sentences} sentences, of which nothing was chosen; `accuracy` in percent, compared with the"
     " majority class. `mean layers`: passed by a row (token_early_exit: by a word); `time`: of the whole split,"
     " without early exits 1.00. The first setting of a variant is all layers. Models are small and start from random"
     " weights: the table compares settings of one model, not variants."

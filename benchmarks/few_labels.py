@@ -7,10 +7,10 @@ HF_XFORMERS_DATA=... HF_HUB_OFFLINE=1 python benchmarks/few_labels.py [--objecti
 model gains nothing. Here the text is the task's own: an objective trains a model (width 64, two layers) from nothing
 on the sentences of SST-2's training part without their labels; a few of these sentences, drawn at random, then have
 labels. Each draw gives a linear probe of frozen states and a fine-tuning of all weights, both measured on the
-validation part, which nothing else reads, and both beside the same from random weights, which are drawn anew each
-time: same tokenizer, sentences, order and steps. With several seeds an objective trains as many models, each of which
-serves all draws. SST-2 is read from $HF_XFORMERS_DATA. Rows of other objectives, steps or numbers of labels stay. A
-model takes a few minutes of one core.
+validation part, which nothing else reads, and both compared with the same from random weights, which are drawn anew
+each time: same tokenizer, sentences, order and steps. With several seeds an objective trains as many models, each of
+which serves all draws. SST-2 is read from $HF_XFORMERS_DATA. Rows of other objectives, steps or numbers of labels
+stay. A model takes a few minutes of one core.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ COLUMNS = [
     "set-up",
     "steps",
     "loss",
-    "trivial floor",
+    "trivial baseline",
     "labels",
     "seeds",
     "draws",
@@ -59,14 +59,14 @@ KEY = ("objective", "steps", "labels", "seeds", "draws")
 
 @dataclass(frozen=True)
 class Accuracies:
-    """Of one draw of labelled sentences."""
+    """Of one draw of labeled sentences."""
 
     probe: float
     tuned: float
 
 
 class Task:
-    """SST-2 with few labels, as one tokenizer reads it. labels: the numbers of labelled sentences."""
+    """SST-2 with few labels, as one tokenizer reads it. labels: the numbers of labeled sentences."""
 
     def __init__(self, tokenizer: Any, tuning_steps: int) -> None:
         self.pad = tokenizer.pad_token_id
@@ -82,7 +82,7 @@ class Task:
         return max(share, 1 - share)
 
     def worth(self, model: nn.Module, labels: int, draw: int) -> Accuracies:
-        """Of a model, which is changed, with so many labelled sentences."""
+        """Of a model, which is changed, with so many labeled sentences."""
         chosen = torch.randperm(len(self.rows), generator=torch.Generator().manual_seed(draw))[:labels]
         train = [self.rows[index] for index in chosen.tolist()], self.labels[chosen]
         return Accuracies(
@@ -152,7 +152,7 @@ def measured(
             "set-up": runs[0].set_up,
             "steps": runs[0].summary["steps"],
             "loss": statistics.mean(run.summary["eval_loss"] for run in runs),
-            "trivial floor": statistics.mean(run.summary["eval_floor_loss"] for run in runs),
+            "trivial baseline": statistics.mean(run.summary["eval_baseline_loss"] for run in runs),
             "labels": labels,
             "seeds": seeds,
             "draws": draws,
@@ -171,10 +171,10 @@ def write(rows: list[dict[str, Any]], tuning_steps: int) -> None:
         "Width 64, two layers. An objective trains from nothing on the sentences of SST-2's training part without"
         " labels; then some of these sentences, drawn at random, have labels, from which a probe of frozen states and"
         f" all weights ({tuning_steps} steps of 32 sentences) learn. Accuracies in percent on the validation part, 871"
-        " sentences, means over seeds and draws, beside those of random weights. These are drawn anew each time, where"
-        " the model of a pretraining seed serves all draws. `better in`: in how many of seeds times draws the"
-        " pretrained model was the better one; `spread of draws`: standard deviation of the fine-tuned random weights."
-        " Losses in nats per target, held out. A run that learned no more than token frequencies has no row."
+        " sentences, means over seeds and draws, compared with those of random weights. These are drawn anew each"
+        " time, where the model of a pretraining seed serves all draws. `better in`: in how many of seeds times draws"
+        " the pretrained model was the better one; `spread of draws`: standard deviation of the fine-tuned random"
+        " weights. Losses in nats per target, held out. A run that learned no more than token frequencies has no row."
     )
     write_results("few_labels", rows, COLUMNS, "What pretraining is worth where labels are few", note)
 
@@ -183,7 +183,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--objectives", default="clm,mlm")
     parser.add_argument("--steps", type=int, default=2000, help="of pretraining, 16 rows of 64 tokens each")
-    parser.add_argument("--labels", default="100,500,2000", help="numbers of labelled sentences")
+    parser.add_argument("--labels", default="100,500,2000", help="numbers of labeled sentences")
     parser.add_argument("--draws", type=int, default=5)
     parser.add_argument("--seeds", type=int, default=1, help="of pretraining, each with all draws")
     parser.add_argument("--tuning_steps", type=int, default=100)
@@ -202,7 +202,7 @@ def main() -> None:
                 arguments.tuning_steps,
                 Path(folder) / "tokenizer",
             )
-            rows = [row for row in rows if row["loss"] < CLEAR * row["trivial floor"]]
+            rows = [row for row in rows if row["loss"] < CLEAR * row["trivial baseline"]]
             if arguments.print or not rows:
                 continue
             anew = {tuple(row[key] for key in KEY) for row in rows}

@@ -145,7 +145,7 @@ def digits(folder: Path) -> dict[str, Any]:
     images = raw_rows.digits(_scratch() / "digits")
     return {
         "head": "ForImageClassification",
-        "colours": "ForSequenceClassification",  # of variants whose tokens are colours
+        "colours": "ForSequenceClassification",  # of variants whose tokens are colors
         "variants": ("vision_transformer", "transformer_in_transformer", "image_gpt"),
         "options": ["--task", "image-classification", "--data", images],
         "patches": ["--image_size", "8", "--patch_size", "2"],
@@ -294,7 +294,7 @@ def benchmark(argv: list[str] | None = None) -> None:
             percent = 1.0 if task["metric"] in PERCENT else 100.0
             test = summary.get(f"test_{task['metric']}")
             own = task.get("baseline")  # else the command's
-            of, floor = own or (summary["trivial"]["rule"], summary["floor_test"][task["metric"]])
+            of, floor = own or (summary["trivial"]["rule"], summary["baseline_test"][task["metric"]])
             row = {
                 "task": name,
                 "variant": summary["variant"],

@@ -84,7 +84,7 @@ class Rows:
         tables.write_json(self.path, {"machine": self.machine, "rows": self.rows})
 
     def page(self, title: str, note: str, columns: list[str]) -> None:
-        """The Markdown page beside the JSON."""
+        """The Markdown page next to the JSON."""
         told = ", ".join(f"{name} {value}" for name, value in self.machine.items() if name != "device")
         text = f"# {title}\n\n{note}\n\nMeasured on {self.machine['device']}: {told}.\n\n"
         write_text(self.path.with_suffix(".md"), text + tables.table(self.rows, columns) + "\n")

@@ -98,7 +98,7 @@ def check(case: Any, with_trainer: bool) -> dict[str, Any]:
             if dtype == torch.bfloat16:
                 got = passes(case, copy.deepcopy(own).to(dtype), ids, mask)
                 row["processor bf16"] = relative(got[0], expected[0])
-        except Exception as error:  # a row for each fault, and the others go on
+        except Exception as error:  # a row for each fault, and the others continue
             row[f"{name} error"] = _told(error)
     model = copy.deepcopy(own).to(DEVICE)
     if case.causal:

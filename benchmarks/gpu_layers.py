@@ -1,4 +1,5 @@
-"""One attention layer on the GPU: time and peak memory of each engine beside SDPA, FlexAttention and fla's kernels.
+"""One attention layer on the GPU: time and peak memory of each engine compared with SDPA, FlexAttention and fla's
+kernels.
 
     python benchmarks/gpu_layers.py [--output_dir DIR] [--minutes 3] [--only linear,fla]
 
@@ -112,7 +113,7 @@ def fla_linear(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def fla_delta(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     from fla.ops.delta_rule import chunk_delta_rule
 
-    strength = torch.sigmoid(k[..., 0])  # for the projection that a layer has beside these
+    strength = torch.sigmoid(k[..., 0])  # for the projection that a layer has next to these
     return chunk_delta_rule(q, k, v, strength, scale=1.0, use_qk_l2norm_in_kernel=True)[0]
 
 

@@ -1,4 +1,4 @@
-"""Whole models of 125M parameters on the GPU beside transformers' BERT and Llama: training and decoding.
+"""Whole models of 125M parameters on the GPU compared with transformers' BERT and Llama: training and decoding.
 
     python benchmarks/gpu_models.py [--output_dir DIR] [--minutes 3] [--only decoding]
 

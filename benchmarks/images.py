@@ -4,12 +4,12 @@ python benchmarks/images.py [--steps 600] [--probe]
 
 scikit-learn's digits: 1797 images of 8 x 8 pixels with 17 intensities, of which the last 297 are held out. Every model
 has three layers (four where half of them read other tokens), width 64, and the same batches in the same order. The
-first pixel is given and the others are predicted. Two floors stand beside the results: the frequencies of intensities,
-and those of each pixel by itself, with one count added.
+first pixel is given and the others are predicted. Two baselines stand next to the results: the frequencies of
+intensities, and those of each pixel by itself, with one count added.
 
 --probe measures the linear probe alone and leaves the other rows as they are: `hf-xformers pretrain` trains Image GPT
 on the digits as a folder of images, without their classes, and `hf-xformers features --probe` fits a linear classifier
-to the mean states of its middle layer. Beside it stand the most frequent digit and the same classifier of raw pixels.
+to the mean states of its middle layer. Next to it stand the most frequent digit and the same classifier of raw pixels.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ MOST_FREQUENT, RAW_PIXELS = "always the most frequent digit", "raw pixels"
 
 
 def models() -> dict[str, dict[str, Any]]:
-    """Fields of a config beside those of `SHAPE`."""
+    """Fields of a config besides those of `SHAPE`."""
     rows = {"type": "image_transformer", "image_size": [SIDE, SIDE], "num_channels": 1}
     local = {**rows, "block_length": 16, "memory_length": 16}
     grid = {**rows, "local": "2d", "block_shape": [2, 4], "memory_flange": [2, 4]}
@@ -182,15 +182,15 @@ def main() -> None:
     print(*rows[-3:], sep="\n", flush=True)
     note = (
         f"Bits per pixel of {images().shape[0] - TRAINED} held-out images of scikit-learn's digits (8 x 8 pixels,"
-        f" {LEVELS} intensities) after {steps} steps of 32 images; the floors know frequencies of intensities alone."
-        f" Probe accuracy: a linear classifier of the digit, on held-out images; Image GPT was trained for"
+        f" {LEVELS} intensities) after {steps} steps of 32 images; the baselines know frequencies of intensities"
+        f" alone. Probe accuracy: a linear classifier of the digit, on held-out images; Image GPT was trained for"
         f" {PROBE_STEPS} steps without the classes, and predicts the first pixel, too."
     )
     write_results("images", rows, COLUMNS, "Images as texts of intensities", note)
 
 
 def generated(steps: int) -> list[dict[str, Any]]:
-    """Rows of floors and of models that are trained here."""
+    """Rows of baselines and of models that are trained here."""
     data = images()
     train, test = data[:TRAINED], data[TRAINED:]
     rows: list[dict[str, Any]] = [

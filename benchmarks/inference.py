@@ -1,4 +1,5 @@
-"""Encoders on texts of real lengths and decoders after long contexts, beside transformers' own models of equal size.
+"""Encoders on texts of real lengths and decoders after long contexts, compared with transformers' own models of equal
+size.
 
     OMP_NUM_THREADS=1 python benchmarks/inference.py --data DIR
     OMP_NUM_THREADS=1 python benchmarks/inference.py --data DIR --texts 64 --contexts 512 --layers 2 --width 128
@@ -258,7 +259,7 @@ def _decode_alone(name: str, given: argparse.Namespace, asked: Any) -> None:
     """One model with compiled steps in a process of its own, where no other model's code has to be told apart from it
     at every step. Sends its number of parameters and then, as often as it is asked, the processor seconds of a context
     with one token (`reading`) and of the further ones (`writing`)."""
-    torch._dynamo.config.fail_on_recompile_limit_hit = True  # or steps would go on without compiled code
+    torch._dynamo.config.fail_on_recompile_limit_hit = True  # or steps would continue without compiled code
     context, texts = shortest(given), {"reading": 1, "all": given.tokens + 1}
     model = decoders(size_of(given), context + 2 * given.tokens)[name]
     ids = torch.randint(5, VOCABULARY, (1, context), generator=torch.Generator().manual_seed(0))
@@ -351,15 +352,15 @@ def main() -> None:
     note = (
         f"{given.layers} layers, hidden {given.width}, random weights. Encoders: real tokens per second on"
         f" {given.texts} sentences of SST-2 and {max(given.texts // 4, 8)} paragraphs of WikiText-2, at most"
-        f" {given.batch} in a batch; `against transformers`: beside transformers' Bert with SDPA and sorted lengths,"
-        f" above 1 is faster. Decoders: {given.tokens} tokens after a context that was read in pieces of"
-        f" {given.piece}, batch 1, beside transformers' Llama; `cache MiB`: what the cache holds after the context;"
-        " `reading s`: seconds for the context; this package's have fused projections, as GPT-2 has. `compiled`:"
-        " through `generate`, steps made into code by torch.compile, with a static cache where a model keeps keys and"
-        " values, each model in a process of its own, as torch looks through the code of all that a process has"
-        " compiled. Models of a block ran in turn, round by round, and ratios are medians over rounds. `others busy`:"
-        " how many of the machine's processors other programs kept busy meanwhile; figures are processor time, so that"
-        " ratios stand where times and `reading s` may not."
+        f" {given.batch} in a batch; `against transformers`: compared with transformers' Bert with SDPA and sorted"
+        f" lengths, above 1 is faster. Decoders: {given.tokens} tokens after a context that was read in pieces of"
+        f" {given.piece}, batch 1, compared with transformers' Llama; `cache MiB`: what the cache holds after the"
+        " context; `reading s`: seconds for the context; this package's have fused projections, as GPT-2 has."
+        " `compiled`: through `generate`, steps made into code by torch.compile, with a static cache where a model"
+        " keeps keys and values, each model in a process of its own, as torch looks through the code of all that a"
+        " process has compiled. Models of a block ran in turn, round by round, and ratios are medians over rounds."
+        " `others busy`: how many of the machine's processors other programs kept busy meanwhile; figures are"
+        " processor time, so that ratios stand where times and `reading s` may not."
     )
     sizes = {"layers": given.layers, "hidden": given.width, "texts": given.texts, "tokens": given.tokens}
     rows = kept_rows(given, sizes)
@@ -372,7 +373,7 @@ def main() -> None:
     for part in parts:
         for found in part:
             rows = with_block(rows, [{**row, **sizes} for row in found], order)
-            path = write_results(given.name, rows, columns, "Inference beside transformers", note)
+            path = write_results(given.name, rows, columns, "Inference compared with transformers", note)
             print(*found, path, sep="\n", flush=True)
 
 

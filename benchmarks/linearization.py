@@ -1,10 +1,10 @@
 """What it costs to give a trained model a constant state, and what it brings.
 
 A small decoder made as current language models are (rotary positions, RMS norms before the sublayers, SwiGLU, grouped
-heads, no biases) is trained on the text that comes with Python and linearised with several mechanisms, with at most
+heads, no biases) is trained on the text that comes with Python and linearized with several mechanisms, with at most
 15 % of its training steps. "recovered" is the part of the gap between swap and source that is closed: (swap - loss) /
-(swap - source), on held-out text. Beside it stands the linear model trained from nothing for as many steps as all
-stages have. Then each model, in a process of its own, reads contexts of growing length and goes on, token by token:
+(swap - source), on held-out text. Next to it stands the linear model trained from nothing for as many steps as all
+stages have. Then each model, in a process of its own, reads contexts of growing length and continues, token by token:
 tokens per second, bytes that its state has, and the most memory that the process had at any time.
 
 python benchmarks/linearization.py [--steps 4000] [--transfer N] [--distillation N] [--work DIR]
@@ -240,7 +240,7 @@ def main() -> None:
     note = (
         f"A decoder (3 layers of width 64, rotary positions, RMS norms, SwiGLU, 4 heads over 2 of keys and values, no"
         f" biases, 1,024 tokens) trained for {options.steps} steps of 8 rows of 128 tokens on the documentation of"
-        " Python's standard library, and linearised in at most 15 % of its steps. Losses are held-out nats per"
+        " Python's standard library, and linearized in at most 15 % of its steps. Losses are held-out nats per"
         " token. The source was not trained to its end, so that a part of what the distillation gains is what more"
         " training brings to any model. Generation reads one row of random tokens, longer than those that the model"
         " was trained on: it tells time and memory alone. The peak includes the libraries, which every process has."
@@ -249,7 +249,7 @@ def main() -> None:
     sections = {"Losses": quality, "Generation, one row of text": speed}
     folder = Path(__file__).parent / "results"
     tables.write_json(folder / "linearization.json", {"machine": where, **sections})
-    parts = ["# Linearisation of a trained model", note, tables.about(where)]
+    parts = ["# Linearization of a trained model", note, tables.about(where)]
     for title, rows in sections.items():
         parts += [f"## {title}", tables.table([rounded(row) for row in rows], list(rows[0]))]
     write_text(folder / "linearization.md", "\n\n".join(parts) + "\n")

@@ -214,8 +214,8 @@ def write(found: dict[str, Any]) -> None:
         " vectors a document is as near as the nearest of them. Passages are sentences of up to so many tokens"
         " together: the source reads each by itself, the converted model all in one pass (late chunking). Training saw"
         " other articles (the validation split). Figures in percent, times in processor time; that of"
-        " training was taken beside other work. A pass"
-        " over 4,096 tokens stands beside 16 chunks of 256, the same number."
+        " training was taken next to other work. A pass"
+        " over 4,096 tokens stands next to 16 chunks of 256, the same number."
     )
     tables.write_json(RESULTS / "long_documents.json", found)
     parts = ["# A sentence encoder that reads 4,096 tokens", note, tables.about(found["machine"])]

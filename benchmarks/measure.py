@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hf_xformers.benchmark import tables
-from hf_xformers.benchmark.measure import (  # noqa: F401  (for the scripts beside this one)
+from hf_xformers.benchmark.measure import (  # noqa: F401  (for the scripts next to this one)
     forked_memory,
     interleaved_seconds,
     machine,
@@ -21,7 +21,7 @@ from hf_xformers.benchmark.measure import process_status as _status  # noqa: F40
 
 
 def write_results(name: str, rows: list[dict[str, Any]], columns: list[str], title: str, note: str) -> Path:
-    """Writes `results/<name>.json` and `results/<name>.md` beside this file."""
+    """Writes `results/<name>.json` and `results/<name>.md` next to this file."""
     return tables.write_results(Path(__file__).parent / "results", name, machine(), rows, columns, title, note)
 
 

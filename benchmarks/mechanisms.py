@@ -508,7 +508,7 @@ def main() -> None:
             " FLOPs, adds a bias or gate to every score (dynamic masks, CA-MTL, TENER), finds a threshold for each row"
             " (alpha-entmax), picks one edge after another with an LSTM (SAC), multiplies channels to features"
             " (DPFP), or goes from"
-            " chunk to chunk (delta rule; normalised, three times: for the sums that keys and queries are divided by"
+            " chunk to chunk (delta rule; normalized, three times: for the sums that keys and queries are divided by"
             " and for the state, with features made anew each time). What takes over 1.5 times the memory keeps scores"
             " of all pairs, a table of all pairs of places and its gradient (CA-MTL), queries, keys and values of two"
             " levels (Poolingformer), features times width numbers for each segment of the text (Performer v1 and DPFP"

@@ -3,10 +3,10 @@
 HF_XFORMERS_DATA=... HF_HUB_OFFLINE=1 python benchmarks/objectives.py [--only mlm,tlm] [--steps 400] [--print]
 
 Every objective trains a small model (width 64, two layers) by `hf-xformers pretrain`: on the documentation that comes
-with Python, those of parallel text on Multi30k. `loss` stands beside its trivial floor, what the frequencies of the
-targets alone reach; where an objective predicts something beside tokens (how a pair belongs together, which name was
-replaced, which phrase was masked), that has a loss and a floor of its own. `above the floor` says whether every loss
-is lower than its floor by more than 2 %. Then the encoder (of a decoder the decoder) reads SST-2, sentiment of
+with Python, those of parallel text on Multi30k. `loss` is next to its trivial baseline, what the frequencies of the
+targets alone reach; where an objective predicts something besides tokens (how a pair belongs together, which name was
+replaced, which phrase was masked), that has a loss and a baseline of its own. `beats the baseline` says whether every
+loss is lower than its baseline by more than 2 %. Then the encoder (of a decoder the decoder) reads SST-2, sentiment of
 sentences from films: a linear probe on the mean of its frozen states, and fine-tuning of all weights for a few steps,
 each against the same model from random weights with equal steps, and against the majority. SST-2 and Multi30k are read
 from $HF_XFORMERS_DATA. Rows of earlier runs stay: an objective that has one does not run again, unless --only names
@@ -60,7 +60,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     # A word is told before its place. In random order it may be any of those that are left; in a tree two layers find
     # its place (loss .11), but the states that tell the word know nothing of it yet.
     "insertion": {"order": "odd_even"},
-    # Of the few that are masked otherwise, 2,000 are held out: too few for a floor of 1,000 frequencies.
+    # Of the few that are masked otherwise, 2,000 are held out: too few for a baseline of 1,000 frequencies.
     "entity_replacement": {"mlm_prob": 0.15},
     # Of nine orders three are the text's own, which nothing tells apart; of up to two parts there are three orders.
     "segment_reordering": {"chunks": 2},
@@ -95,12 +95,12 @@ SET_UPS: dict[str, dict[str, str]] = {
     "pre-LN": {"residual": "pre_ln"},
     "own": {},
 }
-# Convolutions know neighbours from the first step on, which rotary positions have to learn: after 400 steps masked LM
+# Convolutions know neighbors from the first step on, which rotary positions have to learn: after 400 steps masked LM
 # is at 4.81 with the first, at 5.57 with the second. For those that need it; UniLM's masks hide tokens from attention
 # alone, and take none.
 CONVOLUTIONS = {"convolutions, pre-LN": {"block": "cpe", "position": "none", "residual": "pre_ln"}}
 CONVOLVED = frozenset({"info_word", "replaced_token_detection"})
-CLEAR = 0.98  # of the floor: a loss that is higher has shown nothing
+CLEAR = 0.98  # of the baseline: a loss that is higher has shown nothing
 COLUMNS = [
     "objective",
     "variant",
@@ -110,15 +110,15 @@ COLUMNS = [
     "steps",
     "learning rate",
     "loss",
-    "trivial floor",
-    "above the floor",
+    "trivial baseline",
+    "beats the baseline",
     "accuracy",
-    "floor accuracy",
-    "beside tokens",
+    "baseline accuracy",
+    "also predicted",
     "its loss",
-    "its floor",
+    "its baseline",
     "its accuracy",
-    "its floor accuracy",
+    "its baseline accuracy",
     "probe",
     "probe, random weights",
     "fine-tuned",
@@ -219,7 +219,7 @@ def features(model: nn.Module, rows: list[Tensor], pad: int) -> Tensor:
 
 
 def probe(model: nn.Module, train: tuple, dev: tuple, pad: int) -> float:
-    """Accuracy of a logistic regression on frozen states, standardised."""
+    """Accuracy of a logistic regression on frozen states, standardized."""
     (train_rows, labels), (dev_rows, wanted) = train, dev
     known, unseen = features(model, train_rows, pad), features(model, dev_rows, pad)
     mean, deviation = known.mean(0), known.std(0) + 1e-6
@@ -286,25 +286,25 @@ class Untrained:
 
 
 def learned_beside(summary: dict[str, Any]) -> dict[str, Any]:
-    """What a model predicts beside tokens: its name, its figures and their floors; None where there is nothing."""
+    """What a model predicts besides tokens: its name, its figures and their baselines; None where there is nothing."""
     kind = next((kind for kind in FURTHER_LABELS if f"eval_{kind}_loss" in summary), None)
     figures = {
         f"its {name}": summary.get(f"eval_{start}{kind}_{end}")
         for name, start, end in (
             ("loss", "", "loss"),
-            ("floor", "floor_", "loss"),
+            ("baseline", "baseline_", "loss"),
             ("accuracy", "", "accuracy"),
-            ("floor accuracy", "floor_", "accuracy"),
+            ("baseline accuracy", "baseline_", "accuracy"),
         )
     }
-    return {"beside tokens": kind and kind.replace("_", " "), **figures}
+    return {"also predicted": kind and kind.replace("_", " "), **figures}
 
 
 def clears(row: dict[str, Any]) -> bool | None:
-    """Whether all that is predicted was learned beyond its floor; None where a loss or a floor is not known."""
-    pairs = [(row["loss"], row["trivial floor"])]
-    if row["beside tokens"] is not None:
-        pairs.append((row["its loss"], row["its floor"]))
+    """Whether all that is predicted was learned beyond its baseline; None where a loss or a baseline is not known."""
+    pairs = [(row["loss"], row["trivial baseline"])]
+    if row["also predicted"] is not None:
+        pairs.append((row["its loss"], row["its baseline"]))
     if any(value is None for pair in pairs for value in pair):
         return None
     return all(loss < CLEAR * floor for loss, floor in pairs)
@@ -341,9 +341,9 @@ def measured(name: str, steps: int, tuning_steps: int, rows: int, untrained: Unt
             "learning rate": LATE_RATE if name in LATE else RATE,
             "settings": ", ".join(f"{key}={written(value)}" for key, value in chosen.items()) or None,
             "loss": summary.get("eval_loss"),
-            "trivial floor": summary.get("eval_floor_loss"),
+            "trivial baseline": summary.get("eval_baseline_loss"),
             "accuracy": summary.get("eval_accuracy"),
-            "floor accuracy": summary.get("eval_floor_accuracy"),
+            "baseline accuracy": summary.get("eval_baseline_accuracy"),
             **learned_beside(summary),
             "probe": learned.probe,
             "probe, random weights": random.probe,
@@ -351,7 +351,7 @@ def measured(name: str, steps: int, tuning_steps: int, rows: int, untrained: Unt
             "fine-tuned, random weights": random.tuned,
             "majority": max(dev[1].float().mean().item(), 1 - dev[1].float().mean().item()),
         }
-    row["above the floor"] = clears(row)
+    row["beats the baseline"] = clears(row)
     row["processor seconds"] = round(time.process_time() - started)
     return {key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()}
 
@@ -359,13 +359,14 @@ def measured(name: str, steps: int, tuning_steps: int, rows: int, untrained: Unt
 def write(rows: list[dict[str, Any]], tuning_steps: int, sentences_read: int) -> None:
     note = (
         f"Width 64, two layers, batches of 16 rows of {LONGEST} tokens unless `settings` says otherwise. Losses in"
-        " nats per target, held out. `beside tokens`: what an objective predicts beside them, whose loss, accuracy and"
-        " floors are its own. `above the floor`: whether every loss is below what the frequencies of its targets reach"
-        f" by more than {1 - CLEAR:.0%}; a row where it is not says nothing about its objective. `set-up`: rotary"
-        " positions and pre-LN where the variant takes them, else what it takes; where that shows nothing,"
-        " convolutions (a depthwise one over three tokens behind the first layer, in place of positions). Probe (on"
-        f" frozen states) and fine-tuning ({tuning_steps} steps) learn from {sentences_read:,} sentences of SST-2;"
-        " their accuracies are of its validation split, 871 sentences, so that differences below 0.03 are chance."
+        " nats per target, held out. `also predicted`: what an objective predicts besides them, whose loss, accuracy"
+        " and baselines are its own. `beats the baseline`: whether every loss is below what the frequencies of its"
+        f" targets reach by more than {1 - CLEAR:.0%}; a row where it is not says nothing about its objective."
+        " `set-up`: rotary positions and pre-LN where the variant takes them, else what it takes; where"
+        " that shows nothing, convolutions (a depthwise one over three tokens behind the first layer, in place of"
+        f" positions). Probe (on frozen states) and fine-tuning ({tuning_steps} steps) learn from {sentences_read:,}"
+        " sentences of SST-2; their accuracies are of its validation split, 871 sentences, so that differences below"
+        " 0.03 are chance."
     )
     write_results("objectives", rows, COLUMNS, "What an encoder learns from each objective", note)
 

@@ -1,4 +1,4 @@
-"""Time of an exported graph under onnxruntime beside that of its model.
+"""Time of an exported graph under onnxruntime next to that of its model.
 
     python benchmarks/onnx_graphs.py --model runs/long [--lengths 128,1500,4096] [--repeats 7] [--int8]
 

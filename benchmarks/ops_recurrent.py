@@ -1,4 +1,5 @@
-"""The gated recurrences beside the chunked functions in plain torch that transformers has for them; below 1 is a gain.
+"""The gated recurrences compared with the chunked functions in plain torch that transformers has for them; below 1 is
+a gain.
 
     OMP_NUM_THREADS=1 python benchmarks/ops_recurrent.py [--lengths 512,2048,8192] [--rounds 5] [--only delta] [--save]
 

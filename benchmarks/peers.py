@@ -78,7 +78,7 @@ def reformer(length: int, hashes: int = 1, causal: bool = False):
         vocab_size=16,
     )
     model = ReformerModel(config)
-    # Its two reversible streams come out beside each other.
+    # Its two reversible streams come out side by side.
     return model, lambda states: embedded(model)(states).unflatten(-1, (2, WIDTH)).mean(-2)
 
 

@@ -12,7 +12,7 @@ all its steps), by linear interpolation between its evaluations.
 All stand on one backbone, `pre-LN`: presets whose residual paths are post-LN take a few hundred steps to learn more
 than the frequencies of tokens, whatever their mechanism, and would all show that number. For masked tokens the same
 holds of positions that are added to the input, so that those of convolutions (`CPE`) take their place or, in a stack
-with positions of its own, rotary ones. `plain twin` is the loss of the very same configuration with dense attention,
+with positions of its own, rotary ones. `control` is the loss of the very same configuration with dense attention,
 where attention is what the variant changes, or with the plain choice of what it does change. `stdlib` comes with
 Python; the others are read from $HF_XFORMERS_DATA. Rows that `results/pretraining.json` has already (same steps and
 backbone) are not run again.
@@ -34,7 +34,7 @@ from typing import Any
 
 from measure import write_results
 
-TWIN, FLOOR = "plain twin", "token frequencies"
+TWIN, FLOOR = "control", "token frequencies"
 CLEAR = 0.1  # nats below the loss of token frequencies, at least
 DENSE = {"attention": "dense"}
 # What takes the place of a mechanism that is no attention.
@@ -270,9 +270,9 @@ def _train(command: list[str], folder: str, queue: Any) -> None:
             pretrain.run(command[1:], callbacks=[clock])
         history = json.loads((Path(folder) / "trainer_state.json").read_text())["log_history"]
         evaluations = [(entry["step"], entry["eval_loss"]) for entry in history if "eval_loss" in entry]
-        floor = next(entry["eval_floor_loss"] for entry in history if "eval_floor_loss" in entry)
-        queue.put({"evaluations": evaluations, "seconds": clock.seconds, "floor": floor})
-    except BaseException as error:  # the parent goes on with the other variants and reports this one
+        floor = next(entry["eval_baseline_loss"] for entry in history if "eval_baseline_loss" in entry)
+        queue.put({"evaluations": evaluations, "seconds": clock.seconds, "baseline": floor})
+    except BaseException as error:  # the parent continues with the other variants and reports this one
         queue.put({"error": f"{type(error).__name__}: {error}"[-300:]})
 
 
@@ -296,9 +296,9 @@ def write(rows: list[dict[str, Any]]) -> None:
     rows = [row for row in rows if clears(row)]
     note = (
         "Held-out loss after a few hundred steps from nothing at size tiny (hidden 128, 4 layers, rows of 128 tokens,"
-        " 8 rows a step), beside dense attention's: gpt2 for causal language models, bert for masked tokens, t5 for"
-        " span corruption. Backbone `pre-LN`: a post-LN preset with its residual paths changed, as those take a few"
-        " hundred steps to learn more than the frequencies of tokens; `CPE`: a preset for masked tokens with the"
+        " 8 rows a step), compared with dense attention's: gpt2 for causal language models, bert for masked tokens,"
+        " t5 for span corruption. Backbone `pre-LN`: a post-LN preset with its residual paths changed, as those take"
+        " a few hundred steps to learn more than the frequencies of tokens; `CPE`: a preset for masked tokens with the"
         " positions of convolutions, as learned ones take as long there; bert itself has both. `rotary`: the same in"
         f" a stack that has positions of its own. `{TWIN}`: the very same configuration with dense attention, where"
         " attention is what the variant changes, or with a dense network, layer norm, plain residual paths, the"
@@ -310,7 +310,7 @@ def write(rows: list[dict[str, Any]]) -> None:
         " come close to GPT-2, and ETC, which is clear of the frequencies on Shakespeare alone here, is far below"
         " them. Axial Transformer reads a text as an image of short rows. At this length nothing sub-quadratic is"
         f" expected to be faster. {len(SLOWER)} variants learn at a third of the others' rate"
-        f" ({', '.join(name.removeprefix('xf_') for name in SLOWER)}), their plain twins as well. Where `steps` are"
+        f" ({', '.join(name.removeprefix('xf_') for name in SLOWER)}), their controls as well. Where `steps` are"
         " more than those of others, dense attention has as many."
     )
     write_results("pretraining", rows, COLUMNS, "Pretraining against the dense baseline", note)
@@ -356,7 +356,7 @@ def main() -> None:
                 "objective": objective,
                 "backbone": backbone,
                 "steps": steps,
-                FLOOR: run["floor"],
+                FLOOR: run["baseline"],
                 "loss at start": run["evaluations"][0][1],
                 "loss": run["evaluations"][-1][1],
                 "dense loss": dense["evaluations"][-1][1],

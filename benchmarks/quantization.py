@@ -1,13 +1,13 @@
-"""Which linear maps of a family must not be quantised: each kind alone, and how far it moves the outputs.
+"""Which linear maps of a family must not be quantized: each kind alone, and how far it moves the outputs.
 
 python benchmarks/quantization.py [--only bert,reformer,...] [--weights int8,int4] [--seeds 3] [--factor 10]
 
 One model of every family that reads text, of size `tiny` with random weights, and noise on all parameters, so that
-maps that start at zero count, too. For each kind of linear map inside its layers the table has the squared error of
-the outputs by their square where that kind alone is quantised (a mean over seeds), and how many times that is the
-squared error of the weights by their square. An ordinary map hands on about its own error or less; one that decides
-something hands on far more. A kind above `--factor` times in any number of bits is one that a component should name in
-`unquantized`, and is marked; what components name already is measured, too. (The median of a family's kinds is no
+maps that start at zero count, too. For each type of linear map inside its layers the table has the squared error of
+the outputs by their square where that kind alone is quantized (a mean over seeds), and how many times that is the
+squared error of the weights by their square. An ordinary map passes on about its own error or less; one that decides
+something passes on far more. A kind above `--factor` times in any number of bits is one that a component should name
+in `unquantized`, and is marked; what components name already is measured, too. (The median of a family's kinds is no
 measure: queries and keys of a nearly even attention count for nothing.) Nothing needs torchao: weights are rounded as
 its configurations for weights round them.
 """
@@ -141,7 +141,7 @@ def main() -> None:
             if row["far above"] or row["kept"]:
                 print(", ".join(f"{key} {value}" for key, value in row.items() if value != ""), flush=True)
     if not given.dry:
-        title = "What a kind of linear map moves when it alone is quantised"
+        title = "What a type of linear map moves when it alone is quantized"
         write_results("quantization", rows, list(rows[0]), title, __doc__ or "")
 
 

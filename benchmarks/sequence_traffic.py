@@ -4,9 +4,9 @@
 
 Bytes are counted as they go into the exchanges of `torch.distributed` (gloo on one machine) while a model with two
 layers and one with one make a training step; the difference is a layer. An exchange of n bytes between P processes
-counts as what a ring sends of it: (P - 1) n for an all-gather, 2 (P - 1) / P n for an all-reduce, n from neighbour to
-neighbour. The largest of all processes is given. Dense attention is not measured: its floor is keys and values that
-are gathered once, and their gradients that are scattered once.
+counts as what a ring sends of it: (P - 1) n for an all-gather, 2 (P - 1) / P n for an all-reduce, n from neighbor to
+neighbor. The largest of all processes is given. Dense attention is not measured: its lower bound is keys and values
+that are gathered once, and their gradients that are scattered once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerForMaskedLM, p
 
 WIDTH, HEADS, BYTES = 128, 2, 4  # heads of 64; what all mechanisms send grows with their number alike
 WINDOW = 256  # tokens to either side of a window, of a memory, and rows of Linformer's short sequence
-FLOOR = "dense, floor"
+FLOOR = "dense, lower bound"
 # attention or fields -> (fields of the config, is it a decoder)
 CASES: dict[str, tuple[dict, bool]] = {
     "linear, encoder": ({"attention": "linear_transformer"}, False),
@@ -140,8 +140,8 @@ def main() -> None:
         "What a layer sends where processes divide a text",
         f"One text over {world} processes, hidden {WIDTH}, {HEADS} heads, float32, forward and backward: KiB that a"
         " process sends for one layer, as a ring of processes sends them (the largest of all processes). `of dense`:"
-        " ratio to the floor of dense attention, which gathers keys and values once and scatters their gradients once;"
-        f" below 1 is less. Windows, memory and Linformer's short sequence: {WINDOW} tokens.",
+        " ratio to the lower bound of dense attention, which gathers keys and values once and scatters their"
+        f" gradients once; below 1 is less. Windows, memory and Linformer's short sequence: {WINDOW} tokens.",
     )
     print(path.read_text(encoding="utf-8"))
 

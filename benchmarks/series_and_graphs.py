@@ -5,9 +5,9 @@ python benchmarks/series_and_graphs.py [--seeds 2] [--part series]
 Series: weekly carbon dioxide on Mauna Loa, which comes with the package `statsmodels` (`pip install --no-deps
 statsmodels` is enough; gaps are filled with the week before), and hours with two waves and noise of known strength.
 The last tenth is forecast by the command `hf-xformers finetune --task forecasting`, with its weights after the last
-step. Graphs: whether nodes form one ring or two, which no count of neighbours tells, and whether there is a triangle
-among as many random edges. Each model stands beside its twins without what the paper adds, and beside what needs no
-model.
+step. Graphs: whether nodes form one ring or two, which no count of neighbors tells, and whether there is a triangle
+among as many random edges. Each model stands next to its controls without what the paper adds, and compared with what
+needs no model.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from transformers import AutoModelForSequenceClassification
 from hf_xformers.data.graphs import Graph, GraphCollator, ring_graphs
 from hf_xformers.variants.graphormer import XFGraphormerConfig
 
-COLUMNS = ["data", "model", "parameters", "metric", "seeds", "held out", "spread", "floor", "of", "processor seconds"]
+COLUMNS = ["data", "model", "parameters", "metric", "seeds", "held out", "spread", "baseline", "of"]
+COLUMNS += ["processor seconds"]
 SERIES_SIZE = "--hidden_size 64 --num_attention_heads 4 --intermediate_size 128 --num_hidden_layers 2"
 SERIES_SIZE += " --num_decoder_layers 1 --size tiny"
 SERIES_RUN = "--eval_strategy no --save_strategy no --load_best_model_at_end false --report_to none --use_cpu true"
@@ -101,7 +102,7 @@ def forecasts(seeds: int) -> Iterator[dict[str, Any]]:
                     trained([*words, str(seed)], Path(scratch) / name / model / str(seed)) for seed in range(seeds)
                 ]
                 known = {"data": name, "model": model, "parameters": runs[0][0]["parameters"]}
-                known |= {"metric": "squared error", "floor": runs[0][0]["floor_validation"]["mse"]}
+                known |= {"metric": "squared error", "baseline": runs[0][0]["baseline_validation"]["mse"]}
                 known["of"] = "the better of the last value and the season before"
                 yield together([summary["eval_mse"] for summary, _ in runs], [spent for _, spent in runs], **known)
 
@@ -161,7 +162,7 @@ def graphs(seeds: int) -> Iterator[dict[str, Any]]:
         batches = [collate(rest[start : start + BATCH]) for start in range(0, len(rest), BATCH)]
         for model, fields in CLASSIFIERS.items():
             runs = [classified(fields, batches, held, seed) for seed in range(seeds)]
-            known = {"data": name, "model": model, "parameters": runs[0][1], "metric": "accuracy", "floor": 0.5}
+            known = {"data": name, "model": model, "parameters": runs[0][1], "metric": "accuracy", "baseline": 0.5}
             yield together([run[0] for run in runs], [run[2] for run in runs], **known, of="chance")
 
 
@@ -172,8 +173,8 @@ def write(rows: list[dict[str, Any]]) -> None:
         f" decoder layer, {SERIES_STEPS} steps of 16 windows, on the last tenth of the rows; squared errors are"
         f" divided by the training rows' variance. The noise of the waves alone is {noise:.3f} of their variance, less"
         f" than which no forecast can reach. Graphs of {NODES} nodes: {GRAPHS} to learn from and {HELD_OUT} held out,"
-        f" {GRAPH_STEPS} steps of {BATCH}; the twins read nodes without their paths or without degrees as well. Both"
-        " classes are as frequent, and have as many edges."
+        f" {GRAPH_STEPS} steps of {BATCH}; the controls read nodes without their paths or without degrees as well."
+        " Both classes are as frequent, and have as many edges."
     )
     write_results("series_and_graphs", rows, COLUMNS, "Forecasts of series and properties of graphs", note)
 

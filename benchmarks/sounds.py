@@ -1,10 +1,10 @@
-"""Speech and music beside what needs no model: word errors of a Conformer, perplexities of a Music Transformer.
+"""Speech and music compared with what needs no model: word errors of a Conformer, perplexities of a Music Transformer.
 
 python benchmarks/sounds.py [--seeds 3]
 
 Speech: words spelt in pairs of tones, in noise, learned by `hf-xformers finetune --task speech-recognition` and
 measured on sounds that it has not heard, with the weights after the last step. Music: tunes in ABC notation, learned
-by `hf-xformers pretrain` and measured on held-out ones; beside the Music Transformer a GPT-2 of the same width, depth
+by `hf-xformers pretrain` and measured on held-out ones; next to the Music Transformer a GPT-2 of the same width, depth
 and steps, whose positions are absolute, one vector for each instead of tables in every layer.
 """
 
@@ -27,7 +27,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 from examples.sounds import write_tone_speech
 from examples.tunes import write_tunes
 
-COLUMNS = ["data", "model", "parameters", "steps", "metric", "seeds", "held out", "spread", "floor", "of"]
+COLUMNS = ["data", "model", "parameters", "steps", "metric", "seeds", "held out", "spread", "baseline", "of"]
 COLUMNS += ["processor seconds"]
 HEARD, UNHEARD, NOISES = 96, 48, (0.05, 0.3)
 TUNES, MUSIC_STEPS = 1500, 500
@@ -60,7 +60,7 @@ def speech(scratch: Path, seeds: int) -> Iterator[dict[str, Any]]:
             for seed in range(seeds)
         ]
         known = {"data": f"speech in tones, noise {noise:g}", "model": "xf_conformer", "metric": "word error rate"}
-        known |= {"floor": runs[0][0]["floor_test"]["wer"], "of": "the best constant transcript"}
+        known |= {"baseline": runs[0][0]["baseline_test"]["wer"], "of": "the best constant transcript"}
         yield row(runs, [summary["test_wer"] for summary, _ in runs], known)
 
 
@@ -70,8 +70,8 @@ def music(scratch: Path, seeds: int) -> Iterator[dict[str, Any]]:
         words = [*f"pretrain --variant {variant} {MUSIC} {COMMON}".split(), "--data", str(scratch / "tunes.txt")]
         runs = [trained([*words, "--seed", str(seed)], scratch / f"{variant} {seed}") for seed in range(seeds)]
         known = {"data": "tunes", "model": f"xf_{variant}", "metric": "perplexity of a token"}
-        floor = statistics.mean(math.exp(summary["eval_floor_loss"]) for summary, _ in runs)
-        known |= {"floor": floor, "of": "frequencies of tokens"}
+        floor = statistics.mean(math.exp(summary["eval_baseline_loss"]) for summary, _ in runs)
+        known |= {"baseline": floor, "of": "frequencies of tokens"}
         yield row(runs, [math.exp(summary["eval_loss"]) for summary, _ in runs], known)
 
 
@@ -80,7 +80,7 @@ def write(rows: list[dict[str, Any]]) -> None:
         "Means over seeds and their spread, largest less smallest. Speech: words of five letters, spelt in tones,"
         f" up to three in a sound, in white noise; {HEARD} sounds to learn from, {UNHEARD} others measured. Music:"
         f" {TUNES} generated tunes, rows of 128 tokens; both models of one width and depth, of which the Music"
-        " Transformer has tables of distances in every layer beside that."
+        " Transformer has tables of distances in every layer besides that."
     )
     write_results("sounds", rows, COLUMNS, "Speech and music", note)
 

@@ -9,7 +9,7 @@ the same order for a seed, one thread. `loss` is that of the language model on h
 terms.
 
 experts: a pre-LN backbone of 4 layers whose feed-forwards are dense, Switch, GShard or one product-key memory, with
-    the same optimiser and number of steps (Fedus et al. 2022; Lepikhin et al. 2021; Lample et al. 2019). The networks
+    the same optimizer and number of steps (Fedus et al. 2022; Lepikhin et al. 2021; Lample et al. 2019). The networks
     are as narrow as the model, so that there is something to gain from more of them; an expert is as wide as the
     dense network. The learning rate is the dense model's best (rows of it at others show that), as it would be easy
     to beat at a lower one. Switch's experts have a capacity in training; GShard's in a causal model, and both in

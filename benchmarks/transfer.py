@@ -31,7 +31,7 @@ from hf_xformers import cli
 RESULTS = Path(__file__).parent / "results"
 COLUMNS = [
     *("task", "model", "method", "trained", "rate", "steps", "seeds", "processor seconds"),
-    *("metric", "test", "spread", "floor"),
+    *("metric", "test", "spread", "baseline"),
 ]
 KINDS = {"sst2": "classification", "wnut17": "tagging"}
 BATCH = 16
@@ -85,7 +85,7 @@ FEW = ("head alone", "houlsby", "pfeiffer")  # parameters, which learn at a high
 
 
 def tested(folder: Path, task: str) -> bool:
-    """Whether the task has test rows beside `dev`."""
+    """Whether the task has test rows next to `dev`."""
     return (folder / task / f"test.{SUFFIX[task]}").is_file()
 
 
@@ -199,11 +199,11 @@ def encoder(folder: str) -> str:
     """A sentence on the encoder's pretraining, where its folder tells of it."""
     record = Path(folder) / "training_summary.json"
     about = json.loads(record.read_text()) if record.is_file() else {}
-    if "eval_floor_loss" not in about:
+    if "eval_baseline_loss" not in about:
         return ""
     return (
         f" `{Path(folder).name}`: {about['parameters']:,} parameters, pretrained for {about['steps']:,} steps, at a"
-        f" held-out loss of {about['eval_loss']:.2f} ({about['eval_floor_loss']:.2f} by token frequencies)."
+        f" held-out loss of {about['eval_loss']:.2f} ({about['eval_baseline_loss']:.2f} by token frequencies)."
     )
 
 
@@ -223,7 +223,7 @@ def row_of(task: str, method: str, summaries: list[dict[str, Any]], args: argpar
         "metric": metric,
         "test": statistics.mean(scores),
         "spread": statistics.stdev(scores) if len(scores) > 1 else None,
-        "floor": 100 * floor,
+        "baseline": 100 * floor,
     }
 
 
@@ -243,7 +243,7 @@ def write(row: dict[str, Any], args: argparse.Namespace) -> None:
         + "".join(f"`{name}`: {text}. " for name, text in ABOUT.items() if name in there)
         + "WNUT-17 has class weights, as the command learns to tag nothing without. `rate`: peak learning rate, ten"
         " times higher for few parameters. Rates and the pooling were settled in pilots whose test figures were"
-        " seen, so that small differences say nothing. `floor`: the majority class; the tag that the training rows"
+        " seen, so that small differences say nothing. `baseline`: the majority class; the tag that the training rows"
         f" give a word most often.{encoder(args.model)}"
     )
     write_results("transfer", rows, COLUMNS, "Transfer: ways to fine-tune one encoder", note)

@@ -2,7 +2,7 @@
 
 A BERT is trained on the text that comes with Python, its attention is swapped, and the result is trained for a tenth
 of the steps, alone and with the source as teacher. "recovered" is the part of the masked-LM gap between a random model
-and the source that is closed: (random - loss) / (random - source), on held-out text. Beside it stands what the same
+and the source that is closed: (random - loss) / (random - source), on held-out text. Next to it stands what the same
 tenth of the steps makes of a random BERT.
 
 python benchmarks/uptraining.py [--size small] [--steps 4000] [--swaps band_attention,longformer,num_key_value_heads]

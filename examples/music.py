@@ -1,7 +1,7 @@
-"""A Music Transformer learns tunes and goes on with one: python examples/music.py --folder music
+"""A Music Transformer learns tunes and continues one: python examples/music.py --folder music
 
-Makes tunes in ABC notation, pretrains the model on them with `hf-xformers pretrain`, measures held-out tunes beside
-the floor of token frequencies, lets the model go on with the first bars of a tune that it has not seen, and writes
+Makes tunes in ABC notation, pretrains the model on them with `hf-xformers pretrain`, measures held-out tunes against
+the baseline of token frequencies, lets the model continue the first bars of a tune that it has not seen, and writes
 prompt and continuation to continued.wav (and the whole of that tune to original.wav) for listening. Takes some minutes
 on a processor.
 """
@@ -55,7 +55,7 @@ def train(folder: Path, count: int, steps: int) -> dict[str, float]:
     if hf_xformers(["pretrain", *options(folder, steps)]):
         raise SystemExit("the training did not end; see above")
     summary = json.loads((folder / "model" / "training_summary.json").read_text())
-    return {"perplexity": math.exp(summary["eval_loss"]), "floor": math.exp(summary["eval_floor_loss"])}
+    return {"perplexity": math.exp(summary["eval_loss"]), "baseline": math.exp(summary["eval_baseline_loss"])}
 
 
 def go_on(folder: Path, bars: int = 3) -> tuple[str, str]:
@@ -84,7 +84,7 @@ def main() -> None:
     arguments = parser.parse_args()
     figures = train(arguments.folder, arguments.tunes, arguments.steps)
     tune, written = go_on(arguments.folder)
-    print(f"perplexity of held-out tunes {figures['perplexity']:.2f}, of token frequencies {figures['floor']:.2f}")
+    print(f"perplexity of held-out tunes {figures['perplexity']:.2f}, of token frequencies {figures['baseline']:.2f}")
     print(f"the tune:        {tune}\nthe model wrote: {written}")
     print(f"listen to {arguments.folder}/original.wav and {arguments.folder}/continued.wav")
 

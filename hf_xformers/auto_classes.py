@@ -19,7 +19,7 @@ def register_config(config_class: Any) -> None:
 
 
 def enter_name(auto_class: Any, name: str) -> None:
-    """Puts the name of a model class into the table beside an Auto class, where transformers looks up what a class is
+    """Puts the name of a model class into the table next to an Auto class, where transformers looks up what a class is
     for: Trainer whether label smoothing shifts labels, model cards the task, `transformers serve` what it lists.
 
     Its key is the name itself: a family may be a decoder and an encoder-decoder, and who looks up a model type there,
@@ -28,8 +28,8 @@ def enter_name(auto_class: Any, name: str) -> None:
 
 
 def register_model(auto: str, config_class: Any, model_class: Any) -> None:
-    """The Auto class named `auto` makes `model_class` of a `config_class`, unless another class of the family is found
-    there: of several the first, as transformers could not choose for a config that has no `architectures` yet."""
+    """The Auto class named `auto` makes `model_class` of a `config_class`, unless another class of the family is
+    registered there: transformers could not choose for a config without `architectures`."""
     classes = _CLASSES.setdefault((auto, config_class), {})
     classes[model_class.__name__] = model_class
     if not hasattr(transformers, auto):  # some are of late releases

@@ -137,7 +137,7 @@ def class_for(auto: str, config_class: type) -> Any:
 
 
 def registered_types(mapping: Any) -> dict[str, Any] | None:
-    """The dictionary in which transformers keeps the model types entered beside its own; None where it has another
+    """The dictionary in which transformers keeps the model types entered next to its own; None where it has another
     form (they are then entered one by one)."""
     found = getattr(mapping, "_extra_content", None)
     return found if isinstance(found, dict) else None
@@ -149,7 +149,7 @@ def set_registered_types(mapping: Any, types: dict[str, Any]) -> None:
 
 
 def class_names(auto_class: Any) -> dict[str, str]:
-    """The table of names of classes beside an Auto class, in which others look up what a class is for."""
+    """The table of names of classes next to an Auto class, in which others look up what a class is for."""
     return auto_class._model_mapping._model_mapping
 
 
@@ -164,7 +164,7 @@ def offloading_hook(module: Any) -> Any:
 
 
 def graphs_at_most(count: int) -> Any:
-    """A context in which torch compiles a function as often, and then fails, where it would go on uncompiled."""
+    """A context in which torch compiles a function as often, and then fails, where it would continue uncompiled."""
     import torch
 
     return torch._dynamo.config.patch(recompile_limit=count, fail_on_recompile_limit_hit=True)

@@ -29,7 +29,7 @@ from .core.specs import default_of
 
 Initializer = Literal["normal", "scaled_residual", "xavier", "small", "t5", "fan_in"]
 
-# Keys that transformers and its neighbours add to a config.json and that are no fields of ours.
+# Keys that transformers and its neighbors add to a config.json and that are no fields of ours.
 _FOREIGN_KEYS = (
     "auto_map",
     "quantization_config",
@@ -144,10 +144,10 @@ class XFormerConfig(PreTrainedConfig):
         so many rows, which its output is tied to);
         num_key_value_heads (`None`: one per head; 1: multi-query; between: grouped); head_dim (`None`:
         `hidden_size / num_attention_heads`; any other width is allowed).
-    Regularisation (probabilities): hidden_dropout_prob, attention_probs_dropout_prob, activation_dropout_prob,
+    Regularization (probabilities): hidden_dropout_prob, attention_probs_dropout_prob, activation_dropout_prob,
         classifier_dropout (`None`: `hidden_dropout_prob`), layer_drop (that a whole layer is left out of a training
         step, LayerDrop: Fan et al. 2020, so that layers can go later).
-    Initialisation: initializer (`normal`: N(0, initializer_range); `scaled_residual`: the same with output
+    Initialization: initializer (`normal`: N(0, initializer_range); `scaled_residual`: the same with output
         projections divided by sqrt(2 * layers), GPT-2; `xavier`: Glorot uniform, Vaswani et al.; `small`: Nguyen &
         Salazar 2019; `t5`: Raffel et al.; `fan_in`: N(0, initializer_factor / sqrt(fan in)) with output projections
         divided by sqrt(2 * layers), Child et al. 2019), initializer_range (standard deviation), initializer_factor
@@ -159,15 +159,15 @@ class XFormerConfig(PreTrainedConfig):
     Classifiers: classifier_transform (what stands between the states and the labels of texts, tokens, spans, choices
         and images: `none`; `dense`, a map and an activation; `dense_norm`, these and the config's normalization),
         classifier_activation (its name in transformers' table), classifier_bias (whether the map has a bias),
-        tag_decoder (how tokens are labelled: `softmax`, each by itself, or `crf`, a linear chain that scores sequences
+        tag_decoder (how tokens are labeled: `softmax`, each by itself, or `crf`, a linear chain that scores sequences
         of tags, whose best ones are well-formed where tags are of the form B-PER, I-PER, O).
     pretraining: settings of the heads that only pretraining has, by the name of their spec, e.g. `{"replaced_tokens":
-        {"generator_size": 0.5}}`. What is not given is the variant's own, or the spec's default.
+        {"generator_size": 0.5}}`. Missing settings fall back to the variant's, then to the spec's defaults.
     Shape: is_decoder (causal self-attention), is_encoder_decoder (two towers and cross-attention). The head classes
         set both, so a saved config says what was built.
     unpad_inputs: whether layers are given the real tokens of a batch alone, as one row, wherever they do not look at
         other tokens (faster the more padding there is; the same results). Not while decoding, recording or tracing.
-    Normalisation: layer_norm_eps (added to variances before their root is taken).
+    Normalization: layer_norm_eps (added to variances before their root is taken).
     Special tokens (ids; `None`: there is none): pad_token_id, bos_token_id, eos_token_id, decoder_start_token_id (what
         an encoder-decoder's decoder reads first; `None`: the padding token).
     Generation and output: use_cache (whether a decoder keeps the state of what it has read), tie_word_embeddings
@@ -185,7 +185,7 @@ class XFormerConfig(PreTrainedConfig):
 
     model_type: ClassVar[str] = "xformer"
     modality: ClassVar[str] = "text"
-    reads_colours: ClassVar[Literal["no", "also", "only"]] = "no"  # whether tokens may be colours of images' pixels
+    reads_colours: ClassVar[Literal["no", "also", "only"]] = "no"  # whether tokens may be colors of images' pixels
     keys_to_ignore_at_inference: ClassVar[list[str]] = [
         "past_key_values",
         "cache",
@@ -472,8 +472,8 @@ class XFormerConfig(PreTrainedConfig):
         return [self.tower("trunk"), self.tower("decoder")] if self.is_encoder_decoder else [self.tower("trunk")]
 
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> XFormerConfig:
-        """transformers' question for the config of one side, e.g. to size a cache. Its own answer would take the field
-        `decoder`, which holds overrides, for a whole config."""
+        """The config of one side, e.g. to size a cache. transformers' own method would take the field `decoder`, which
+        holds overrides, for a whole config."""
         return self.tower("decoder") if decoder and not encoder and self.is_encoder_decoder else self
 
     def layer(self, layer_idx: int) -> XFormerConfig:
@@ -524,7 +524,7 @@ class XFormerConfig(PreTrainedConfig):
         """How serving engines divide a base model of this config among processes by layers; see [`pipeline_plan`]."""
         return pipeline_plan(self)
 
-    # ------------------------------------------------------------------------------------------------ serialisation
+    # ------------------------------------------------------------------------------------------------ serialization
 
     @property
     def auto_map(self) -> dict[str, str]:

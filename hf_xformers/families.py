@@ -22,7 +22,7 @@ from .auto_classes import register_config, register_model
 from .configuration_xformer import XFormerConfig
 from .modeling.head_classes import CLASSES, MODALITY_CLASSES
 
-# Heads for which transformers has no Auto class of their own: the one that its models with such a head are found by.
+# Auto classes of the heads; heads without one in transformers fall back to AutoModelForPreTraining.
 _AUTO = {
     "Model": "AutoModel",
     "ForReplacedTokenDetection": "AutoModelForPreTraining",
@@ -102,13 +102,13 @@ CHANGES = ("attention", "position", "normalization", "feedforward", "architectur
 SURVEY = {
     "2": Section("The vanilla Transformer", "architecture"),
     "4.1": Section("Sparse attention", "attention"),
-    "4.2": Section("Linearised attention", "attention"),
+    "4.2": Section("Linearized attention", "attention"),
     "4.3": Section("Attention over compressed keys and values", "attention"),
     "4.4": Section("Low-rank attention", "attention"),
     "4.5": Section("Attention with a prior", "attention"),
     "4.6": Section("Improved multi-head mechanisms", "attention"),
     "5.1": Section("Positions", "position"),
-    "5.2": Section("Normalisation", "normalization"),
+    "5.2": Section("Normalization", "normalization"),
     "5.3": Section("Feed-forward networks", "feedforward"),
     "6.1": Section("Lighter architectures", "architecture"),
     "6.2": Section("Connections across layers", "architecture"),

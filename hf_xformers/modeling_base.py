@@ -126,8 +126,8 @@ class XFormerPreTrainedModel(PreTrainedModel):
 
     def no_weight_decay(self) -> set[str]:
         """Names of the parameters that weight decay must leave alone: what components declare ([`Undecayed`]), and the
-        biases and norms that Trainer leaves out by itself. `XFormerTrainer` heeds all of it. A plain Trainer asks no
-        model, so give it an optimizer whose groups do: `Trainer(..., optimizers=(optimizer, None))`."""
+        biases and norms that Trainer leaves out by itself. `XFormerTrainer` respects this. The stock Trainer does
+        not, so give it an optimizer with such groups: `Trainer(..., optimizers=(optimizer, None))`."""
         names = declared_undecayed(self)
         for prefix, module in self.named_modules():
             for name, _ in module.named_parameters(recurse=False):
@@ -182,7 +182,7 @@ class XFormerPreTrainedModel(PreTrainedModel):
         return pad(up_to_last_real(input_ids != padding)[:, 1:], (1, 0), value=True)  # a text has a token at least
 
     def reported(self, aux_losses: dict[str, Tensor] | None, loss: Tensor | None = None) -> dict[str, Tensor] | None:
-        """The auxiliary losses that an output gives: beside a loss, in training, and wherever gradients are recorded.
+        """The auxiliary losses that an output gives: next to a loss, in training, and wherever gradients are recorded.
         An output for use alone has none: pipelines cut outputs into rows, which these losses are not made of. The base
         model under a head leaves that to the head."""
         needed = loss is not None or self.under_a_head or self.training or torch.is_grad_enabled()

@@ -46,8 +46,7 @@ class XFormerTower(XFormerPreTrainedModel):
     def __init__(self, config: XFormerConfig, *, cross: bool = False):
         super().__init__(config)
         self.cross = cross
-        # Where norms and heads differ by layer, what stands before the layers goes by the first, and what follows by
-        # the last.
+        # Where layers differ, the embedding uses the first layer's config and the final norm the last layer's.
         first, last = config.layer(0), config.layer(max(config.num_hidden_layers - 1, 0))
         self.embedding = config.embedding.build(first)
         self.position = _checked(config.position.build(first), config)
@@ -69,7 +68,7 @@ class XFormerTower(XFormerPreTrainedModel):
         self.post_init()
 
     def _read_capabilities(self) -> None:
-        """What the components of this tower take, asked once."""
+        """Caches the capabilities of the components."""
         config, layers = cast(XFormerConfig, self.config), self.config.layer_configs()
         self.max_length = config.position.max_length(config)
         stack = config.stack
@@ -226,7 +225,7 @@ class XFormerTower(XFormerPreTrainedModel):
             self_attention_cache(past_key_values),
             encoder_attention_mask,
             output_attentions=bool(kwargs.get("output_attentions", self.config.output_attentions)),
-            output_hidden_states=states is not None and states is not False,  # it may be a state's index, 0
+            output_hidden_states=states is not None and states is not False,  # an index is allowed, and 0 is not False
             back_end=kwargs.get("back_end"),
         )
         if context.segment_ids is not None and past_key_values is not None and can_inspect():
@@ -235,7 +234,7 @@ class XFormerTower(XFormerPreTrainedModel):
                     "`position_ids` restart inside a row (packed documents), but a cache continues one text per row;"
                     " leave `past_key_values` out, or give an `attention_mask` to say that rows are not packed."
                 )
-            past_key_values, use_cache = None, False  # nothing could go on from a row of several texts
+            past_key_values, use_cache = None, False  # nothing could continue from a row of several texts
         if self.extra_inputs:
             given = {**kwargs, "input_ids": input_ids, "token_type_ids": token_type_ids}
             context.inputs = {name: given[name] for name in self.extra_inputs if given.get(name) is not None}

@@ -84,7 +84,7 @@ class XFormerModel(XFormerPreTrainedModel):
             self.decoder.set_input_embeddings(value)
 
     def further_inputs(self) -> tuple[str, ...]:
-        """Names of inputs beside those that `forward` names, which components of this model read."""
+        """Names of inputs besides those that `forward` names, which components of this model read."""
         decoder = () if self.decoder is None else self.decoder.extra_inputs
         pooler = () if self.pooler is None else tuple(self.pooler.inputs)
         return (*self.trunk.extra_inputs, *decoder, *pooler)
@@ -295,8 +295,8 @@ class XFormerModel(XFormerPreTrainedModel):
     @staticmethod
     def read_from_labels(labels: Tensor) -> Tensor:
         """[B, T] labels -> boolean mask of the decoder inputs that [`shift_right`] makes of them: real from the first
-        label (the start token stands there) to the last. What would follow the last label has nothing to predict, and
-        is not there either where the text stands alone."""
+        label (the start token stands there) to the last. Tokens after the last label have nothing to predict and
+        are masked out."""
         labelled = labels != -100
         return from_first_real(labelled) & up_to_last_real(labelled)
 

@@ -53,8 +53,8 @@ SAMPLE = (
     "xf_universal_transformer",
     "xf_vision_transformer",
 )
-# Encoder-decoders put the same layers into two towers: one of each kind of cross-attention and stack is enough, beside
-# T5.
+# Encoder-decoders put the same layers into two towers: one of each type of cross-attention and stack is
+# enough, besides T5.
 TWO_TOWERS = ("xf_performer", "xf_reformer")
 EVERY_HEAD = ("xf_t5", "xf_compressive_transformer", "xf_universal_transformer", "xf_pabee", "xf_vision_transformer")
 
@@ -83,7 +83,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     unknown = [kind for kind in arguments.kinds if kind not in KINDS]
     if unknown:
-        parser.error(f"unknown kind {unknown[0]!r}; choose from {', '.join(KINDS)}")
+        parser.error(f"unknown type {unknown[0]!r}; choose from {', '.join(KINDS)}")
     if arguments.sample:
         arguments.model_type += SAMPLE
     return arguments

@@ -96,7 +96,7 @@ _WINDOW = "--attention_probs_dropout_prob 0 --block cpe --attention.attention_wi
 # within a minute: rows as short as a sentence, a few gaps of a word or two (the last is the row's end, with no
 # text behind it), tokens that are told apart from the first step (vectors of unit variance, as in the first
 # Transformer), and a bias that learns how frequent words are, which would otherwise move all vectors one way. The
-# vocabulary has as many words beside its sentinels.
+# vocabulary has as many words besides its sentinels.
 _GAPS = (
     f"--tokenizer_kind wordpiece --vocab_size 2144 --hidden_dropout_prob 0 {_EARLY} --initializer xavier"
     " --embedding.scale true --tie_word_embeddings false --head.bias true --num_decoder_layers 1"
@@ -179,7 +179,7 @@ def show(objective: str, folder: Path) -> None:
 
 
 def print_learning(folder: Path) -> None:
-    """Held-out figures before and after training, as the Trainer recorded them, beside what token frequencies
+    """Held-out figures before and after training, as the Trainer recorded them, next to what token frequencies
     reach."""
     history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
     before, *_, after = [entry for entry in history if "eval_loss" in entry]
@@ -187,10 +187,10 @@ def print_learning(folder: Path) -> None:
     for column in ("before", "token frequencies", f"after {after['step']} steps"):
         table.add_column(column, justify="right")
     for name, key, form in (("loss (nats per token)", "loss", ".2f"), ("accuracy", "accuracy", ".1%")):
-        values = before[f"eval_{key}"], after[f"eval_floor_{key}"], after[f"eval_{key}"]
+        values = before[f"eval_{key}"], after[f"eval_baseline_{key}"], after[f"eval_{key}"]
         table.add_row(name, *(format(value, form) for value in values))
     console.print(table)
-    times = after["eval_accuracy"] / after["eval_floor_accuracy"]
+    times = after["eval_accuracy"] / after["eval_baseline_accuracy"]
     console.print(f"Right {times:.1f} times as often as always guessing the most frequent token.\n")
 
 
@@ -286,7 +286,7 @@ def training_step(objective: str, folder: str, dense: bool, length: int) -> Call
 
 
 def print_costs(objective: str, folder: Path) -> None:
-    """Time and memory of a training step beside dense attention's, measured here and now."""
+    """Time and memory of a training step next to dense attention's, measured here and now."""
     kind = AutoConfig.from_pretrained(folder).attention.type
     if kind == "dense":
         return

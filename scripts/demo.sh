@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Trains a tiny model on text that comes with Python, uses it again from a new process, and shows what a training step costs
-# beside dense attention. Under six minutes on two free cores, with no network after the set-up. Safe to run again: it trains
+# next to dense attention. Under six minutes on two free cores, with no network after the set-up. Safe to run again: it trains
 # anew into the same folder.
 #
 #   scripts/demo.sh [mlm|clm|t5]      fills masks (Longformer), continues text (linear attention), fills gaps as T5 does

@@ -4,7 +4,7 @@ python scripts/golden.py record FILE [--folders DIR] [--only PATTERN]
 python scripts/golden.py compare FILE [--folders DIR] [--only PATTERN]
 
 Of every head of every family, and of 200 drawn mixes, under a seed and in one thread: configuration, fresh weights in
-their order, outputs at lengths 1, 7 and 40 and of rows padded on either side, what layers give beside them, cached
+their order, outputs at lengths 1, 7 and 40 and of rows padded on either side, what layers give besides them, cached
 steps, generated ids, and of a training step with dropout the loss, all gradients and all buffers; or the words of a
 refusal. The file keeps hashes, with sums of magnitudes by which to guess how far something has moved. `compare` exits
 with 1 where anything is not equal bit for bit, and lists it; models that the record does not know are only counted.

@@ -5,7 +5,7 @@
     python scripts/wheel.py --folder /tmp/wheel                  environments go there, stay, and are used again
 
 In each environment, which has torch and transformers by the pins of scripts/constraints.txt: what the wheel brings
-beside them, how long `import hf_xformers` takes (seconds of a processor) and what it loads, the model examples of the
+besides them, how long `import hf_xformers` takes (seconds of a processor) and what it loads, the model examples of the
 README, a model that is trained in a loop of one's own, saved and loaded, and what a command says that needs the extra
 `train`. Ends with another exit code than 0 where one of these fails. Needs a package index that pip can reach.
 """

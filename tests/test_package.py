@@ -16,6 +16,7 @@ from packaging.utils import canonicalize_name
 from hf_xformers.hub.flattening import LICENCE
 
 ROOT = Path(__file__).resolve().parent.parent
+OTHERS = ("py.typed", "cli/templates/card.md", "hub/variants.toml", "hub/results.toml")
 
 USE = """
 import hf_xformers, sys
@@ -37,7 +38,7 @@ def test_wheel_works_outside_the_checkout(tmp_path):
     (wheel,) = tmp_path.glob("hf_xformers-*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
     sources = {str(path.relative_to(ROOT)) for path in (ROOT / "hf_xformers").rglob("*.py")}
-    assert sources <= names and {"hf_xformers/py.typed", "hf_xformers/cli/templates/card.md"} <= names
+    assert sources <= names and {f"hf_xformers/{file}" for file in OTHERS} <= names
     assert not [name for name in names if name.startswith(("tests", "benchmarks"))]
     site = tmp_path / "site"
     subprocess.run(

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapters that `peft` does not have, several per model, by name: bottlenecks (Houlsby et al. 2019, Pfeiffer et al.
-2021), fusions of them, and networks beside the layers (K-Adapter, Wang et al. 2021).
+2021), fusions of them, and networks next to the layers (K-Adapter, Wang et al. 2021).
 
 add_adapter(model, "reviews", "houlsby")      # frozen base; trains the adapter, the norms and the head
 ... train ...

@@ -45,7 +45,7 @@ class AdapterConfig:
     init_scale: standard deviation of the fresh maps, so that a fresh adapter hardly changes anything. train_norms:
     train the layers' norms along; None: as the paper of `kind`.
 
-    Raises ValueError for an unknown kind or activation, and for a width below 1.
+    Raises ValueError for an unknown type or activation, and for a width below 1.
     """
 
     kind: str = "houlsby"
@@ -57,7 +57,7 @@ class AdapterConfig:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise ValueError(f"unknown kind of adapter {self.kind!r}: choose one of {', '.join(KINDS)}")
+            raise ValueError(f"unknown type of adapter {self.kind!r}: choose one of {', '.join(KINDS)}")
         if self.activation not in ACT2FN:
             raise ValueError(
                 f"unknown activation act={self.act!r} of an adapter; take gelu, relu, silu or another one"
@@ -436,7 +436,7 @@ def _frames(model: nn.Module) -> Iterator[tuple[Any, SublayerPlan]]:
 
 
 def _towers(model: nn.Module) -> list[Any]:
-    """The towers that side networks were put beside."""
+    """The towers that side networks were put next to."""
     return [module for module in model.modules() if isinstance(getattr(module, "side_adapters", None), nn.ModuleDict)]
 
 

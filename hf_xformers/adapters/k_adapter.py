@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""K-Adapter (Wang et al. 2021, arXiv 2002.01808, section 3.1): a small network beside a frozen encoder, reading the
+"""K-Adapter (Wang et al. 2021, arXiv 2002.01808, section 3.1): a small network next to a frozen encoder, reading the
 states of some of its layers."""
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def _is_tower(module: nn.Module) -> bool:
 
 
 def check_encoder(model: Any) -> Any:
-    """The tower of an encoder that a side network can stand beside.
+    """The tower of an encoder that a side network can be put next to.
 
     Raises ValueError for decoders, for two towers, and for layers that do not have a state of every token.
     """
@@ -165,7 +165,7 @@ def check_encoder(model: Any) -> Any:
     config = model.config
     if len(towers) != 1 or config.is_decoder or config.is_encoder_decoder:
         raise ValueError(
-            f"a K-Adapter reads whole texts beside an encoder, and {type(model).__name__} is a decoder or has more"
+            f"a K-Adapter reads whole texts next to an encoder, and {type(model).__name__} is a decoder or has more"
             " than one tower; take Houlsby's or Pfeiffer's adapters"
         )
     if config.unpad_inputs:

@@ -13,7 +13,7 @@ _WHY_NOT = {
     "houlsby": "it has a nonlinearity between its two maps",
     "pfeiffer": "it has a nonlinearity between its two maps",
     "fusion": "it weighs adapters anew for every token",
-    "k_adapter": "it is a network of its own beside the layers",
+    "k_adapter": "it is a network of its own besides the layers",
 }
 
 
@@ -31,15 +31,15 @@ def merge_adapter(model: Any) -> Any:
         kind = state.configs[state.active].kind
         raise ValueError(
             f"the adapter {state.active!r} of kind {kind!r} cannot become a part of the weights: {_WHY_NOT[kind]};"
-            " save it beside its base (save_adapter), or train LoRA, which can"
+            " save it next to its base (save_adapter), or train LoRA, which can"
         )
     if not (hasattr(model, "peft_config") and hasattr(model, "get_base_model")):
         raise ValueError(f"{type(model).__name__} has no adapter that could be merged; give a `peft.PeftModel`")
     (method,) = {str(getattr(config.peft_type, "value", config.peft_type)) for config in model.peft_config.values()}
     if not hasattr(model.base_model, "merge_and_unload"):
         raise ValueError(
-            f"an adapter of the method {method} cannot become a part of the weights: it is read beside the text; save"
-            " it beside its base, or train LoRA, which can"
+            f"an adapter of the method {method} cannot become a part of the weights: it is read next to the text; save"
+            " it next to its base, or train LoRA, which can"
         )
     return copy.deepcopy(model).merge_and_unload()
 

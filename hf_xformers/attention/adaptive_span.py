@@ -79,7 +79,7 @@ class AdaptiveSpanAttention(Attention):
     layers: the first layer owns them and hands them on. z_h = S u_h, u_h learned in [0, 1]; dynamic spans are
     z_(h,i) = S sigmoid(v_h x_i + b_h) for every token. The loss gains coef * S * mean_h u_h in every layer ("span").
 
-    A number u outside [0, 1] counts as the border, and its gradient only leads inwards, so no step of an optimiser
+    A number u outside [0, 1] counts as the border, and its gradient only leads inwards, so no step of an optimizer
     needs a clamp afterwards. (Weight decay shortens spans too, so `span` is left out of it.)
 
     Keys farther than ceil(max z) + R are never computed: time O(T (max z + R) D), memory O(T D). With a score bias
@@ -90,7 +90,7 @@ class AdaptiveSpanAttention(Attention):
     A token that reads nothing (without `include_self`: the first) gets zeros.
 
     Raises:
-        ValueError: relative keys are wanted and the first layer is of another kind.
+        ValueError: relative keys are wanted and the first layer is of another type.
     """
 
     spec: AdaptiveSpanSpec
@@ -375,7 +375,7 @@ class AdaptiveSpanAttention(Attention):
         return over_query_blocks(block, length, at_once, (query, 2), (spans if self.spec.dynamic else None, 2))
 
     def _engine_applies(self, query: Tensor, relative: Tensor | None, context: LayerContext) -> bool:
-        """Scores that depend on the offset alone, beside the products."""
+        """Scores that depend on the offset alone, besides the products."""
         plain = relative is None and not self.spec.dynamic and context.explicit_mask is None
         return plain and query.shape[2] > 1 and not torch.compiler.is_compiling()
 

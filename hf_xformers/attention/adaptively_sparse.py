@@ -19,7 +19,7 @@ from ..ops.score_terms.attention import applies
 from .shared.base import Attention, AttentionSpec
 from .shared.query_blocks import SCORES_AT_ONCE, over_query_blocks, shared_rows
 
-# The normaliser and its gradient have about this many numbers for each score at once; a block has as many rows fewer,
+# The normalizer and its gradient have about this many numbers for each score at once; a block has as many rows fewer,
 # but so many at least that reading all keys is shared by them.
 _NUMBERS_PER_SCORE, _LEAST_ROWS = 4, 16
 
@@ -28,7 +28,7 @@ class AdaptivelySparseAttention(Attention):
     """o_i = sum_j p_ij v_j, p_i = alpha-entmax_j(scale * q_i k_j + b_ij), alpha = 1 + sigmoid(a) for each head.
 
     Correia, Niculae and Martins 2019 (arXiv 1909.00015), section 3 and eq. 11; a ~ N(0, 1) at the start, one for each
-    layer, head and kind of attention. alpha-entmax ([`entmax`](../ops/entmax.py)) is softmax for alpha = 1 and
+    layer, head and type of attention. alpha-entmax ([`entmax`](../ops/entmax.py)) is softmax for alpha = 1 and
     sparsemax for 2; in between, weights of low scores are zero, and more of them the larger alpha is. alpha is kept
     at `alpha_min` at least, as its derivative is 0 / 0 at 1.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All-attention: learned keys and values beside those of the text take the feed-forward's place."""
+"""All-attention: learned keys and values next to those of the text take the feed-forward's place."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ class ArccosAttention(RandomRows, LinearAttention):
 
     With normal rows in W and eps = 0, phi(x) phi(y) estimates half of the arc-cosine kernel of order 1 (Cho and Saul
     2009): |x| |y| (sin t + (pi - t) cos t) / (2 pi) for the angle t between x and y. Choromanski et al. 2021 (arXiv
-    2009.14794), section 4 and appendix ("generalised attention", Performer-ReLU). Their released code adds eps = 1e-3,
+    2009.14794), section 4 and appendix ("generalized attention", Performer-ReLU). Their released code adds eps = 1e-3,
     without which the features of a query may all be zero, and has by default no W: `num_features=None`, phi(x) =
     relu(x) + eps. Peng et al. 2021 (arXiv 2103.02143), section 3.1, give queries and keys the length 1 before the map
     (RFA-arccos): `normalize_qk`.

@@ -18,7 +18,7 @@ from .shared.pattern_spec import BlockSparseSpec
 
 class AxialAttention(BlockSparseAttention):
     """Attention along the rows or the columns of a grid (see [`AxialTransformerSpec`]). In a decoder the outer rows
-    are read whole; what they give goes on to later rows only, which the stack `axial_transformer` sees to."""
+    are read whole; what they give is passed to later rows only, which the stack `axial_transformer` sees to."""
 
     def __init__(self, config, spec: AxialTransformerSpec, *, layer_idx: int, cross: bool = False):
         super().__init__(config, spec, layer_idx=layer_idx, cross=cross)

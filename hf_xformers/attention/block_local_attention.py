@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks of tokens that read themselves and their neighbours."""
+"""Blocks of tokens that read themselves and their neighbors."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from .shared.window_parts import form_of_window
 
 @register("attention", "block_local_attention", aliases=("block_local",))
 class BlockLocalSpec(BlockSparseSpec):
-    """Blocks of tokens that read themselves, and whole neighbouring blocks where wanted (the survey, section 4.1.1;
-    Liu et al. 2018, arXiv 1801.10198, section 4.2.4). Time O(T block_size (1 + neighbours)).
+    """Blocks of tokens that read themselves, and whole neighboring blocks where wanted (the survey, section 4.1.1;
+    Liu et al. 2018, arXiv 1801.10198, section 4.2.4). Time O(T block_size (1 + neighbors)).
 
-    Without neighbours no layer carries anything from one block to another; mix it with other layers.
+    Without neighbors no layer carries anything from one block to another; mix it with other layers.
 
-    block_size: tokens. blocks_before, blocks_after: neighbours on each side (a decoder has none after). ring: the last
+    block_size: tokens. blocks_before, blocks_after: neighbors on each side (a decoder has none after). ring: the last
     block of a text stands before its first (the local layers of Reformer's released code); it changes nothing in a
     decoder and is refused there.
     """
 
-    summary = "blocks that read themselves and their neighbours"
+    summary = "blocks that read themselves and their neighbors"
 
     block_size: int = bounded(256, least=1)
     blocks_before: int = bounded(0, least=0)

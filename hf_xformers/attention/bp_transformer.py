@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""BP-Transformer: a token reads its neighbours, and spans that are the longer the farther away they are."""
+"""BP-Transformer: a token reads its neighbors, and spans that are the longer the farther away they are."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class BPTransformerAttention(Attention):
         layer = None if own is None or step >= len(own.layers) else own.layers[step]
         if not isinstance(layer, TreeLayer):
             raise ValueError(
-                f"bp_transformer keeps keys and values of spans beside those of tokens, which the given"
+                f"bp_transformer keeps keys and values of spans next to those of tokens, which the given"
                 f" {type(own).__name__} has no place for; leave `past_key_values` out, or make it with"
                 " `hf_xformers.core.cache.make_cache(config)`."
             )
@@ -267,7 +267,7 @@ class BPTransformerSpec(AttentionSpec):
     """nodes_per_level: k, nodes of each level that a token reads on each side (the paper tries 1 to 64). max_level:
     levels above it share their vectors of relative places. relative_labels: whether there are such vectors."""
 
-    summary = "a token reads its neighbours, and spans that are the longer the farther away they are"
+    summary = "a token reads its neighbors, and spans that are the longer the farther away they are"
     acts = frozenset()
     head_options = frozenset({"norm"})
     knows_order = True
@@ -285,7 +285,7 @@ class BPTransformerSpec(AttentionSpec):
     def check(self, config) -> None:
         if HandOver.SPANS not in config.block.reads:
             raise ValueError(
-                f"bp_transformer has states of spans, which go through a layer beside the tokens, and block"
+                f"bp_transformer has states of spans, which go through a layer next to the tokens, and block"
                 f" {config.block.type!r} takes none along; set `block='bp_transformer'`."
             )
 

@@ -92,7 +92,7 @@ class ImprovedClusteredAttention(ClusteredAttention):
     weights are never farther from softmax attention than those of clustered attention.
 
     Queries are laid out in blocks of one cluster, each of which meets the keys of its cluster alone. Time O(T k d)
-    beside clustered attention, whose scores of a few heads at a time are made again in the backward pass.
+    next to clustered attention, whose scores of a few heads at a time are made again in the backward pass.
     """
 
     spec: ImprovedClusteredSpec

@@ -67,7 +67,7 @@ class CSALRSpec(AttentionSpec):
     """num_landmarks: averages that stand for the text. ridge: what is added to the diagonal of the landmarks' own
     attention before it is inverted. renormalize: rows of the whole sum to 1 instead of 1 / (1 + ridge)."""
 
-    summary = "tokens combine what a few landmarks read, through a regularised inverse: linear time"
+    summary = "tokens combine what a few landmarks read, through a regularized inverse: linear time"
     head_options = frozenset({"norm"})
     why_not: ClassVar[Mapping[str, str]] = {"causal": "its landmarks are means over all tokens, later ones too."}
 

@@ -62,7 +62,7 @@ class DeltaNetAttention(RandomRows, Attention):
     def __init__(self, config, spec: DeltaNetSpec, **where):
         super().__init__(config, spec, **where)
         self.beta_proj = nn.Linear(config.hidden_size, self.num_heads, bias=False)
-        # [B, H, t, d] -> normalised features [B, H, t, F].
+        # [B, H, t, d] -> normalized features [B, H, t, F].
         maps: dict[str, Any] = {"dpfp": NormalizedDPFP(spec.nu), "elu": normalized_elu}
         self.phi: Callable[..., Tensor] = maps.get(spec.feature_map, normalized_positive_features)
         if spec.feature_map == "favor":

@@ -28,12 +28,12 @@ from .shared.base import Attention, AttentionSpec, literal_softmax_attention
 from .shared.query_blocks import visible_softmax
 from .shared.term_blocks import attend_with_terms, weights_with_terms
 
-# Numbers (over heads) of a bias that is made as a whole, for all layers and rows of a batch: 32 MiB in float32.
+# Largest bias, in numbers over heads, to materialize at once for all layers and rows: 32 MiB in float32.
 BIAS_AT_ONCE = 1 << 23
 # The same where the bias is trained on a processor in full precision: torch's kernels would write all scores out for
 # its gradient, so that tiles pay from about 256 tokens on.
 TRAINED_BIAS_AT_ONCE = 1 << 19
-_ALL = full()  # made here, as a graph that is being recorded cannot make a pattern
+_ALL = full()  # built at import: torch.compile cannot trace it
 
 
 class DenseMask(Prepared):

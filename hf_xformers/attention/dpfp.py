@@ -64,7 +64,7 @@ class DPFPSpec(LinearSpec):
     splits = frozenset({"heads"})
     not_taken_over = ("scale",)  # here of what is read, not of scores
     adds_up = True
-    summary = "deterministic sparse features of products of neighbouring channels: linear time, sum or delta rule"
+    summary = "deterministic sparse features of products of neighboring channels: linear time, sum or delta rule"
     acts = frozenset({"rotation"})
     head_options = frozenset({"norm", "parts"})
 

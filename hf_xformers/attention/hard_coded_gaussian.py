@@ -23,7 +23,7 @@ from ..ops.head_convolution import LEAST_TAPS, convolve_heads
 from .shared.base import Attention, AttentionSpec, cross_cache, given_memory
 from .shared.linear import state_layer
 
-# Beyond so many standard deviations a density is left out: exp(-32) is below what float64 keeps beside 1.
+# Beyond so many standard deviations a density is left out: exp(-32) is below what float64 keeps next to 1.
 REACH = 8.0
 # Queries that read one window of a memory together.
 BLOCK = 64
@@ -32,18 +32,18 @@ BLOCK = 64
 class HardCodedGaussianAttention(Attention):
     """o_i = sum_j exp(-(j - i - o_h)^2 / (2 s^2)) / (s sqrt(2 pi)) v_j over the j that i may see.
 
-    You, Sun and Iyyer 2020 (arXiv 2005.00742), section 3: head h looks at the token at offset o_h and its neighbours,
+    You, Sun and Iyyer 2020 (arXiv 2005.00742), section 3: head h looks at the token at offset o_h and its neighbors,
     with the density itself for a weight. Nothing is divided by a sum (released code), so that weights near the ends of
     a text, and those of a decoder, sum to less than one; with `renormalize` they are divided by their sum over what
     may be seen. There are no queries and keys, and 2 D^2 parameters less.
 
-    In cross-attention the centre is r p_i + o_h with p_i the place of the token in its text and r = `ratio`, a
+    In cross-attention the center is r p_i + o_h with p_i the place of the token in its text and r = `ratio`, a
     constant for the ratio of the lengths of source and target (section 4): the target's own length is not known while
     it is made. Places of source and target are counted from their first real tokens.
 
     Densities beyond 8 s are left out, which changes no digit. Then this is a convolution of the values with one kernel
     for each head, W = 2 (8 s + max |o|) + 1 taps: time O(T W D), memory O(T D). State: the last (W - 1) / 2 values.
-    `attention_probs_dropout_prob` has no effect, as nothing is normalised over the weights.
+    `attention_probs_dropout_prob` has no effect, as nothing is normalized over the weights.
     """
 
     spec: HardCodedGaussianSpec
@@ -66,7 +66,7 @@ class HardCodedGaussianAttention(Attention):
         return constant(self.head_offsets, like.device, accumulation_dtype(like.dtype))
 
     def _density(self, away: Tensor) -> Tensor:
-        """exp(-x^2 / (2 s^2)) / (s sqrt(2 pi)) of distances x from a centre."""
+        """exp(-x^2 / (2 s^2)) / (s sqrt(2 pi)) of distances x from a center."""
         std = float(self.spec.std)
         return torch.exp(-0.5 * (away / std).square()) / (std * math.sqrt(2 * math.pi))
 
@@ -142,7 +142,7 @@ class HardCodedGaussianAttention(Attention):
         return self._weights((distance.to(offsets.dtype) - offsets)[None], visible_pairs(context)).to(value.dtype)
 
     def _weights(self, away: Tensor, seen: Tensor | None) -> Tensor:
-        """Of keys at distances `away` [..., S] from a centre, of which `seen` (None: all) may be seen."""
+        """Of keys at distances `away` [..., S] from a center, of which `seen` (None: all) may be seen."""
         if not self.spec.renormalize:
             weights = self._density(away)
             return weights if seen is None else weights * seen
@@ -189,7 +189,7 @@ class HardCodedGaussianAttention(Attention):
         return value
 
     def _windows(self, value: Tensor, centres: Tensor, offsets: Tensor, count: Tensor | None) -> Tensor:
-        """Blocks of queries, each with the part of the memory [B, H, S, d] around its centres [B or 1, T]; count [B]:
+        """Blocks of queries, each with the part of the memory [B, H, S, d] around its centers [B or 1, T]; count [B]:
         real tokens, which come first -> [B, H, T, d]."""
         (batch, _, keys, width), length = value.shape, centres.shape[1]
         block = min(BLOCK, length)
@@ -223,7 +223,7 @@ class HardCodedGaussianSpec(AttentionSpec):
     what may be seen. ratio: r of cross-attention, tokens of the source for one of the target.
     """
 
-    summary = "fixed Gaussian weights around a neighbour: no queries and keys, linear time, constant state"
+    summary = "fixed Gaussian weights around a neighbor: no queries and keys, linear time, constant state"
     cross = True
     acts = frozenset()
     knows_order = True
@@ -262,7 +262,7 @@ class HardCodedGaussianSpec(AttentionSpec):
             raise ValueError(
                 "hard_coded_gaussian as `cross_attention` reads the memory by places and nothing of its own input, for"
                 f" which residual {config.residual.type!r} would have a norm without use; take a residual that"
-                " normalises behind the sum, such as 'post_ln', or leave `cross_attention` at 'dense'."
+                " normalizes behind the sum, such as 'post_ln', or leave `cross_attention` at 'dense'."
             )
         for slot, causal in (("attention", config.is_decoder), ("cross_attention", False)):
             if getattr(config, slot) is not self or self.offsets is None:

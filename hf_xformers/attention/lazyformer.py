@@ -33,14 +33,14 @@ class LazyFormerAttention(ScoreChain, DenseAttention):
     of a block have neither queries nor keys, 2 D^2 parameters less, and make values and outputs alone. What is shared
     are the weights after softmax and dropout, with mask and position bias in them.
 
-    A block hands on its weights [B, H, T, S], which saves all products Q K^T but the first, or, for longer texts, its
+    A block passes on its weights [B, H, T, S], which saves all products Q K^T but the first, or, for longer texts, its
     queries and keys, from which fused attention makes the same weights again in every layer: O(T) memory, and only the
     projections are saved. A map with dropout cannot be made again, so in training with
-    `attention_probs_dropout_prob` above 0 the weights are handed on at every length. State: keys of the first layer of
+    `attention_probs_dropout_prob` above 0 the weights are passed on at every length. State: keys of the first layer of
     each block, and values of all.
 
     Raises:
-        ValueError: the layer below handed on no map, or one of another shape.
+        ValueError: the layer below passed on no map, or one of another shape.
     """
 
     spec: LazyFormerSpec
@@ -117,7 +117,7 @@ class LazyFormerAttention(ScoreChain, DenseAttention):
         return value
 
     def _by_map(self, value: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
-        """What the first layer of the block handed on, with values [B, K, S, d] of this one -> output [B, T, H, d]."""
+        """What the first layer of the block passed on, with values [B, K, S, d] of this one -> output [B, T, H, d]."""
         handed = self.handed(context)
         weights, query, key = handed.weights, handed.queries, handed.keys
         if weights is not None:
@@ -168,7 +168,7 @@ class LazyFormerSpec(AttentionSpec):
             raise ValueError(
                 "lazyformer as `cross_attention` has layers that read the memory with the map of another layer and"
                 f" nothing of their own input, for which residual {config.residual.type!r} would have a norm without"
-                " use; take a residual that normalises behind the sum, such as 'post_ln', or leave"
+                " use; take a residual that normalizes behind the sum, such as 'post_ln', or leave"
                 " `cross_attention` at 'dense'."
             )
 

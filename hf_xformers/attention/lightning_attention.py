@@ -15,7 +15,7 @@ from .shared.recurrent import GatedNorm, RecurrentAttention, RecurrentSpec, Toke
 
 class LayerDecay(Float32Module):
     """log a_{h, l} = -2^{-8 (h + 1) / H} (1 - l / (L - 1) + 1e-5): heads and lower layers forget faster. Kept with the
-    weights, since a layer that is moved, or whose neighbours are cut out, goes on with what it has learned with."""
+    weights, since a layer that is moved, or whose neighbors are cut out, continues with what it has learned with."""
 
     def __init__(self, heads: int, layer_idx: int, layers: int):
         super().__init__()

@@ -38,7 +38,7 @@ class LinformerAttention(Attention):
     before the projection, and the short sequence needs no mask.
 
     Sharing: `none` (E_h and F_h for every head), `headwise` (E and F per layer), `key_value` (E = F per layer),
-    `layerwise` (one matrix for all layers, owned by layer 0 and handed on). Where heads share, tokens are projected to
+    `layerwise` (one matrix for all layers, owned by layer 0 and passed on). Where heads share, tokens are projected to
     k rows first and to keys and values then: E (X W + b) = (E X) W + (E 1) b.
 
     The same section's other projections take blocks of n / k tokens: the `mean` of their keys and values, the `max`,

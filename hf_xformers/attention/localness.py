@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Localness modelling: every query predicts a window of the text, which scores outside of it fall away from."""
+"""Localness modeling: every query predicts a window of the text, which scores outside of it fall away from."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class LocalnessAttention(DenseAttention):
     """o_i = sum_j softmax_j(scale * q_i k_j - (j - P_i)^2 / (2 s_i^2)) v_j,   s_i = D_i / 2.
 
     Yang, Tu, Wong, Meng, Chao and Zhang 2018 (arXiv 1810.10182), section 3. P_i = I sigmoid(u_P tanh(q_i W)) is the
-    centre, j and P_i count a text's tokens from 1 on, I is their number. D_i is the width of the window:
+    center, j and P_i count a text's tokens from 1 on, I is their number. D_i is the width of the window:
 
-    - query: D_i = I sigmoid(u_D tanh(q_i W)), with the W of the centre (eq. 9);
+    - query: D_i = I sigmoid(u_D tanh(q_i W)), with the W of the center (eq. 9);
     - layer: D = I sigmoid(u_D tanh(k W')) with k the mean of all keys of the head (eq. 8);
     - fixed: D = `fixed_window` tokens (eq. 7).
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoLCATs: softmax over a sliding window and linear attention over what came before it, under one normaliser."""
+"""LoLCATs: softmax over a sliding window and linear attention over what came before it, under one normalizer."""
 
 from __future__ import annotations
 

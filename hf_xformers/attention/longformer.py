@@ -151,7 +151,7 @@ class LongformerSpec(AttentionSpec):
     def task_inputs(self, task: str, config, input_ids: Tensor | None, mask: Tensor) -> dict[str, Any]:
         """Global tokens that a head chooses when the caller does not, as transformers' Longformer does: for whole
         texts the first real token, for questions the tokens before the first separator (`sep_token_id`), for choices
-        those of the last part: after the second of two neighbouring separators (RoBERTa's pairs), with the one at its
+        those of the last part: after the second of two neighboring separators (RoBERTa's pairs), with the one at its
         end (without a separator: none, and the first token). mask [B, T], True = real."""
         if config.is_decoder:
             return {}

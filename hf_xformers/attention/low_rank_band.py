@@ -87,7 +87,7 @@ class LowRankBandAttention(BlockSparseAttention):
         keys = [self._narrow(self.low_k_proj, hidden_states), self.heads(self.k_proj(hidden_states))]
         values = [self.heads(projection(hidden_states)) for projection in (self.low_v_proj, self.v_proj)]
         cache = self_attention_cache(past_key_values)
-        if cache is not None:  # both beside each other
+        if cache is not None:  # both side by side
             kept = appended(cache, torch.cat(keys, -1), torch.cat(values, -1), step)
             keys, values = (list(x.split([first, self.head_dim], -1)) for x, first in zip(kept, (rank, self.head_dim)))
         far, far_weights = self._low_rank(narrow, keys[0], values[0], context)
@@ -160,7 +160,7 @@ class LowRankBandSpec(AttentionSpec):
     """low_rank: width r of the queries and keys that read the whole text (`None`: 16,
     or the width of a head where that is less). band_width: tokens on each side of a token
     that the band has, in a decoder before it. combine: whether both results are added (`sum`: weights of 2 in all),
-    their `mean`, mixed by a learned `gate` of each head, or put beside each other before an output projection of twice
+    their `mean`, mixed by a learned `gate` of each head, or put side by side before an output projection of twice
     the width (`concat`)."""
 
     summary = "narrow queries and keys for the whole text, and a band for its neighbourhood"

@@ -283,7 +283,7 @@ def _sums(kv: Tensor) -> Tensor:
 
 
 def _goes_on(config: Any) -> bool:
-    """Whether the memory of self-attention goes on in cross-attention."""
+    """Whether the memory of self-attention continues in cross-attention."""
     carry = config.attention.carries(config)
     return carry is not None and carry.kind is PackedMemory
 

@@ -24,7 +24,7 @@ from .shared.linear import state_layer
 
 
 class MemoryCompressedState(SlotStateLayer):
-    """What either kind of layer needs of the tokens read. A local layer keeps the keys and values of the last `reach`
+    """What either type of layer needs of the tokens read. A local layer keeps the keys and values of the last `reach`
     tokens; a compressed one its slots, the tokens behind the last whole block, and how many it has read."""
 
     def __init__(self, reach: int):
@@ -327,7 +327,7 @@ def _written(old: Tensor, new: Tensor, at: Tensor, room: int) -> Tensor:
 
 @register("attention", "memory_compressed_attention", aliases=("memory_compressed",))
 class MemoryCompressedSpec(AttentionSpec):
-    """layer_pattern: kinds of the layers from the first one on, local (L) and compressed (M), again from the start
+    """layer_pattern: types of the layers from the first one on, local (L) and compressed (M), again from the start
     where there are more layers; cross-attention is always compressed. compression_factor: tokens of a slot. compress:
     how a slot is made of them, by a convolution over `conv`, their `mean` or their `max`. compress_activation: of what
     is made (`none` or `silu`). block_size: tokens of a block of local layers. local_lookback: whole blocks before its

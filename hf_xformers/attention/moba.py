@@ -33,7 +33,7 @@ class MobaAttention(Attention):
 
     Lu et al. 2025 (arXiv 2502.13189), eqs. 2 to 7. In a decoder other blocks are those that are over before i, and of
     its own i sees what is not later. Every query of every head chooses for itself; the choice has no gradient, and
-    there are no parameters beside those of dense attention. Blocks count from a row's first real token. Time
+    there are no parameters besides those of dense attention. Blocks count from a row's first real token. Time
     O(T (m b + T / b) d), memory O(T m b) in booleans. State: keys and values of all tokens.
     """
 

@@ -23,7 +23,7 @@ from .dense import DenseAttention, DenseSpec
 from .shared.base import KeyStates
 from .shared.query_blocks import visible_softmax
 
-# Queries beside a cache for which keys and values are not made: scores of so many against all tokens are written out.
+# Queries next to a cache for which keys and values are not made: scores of so many against all tokens are written out.
 FEW_QUERIES = 16
 
 

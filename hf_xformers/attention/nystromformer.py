@@ -129,7 +129,7 @@ class NystromSpec(AttentionSpec):
             )
         if self.conv_kernel_size is not None and self.conv_kernel_size % 2 == 0:
             raise ValueError(
-                "nystromformer centres its convolution on a token, so `conv_kernel_size` must be odd, got"
+                "nystromformer centers its convolution on a token, so `conv_kernel_size` must be odd, got"
                 f" {self.conv_kernel_size}."
             )
 

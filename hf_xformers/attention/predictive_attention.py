@@ -80,11 +80,11 @@ class PredictiveAttention(ScoreChain):
 
     What a token may not see is zero in the image, padding on both sides as well, so that no padding counts. In a
     decoder that alone would still let rows of later tokens in: there the convolution of row i reads rows i - k + 1 to
-    i. Time O(T^2 (D + k^2 H^2)), memory O(H T^2) in every layer: the image itself is what is handed on. State: keys
+    i. Time O(T^2 (D + k^2 H^2)), memory O(H T^2) in every layer: the image itself is what is passed on. State: keys
     and values, and the last k - 1 rows of the image, which grow with the text.
 
     Raises:
-        ValueError: scores that do not fit to those handed on, or a cache without a place for rows.
+        ValueError: scores that do not fit to those passed on, or a cache without a place for rows.
     """
 
     spec: PredictiveSpec
@@ -143,7 +143,7 @@ class PredictiveAttention(ScoreChain):
         mixed = (1 - beta) * scores + beta * handed if evolving else handed
         image = self._visible(mixed, context)
         real = context.memory_padding_mask if self.cross else None
-        columns = None if real is None else real_first(real)  # neighbours are tokens, with nothing between them
+        columns = None if real is None else real_first(real)  # neighbors are tokens, with nothing between them
         image = image if columns is None else take(image, columns, 3)
         if conv.above:
             before = image.new_zeros(*image.shape[:2], conv.above, image.shape[3])
@@ -173,7 +173,7 @@ class PredictiveAttention(ScoreChain):
         layer = cache.layers[step] if step < len(cache.layers) else None
         if not isinstance(layer, ScoreRowsLayer):
             raise ValueError(
-                f"This attention keeps rows of scores beside keys and values, which the given {type(cache).__name__}"
+                f"This attention keeps rows of scores next to keys and values, which the given {type(cache).__name__}"
                 " has no place for; leave `past_key_values` out, or make it with"
                 " `hf_xformers.core.cache.make_cache(config)`."
             )

@@ -29,13 +29,13 @@ class RealFormerAttention(ScoreChain):
     advised there for 30 layers and more.
 
     The sum of products is a product of joined projections, Z^l = [q^0 .. q^l] [k^0 .. k^l]^T / sqrt(d). So the layers
-    hand on either the scores, [B, H, T, S], or all projections so far, [B, H, T, l d] and [B, K, S, l d], whichever
+    pass on either the scores, [B, H, T, S], or all projections so far, [B, H, T, l d] and [B, K, S, l d], whichever
     takes less memory at these lengths: scores up to T = S = (layers + 1) d and for single tokens, projections beyond,
     where no T x S tensor exists. Time: with scores that of vanilla attention and one addition; with projections the
     products Q K^T cost l + 1 times as much.
 
     Raises:
-        ValueError: a layer's scores do not fit to those handed on (other numbers of heads, or another length).
+        ValueError: a layer's scores do not fit to those passed on (other numbers of heads, or another length).
     """
 
     spec: RealFormerSpec
@@ -101,7 +101,7 @@ class RealFormerAttention(ScoreChain):
             scores = scores + below.scores
         link = Link(scores=scores, depth=depth)
         if depth is not None:
-            scores = scores / depth  # a new tensor: what is handed on stays the sum
+            scores = scores / depth  # a new tensor: what is passed on stays the sum
         return *self.weigh(scores, value, context)[:2], link
 
     def _by_projections(

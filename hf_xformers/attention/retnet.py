@@ -16,7 +16,7 @@ class Retention(RecurrentAttention):
     """S_t = a_h S_{t-1} + k_t v_t^T,   y_t = W_o [RMSNorm(S_t^T q_t) SiLU(W_g x_t)],   a_h = 1 - 2^{-5 - h}.
 
     Sun et al. 2023 (arXiv 2307.08621), section 2.1, equations 5-8: queries and keys are turned by positions, pairs of
-    neighbouring channels by rates that fall from 1 to 1 / `theta`, keys are divided by sqrt(K), and values are twice
+    neighboring channels by rates that fall from 1 to 1 / `theta`, keys are divided by sqrt(K), and values are twice
     as wide. The norm of each head has no weights. The released code divides by further sums, which the norm takes out
     again but for its epsilon.
     """
@@ -45,7 +45,7 @@ class Retention(RecurrentAttention):
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Pairs of neighbouring channels turned by angles [B or 1, 1, T, K / 2]."""
+    """Pairs of neighboring channels turned by angles [B or 1, 1, T, K / 2]."""
     even, odd = x[..., 0::2].to(cos.dtype), x[..., 1::2].to(cos.dtype)
     return torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2).to(x.dtype)
 

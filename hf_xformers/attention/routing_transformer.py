@@ -151,7 +151,7 @@ class RoutingAttention(Attention):
 
     @torch.no_grad()
     def route(self, query: Tensor, key: Tensor | None, valid: Tensor | None) -> _Routes:
-        """Assigns normalised queries [B, R, T, d] (and keys, unless shared) to clusters."""
+        """Assigns normalized queries [B, R, T, d] (and keys, unless shared) to clusters."""
         centroids = self.centroids.clone() if self.training else self.centroids
         if not self.chooses:
             stage_labels = torch.cat([self._by_stage(part) for part, _ in self._affinities(query, centroids)], dim=1)
@@ -336,7 +336,7 @@ class RoutingAttention(Attention):
     def _local(
         self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext, added: SelfAttentionTerms | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Own block and neighbours; positions count from a row's first real token."""
+        """Own block and neighbors; positions count from a row's first real token."""
         dropout = self._dropout(context)
         few = added is not None and query.shape[2] <= FEW_QUERIES and not context.fresh
         if self.wants_weights(context) or context.static or few:
@@ -433,7 +433,7 @@ def _normalized(vectors: Tensor) -> Tensor:
 
 
 def _normalized_heads(vectors: Tensor) -> Tensor:
-    """[`_normalized`] of [B, R, T, d], heads beside each other in memory, as they come from a projection."""
+    """[`_normalized`] of [B, R, T, d], heads side by side in memory, as they come from a projection."""
     return _normalized(vectors.transpose(1, 2)).transpose(1, 2)
 
 

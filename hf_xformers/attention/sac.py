@@ -78,7 +78,7 @@ class EdgePredictor(nn.Module):
         return weight_of(self, "distance")[offset.clamp(-most, most) + most] / self.spec.edge_temperature
 
     def scores(self, state: tuple[Tensor, Tensor], candidates: Tensor, beside: Tensor, shape: torch.Size) -> Tensor:
-        """[B, G, t, S] in float32 at least; beside [t, S]: what belongs to distances."""
+        """[B, G, t, S] in float32 at least; next to [t, S]: what belongs to distances."""
         (query,) = widened(self.score(state[0]).view(shape[0], -1, self.spec.predictor_hidden))
         query = query * (self.spec.predictor_hidden**-0.5 / self.spec.edge_temperature)
         found = wide_products(query, candidates)
@@ -312,7 +312,7 @@ class SacAttention(Attention):
         layer = own.layers[step]
         if not isinstance(layer, CandidateLayer):
             raise ValueError(
-                f"sac keeps what edges are chosen by beside keys and values, which the given {type(own).__name__} has"
+                f"sac keeps what edges are chosen by besides keys and values, which the given {type(own).__name__} has"
                 " no place for; leave `past_key_values` out, or make it with"
                 " `hf_xformers.core.cache.make_cache(config)`."
             )
@@ -327,7 +327,7 @@ class Edges(Prepared):
 
 @register("attention", "sac")
 class SacSpec(AttentionSpec):
-    """edges_per_node: tokens that each token is connected to beside itself (fewer where it sees fewer).
+    """edges_per_node: tokens that each token is connected to besides itself (fewer where it sees fewer).
     share_structure: `heads` (one graph for all heads of a layer), `layers` (one for all heads of all layers, which the
     first chooses), or `none` (each head has its own). predictor_hidden: P, width of the LSTM. edge_distances: farthest
     distance with a score of its own. edge_temperature: tau, divides scores. candidate_window: tokens on each side
@@ -353,7 +353,7 @@ class SacSpec(AttentionSpec):
         if "choices" not in config.stack.supports:
             raise ValueError(
                 f"attention 'sac' learns from the task's loss by the probabilities of its choices in each row, which"
-                f" stack {config.stack.type!r} does not hand on as they are; use stack 'plain'."
+                f" stack {config.stack.type!r} does not pass on as they are; use stack 'plain'."
             )
 
     def choice_settings(self) -> ChoiceSettings | None:

@@ -37,7 +37,7 @@ class SinkhornAttention(Attention):
     of token i, K_u are the keys of block u and sums run place by place. P comes from the sorting network,
     R = W_2 relu(W_1 x_c + b_1) + b_2 with one row of W_2 for each head and block that there may be, of the block's
     mean x_c; (R + Gumbel noise in training) / temperature is made nearly doubly stochastic by `iterations` of
-    Sinkhorn's normalisation ([`sinkhorn`](../ops/sinkhorn.py)). The paper sums tokens where this takes their mean:
+    Sinkhorn's normalization ([`sinkhorn`](../ops/sinkhorn.py)). The paper sums tokens where this takes their mean:
     scores of long blocks would be large.
 
     Decoder, strictly causal: x_c is the mean of all tokens up to the first one of block c; P has past blocks alone
@@ -185,8 +185,8 @@ class SinkhornAttention(Attention):
         layer = own.layers[step]
         if not isinstance(layer, SummedLayer):
             raise ValueError(
-                f"sinkhorn_transformer keeps running sums beside keys and values, which the given {type(own).__name__}"
-                " has no place for; leave `past_key_values` out, or make it with"
+                f"sinkhorn_transformer keeps running sums next to keys and values, which the given"
+                f" {type(own).__name__} has no place for; leave `past_key_values` out, or make it with"
                 " `hf_xformers.core.cache.make_cache(config)`."
             )
         if layer.labels is not None:
@@ -318,7 +318,7 @@ def _rearranged(x: Tensor, order: Tensor) -> Tensor:
 
 @register("attention", "sinkhorn_transformer", aliases=("sinkhorn",))
 class SinkhornSpec(AttentionSpec):
-    """block_size: tokens of a block. iterations: of the normalisation. temperature: divides the sorting network's
+    """block_size: tokens of a block. iterations: of the normalization. temperature: divides the sorting network's
     scores. noise: Gumbel noise on them in training. sortcut_blocks: number of sorted blocks that all queries of an
     encoder read (None: the own block and the one sorted to it)."""
 

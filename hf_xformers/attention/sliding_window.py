@@ -161,7 +161,7 @@ class SlidingWindowSpec(BlockSparseSpec):
     """A sliding window and the first tokens of a text (StreamingLLM). Time O(T (window + sinks)).
 
     window_size: keys on each side of a token; in a decoder, keys that a token reads, its own included. sinks: how many
-    first tokens every token reads beside its window (0: none, which is `band_attention`; the authors take 4).
+    first tokens every token reads besides its window (0: none, which is `band_attention`; the authors take 4).
     """
 
     summary = "a sliding window, and the first tokens stay in sight"

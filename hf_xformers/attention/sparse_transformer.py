@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Sparse Transformer's factorised attention: strided and fixed."""
+"""The Sparse Transformer's factorized attention: strided and fixed."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Star-Transformer: each token reads its two neighbours and a relay, which reads all tokens."""
+"""Star-Transformer: each token reads its two neighbors and a relay, which reads all tokens."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Embedded(State):
     tokens: Tensor
 
 
-Neighbours = tuple[Tensor, Tensor]  # of each token one beside it: its slot, and whether it counts
+Neighbours = tuple[Tensor, Tensor]  # of each token one next to it: its slot, and whether it counts
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "leaky_relu": F.leaky_relu}
 
@@ -93,7 +93,7 @@ class StarTransformerAttention(Attention):
     which the next layer computes before it reads s^t, and after the last layer the pooler
     ([`StarPooler`]). s and e are passed on as [`Relay`] and [`Embedded`].
 
-    The text is a ring: the first real token and the last are neighbours. A neighbour is read once: a text of two
+    The text is a ring: the first real token and the last are neighbors. A neighbor is read once: a text of two
     tokens has one, a single token none. Time O(T D) besides projections. The weights given out are those of tokens:
     e_i counts as token i, the relay has the rest.
     """
@@ -228,7 +228,7 @@ class StarTransformerAttention(Attention):
 
 
 def _shifted(x: Tensor, slot: Tensor, offset: int, real: Tensor | None) -> Tensor:
-    """[B, H, T, d] -> of the neighbour at `slot` [B, T]; without padding that is a shift by `offset`."""
+    """[B, H, T, d] -> of the neighbor at `slot` [B, T]; without padding that is a shift by `offset`."""
     if real is None:
         return x.roll(offset, dims=2)
     return x.gather(2, slot[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
@@ -259,12 +259,12 @@ class StarPooler(TextPooler):
 
 @register("attention", "star_transformer")
 class StarTransformerSpec(AttentionSpec):
-    """border: the first and the last token are neighbours (`ring`), or have one neighbour less (`open`), or read zeros
+    """border: the first and the last token are neighbors (`ring`), or have one neighbor less (`open`), or read zeros
     there (`zeros`: the released code). relay_activation, relay_norm: what the relay's attention is followed by; the
-    released code has leaky_relu and no norm. norm_inputs: normalise what tokens are read as and read with, but not e
+    released code has leaky_relu and no norm. norm_inputs: normalize what tokens are read as and read with, but not e
     and the relay (the released code, with a frame that has no norm)."""
 
-    summary = "each token reads its neighbours, its embedding and a relay that reads all tokens: linear time"
+    summary = "each token reads its neighbors, its embedding and a relay that reads all tokens: linear time"
     why_not: ClassVar[Mapping[str, str]] = {"causal": "its relay reads the whole text."}
     acts = frozenset()
     head_options = frozenset({"norm"})

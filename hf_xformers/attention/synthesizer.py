@@ -388,8 +388,8 @@ class SynthesizerSpec(AttentionSpec):
             )
         if len(set(members)) < len(members) or members == ("dot",):
             raise ValueError(
-                f"synthesizer `kind` {self.kind!r} must name different kinds, dot only beside others; for dot products"
-                " alone use attention 'dense'."
+                f"synthesizer `kind` {self.kind!r} must name different kinds, dot only besides others; for dot"
+                " products alone use attention 'dense'."
             )
         if self.mixture == "sigmoid" and len(members) > 1 and (len(members) != 2 or "dot" not in members):
             raise ValueError(f"synthesizer with mixture 'sigmoid' mixes dot and one other kind, got {self.kind!r}.")

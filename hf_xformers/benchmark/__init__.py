@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Comparing variants: time, peak memory and quality beside dense attention, in fresh processes.
+"""Comparing variants: time, peak memory and quality compared with dense attention, in fresh processes.
 
 Names are imported when they are first used.
 """

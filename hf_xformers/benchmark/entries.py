@@ -93,7 +93,7 @@ def choose_shapes(
     """Label -> shape: `wanted`, or the first in `order` that all entries have, or each entry's own first.
 
     Raises:
-        ValueError: an entry that reads images, or has no class of the wanted shape.
+        ValueError: an entry that reads images, or has no class of the wanted shape or of one in `order`.
     """
     able = {entry.label: entry.shapes() for entry in entries}
     for entry in entries:
@@ -107,9 +107,14 @@ def choose_shapes(
                 f"variant {entry.variant!r} has no {wanted} class ({SHAPES[wanted].head}); it is made for "
                 f"{' and '.join(able[entry.label])}: leave it out, or choose another shape"
             )
+        if not set(able[entry.label] if wanted is None else [wanted]) & set(order):
+            raise ValueError(
+                f"a task is for models of the shape {' or '.join(order)}, and variant {entry.variant!r} would be"
+                f" {wanted or ' or '.join(able[entry.label])}: leave one of them out"
+            )
     common = [shape for shape in order if all(shape in shapes for shapes in able.values())]
     chosen = wanted or (common[0] if common else None)
-    return {label: chosen or min(shapes, key=list(order).index) for label, shapes in able.items()}
+    return {label: chosen or next(shape for shape in order if shape in shapes) for label, shapes in able.items()}
 
 
 def make_config(entry: Entry, shape: str, length: int, size: str = "tiny", **fields: Any) -> XFormerConfig:

@@ -23,6 +23,7 @@ from typing import Any
 
 import psutil
 import torch
+from torch import Tensor
 
 # glibc moves the size from which a block gets pages of its own (and gives them back when freed) upwards as a program
 # runs; then what a call freed stays with the heap and hides in the next call's growth.
@@ -93,7 +94,7 @@ def interleaved_seconds(
     On a CPU, memory that is freed stays with this process from now on ([`keep_freed_memory`]).
 
     Warns where other programs kept more than `QUIET` of the processors busy: they share the way to memory, so that a
-    call that lives by it seems slower than it is beside one that computes.
+    call that lives by it seems slower than it is next to one that computes.
     """
     seconds = Seconds((name, []) for name in calls)
     cuda = on_cuda(device)
@@ -140,6 +141,19 @@ def ratios(seconds: Mapping[str, list[float]], baseline: str) -> dict[str, float
 # ------------------------------------------------------------------------------------------------ memory
 
 
+def state_tensors(cache: Any) -> list[Tensor]:
+    """What a generation cache keeps of the texts so far: its floating-point tensors."""
+
+    def inside(value: Any) -> list[Tensor]:
+        if isinstance(value, Tensor):
+            return [value] if value.is_floating_point() else []
+        parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+        return [tensor for part in parts for tensor in inside(part)]
+
+    found = [tensor for layer in cache.layers for tensor in inside(vars(layer))]
+    return list({id(tensor): tensor for tensor in found}.values())
+
+
 def process_status(field: str) -> int:
     """Bytes of a field of /proc/self/status: VmRSS, VmHWM, VmData. Raises OSError where there is none."""
     with open("/proc/self/status") as status:
@@ -169,7 +183,7 @@ def keep_freed_memory() -> Iterator[None]:
     yield
     grown = psutil.Process().memory_info().rss - before
     spare = min(grown, psutil.virtual_memory().available // 2)
-    # Calls leave gaps of different sizes to each other, so that a heap goes on growing for some rounds.
+    # Calls leave gaps of different sizes to each other, so that a heap keeps growing for some rounds.
     blocks = [torch.ones(_BLOCK, dtype=torch.uint8) for _ in range(max(spare, 0) // _BLOCK + 1)]
     del blocks
 

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from .sweep import best_of_sweep
+
 HINT = "install matplotlib (pip install 'hf_xformers[plots]') and run the command again with --resume for the plots"
 
 
@@ -26,7 +28,7 @@ def plot_all(
     measured: str = "",
     trained: str = "",
 ) -> list[str]:
-    """Draws what there is and returns the names of the PNG files; each has an SVG beside it.
+    """Draws what there is and returns the names of the PNG files; each has an SVG next to it.
 
     measured, trained: what speed and quality were measured on, for the titles (sizes, dtype).
     """
@@ -36,7 +38,11 @@ def plot_all(
         if rows:
             written += _save(against_length(rows, column, _title(what, measured, rows)), folder, name)
     good = [row for row in quality if row["status"] == "ok"]
-    if good:
+    swept = best_of_sweep(row for row in good if "point" in row)
+    if swept:
+        title = _title("Accuracy against state size", trained, swept)
+        written += _save(against_state(swept, title), folder, "state")
+    elif good:
         written += _save(loss_curves(good, _title("Held-out loss", trained, good)), folder, "loss")
     drawn = [row for row in maps if row["status"] == "ok"]
     if drawn:
@@ -168,8 +174,39 @@ def loss_curves(rows: Sequence[dict], title: str = "") -> Any:
     return figure
 
 
+def against_state(rows: Sequence[dict], title: str = "") -> Any:
+    """A panel per task: mean accuracy over the numbers that generation keeps of a row, a line per label with a point
+    per width, lowest and highest seed as its bar; dense attention is dashed, guessing dotted. rows: those of
+    [`best_of_sweep`][hf_xformers.benchmark.sweep.best_of_sweep]."""
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    figure = _figure(4.2 * len(tasks) + 1, 4.4, title)
+    for index, task in enumerate(tasks):
+        axes = figure.add_subplot(1, len(tasks), index + 1)
+        group = [row for row in rows if row["task"] == task and row["state size"]]
+        for label, found in _grouped(group).items():
+            found = sorted(found, key=lambda row: row["state size"])
+            middle = [row["accuracy"] for row in found]
+            bars = [
+                [row["accuracy"] - row["lowest"] for row in found],
+                [row["highest"] - row["accuracy"] for row in found],
+            ]
+            style = {"linestyle": "--", "color": "black"} if label.startswith("dense") else {}
+            sizes = [row["state size"] for row in found]
+            axes.errorbar(sizes, middle, yerr=bars, marker="o", capsize=2, label=label, **style)
+        if group:
+            axes.axhline(group[0]["chance accuracy"], linestyle=":", color="grey", label="guessing")
+            axes.set_xscale("log", base=2)
+        axes.set_ylim(-0.03, 1.03)
+        axes.set_title(task, fontsize=10)
+        axes.set_xlabel("numbers in the state of a row")
+        axes.set_ylabel("accuracy" if index == 0 else "")
+        axes.grid(alpha=0.3)
+    _legend(figure, axes)
+    return figure
+
+
 def map_sheet(rows: Sequence[dict], title: str = "") -> Any:
-    """All attention maps, one panel each with its own colours; pairs without weight stay white."""
+    """All attention maps, one panel each with its own colors; pairs without weight stay white."""
     panels = [
         (f"{label}\n{name}", weights)
         for label, group in _grouped(rows).items()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..training.evaluation import summarise, token_statistics
 from .entries import SHAPES, Entry, make_config
+from .measure import state_tensors
 from .tasks import TASKS, SpecialIds, chance, head_for, inputs_for, read_task
 
 
@@ -66,7 +67,8 @@ def train_on(
     """Trains a model on the rows in `data` ([`write_task`][hf_xformers.benchmark.tasks.write_task]).
 
     Returns `head`, `parameters`, held-out `loss` (nats per answer) and `accuracy`, their `chance` levels, `seconds` of
-    training (processor seconds on one thread, else wall), and `curve`: [step, seconds, loss, accuracy] over time.
+    training (processor seconds on one thread, else wall), `curve`: [step, seconds, loss, accuracy] over time, and the
+    `state size` of a causal model ([`state_size`]).
     """
     task, parts = TASKS[task_name], read_task(Path(data))
     model, head = build(entry, shape, task_name, training)
@@ -113,7 +115,15 @@ def train_on(
         "chance accuracy": level["accuracy"],
         "seconds": spent,
         "curve": curve,
+        "state size": state_size(model, rows["held_out"]["input_ids"][:1]) if head == "ForCausalLM" else None,
     }
+
+
+@torch.no_grad()
+def state_size(model: Any, ids: Tensor) -> int:
+    """Numbers that generation keeps of one row [1, T] after reading it."""
+    output = model.eval()(input_ids=ids, use_cache=True)
+    return sum(tensor.numel() for tensor in state_tensors(output.past_key_values))
 
 
 def _rate(step: int, steps: int) -> float:

@@ -17,6 +17,7 @@ from .measure import QUIET
 from .plots import HINT, can_plot, plot_all
 from .runner import Comparison
 from .steps import HEADS, WIDTH
+from .sweep import SWEEP, best_of_sweep
 from .tables import about, table
 from .tasks import TASKS
 
@@ -39,16 +40,15 @@ QUALITY = (
 
 
 def write_report(comparison: Comparison) -> list[str]:
-    """Writes everything beside `results.json`; returns the names of the files."""
+    """Writes everything besides `results.json`; returns the names of the files."""
     folder, settings = comparison.folder, comparison.settings
     speed, quality, maps = (comparison.rows(kind) for kind in ("speed", "quality", "map"))
     written = write_maps(folder, maps)
     training = settings.training
     measured = f"{_what(settings)}, batch {settings.batch_size}, {settings.dtype}"
-    trained = (
-        f"{training.layers} layers, {training.hidden_size} wide, {training.heads} heads, rows of {training.length}"
-        " tokens"
-    )
+    widths = "/".join(str(width) for width in settings.sweep.get("hidden_size", [training.hidden_size]))
+    models = f"{training.layers} layers, {widths} wide, {training.heads} heads"
+    trained = f"{models}, rows of {training.length} tokens"
     titles = {"measured": measured, "trained": f"{trained}, float32"}
     pictures = plot_all(folder, speed, quality, maps, **titles) if can_plot() else []
     parts = ["# Comparison", about(comparison.machine, settings.dtype)]
@@ -61,15 +61,23 @@ def write_report(comparison: Comparison) -> list[str]:
         parts += [
             "## Quality",
             (
-                f"Models of {training.layers} layers, {training.hidden_size} wide, {training.heads} heads, trained"
-                f" from the same seed on the same rows of {training.length} tokens, {training.batch_size} a step, and"
-                f" scored on {training.held_out} held-out rows. `accuracy` and `loss` (nats) are per answer; chance is"
+                f"Models of {models}, trained from the same seed on the same rows of {training.length} tokens,"
+                f" {training.batch_size} a step, and scored on {training.held_out} held-out rows. `accuracy` and `loss` (nats) are per answer; chance is"
                 " the most frequent answer of the training rows. `seconds` are those of training alone."
             ),
             _beside(quality),
             "\n".join(tasks),
-            table(map(_told, quality), QUALITY),
         ]
+        if settings.sweep:
+            rates, seeds = (", ".join(f"{one:g}" for one in settings.sweep[name]) for name in ("learning_rate", "seed"))
+            parts += [
+                f"Each entry was trained at each width with learning rates {rates} and seeds {seeds}; a row has the"
+                " rate with the highest mean accuracy over seeds, and their lowest and highest. `state size`: numbers"
+                " that generation keeps of one row.",
+                table(best_of_sweep(quality), SWEEP),
+            ]
+        else:
+            parts.append(table(map(_told, quality), QUALITY))
     failed = [row for row in (*speed, *quality, *maps) if row["status"] != "ok"]
     if failed:
         lines = [
@@ -98,14 +106,14 @@ def _beside(quality: Iterable[dict[str, Any]]) -> str:
     others = {row["variant"] for row in quality if row["label"] == "dense"}
     if others:
         text += (
-            f" `dense` is {' or '.join(sorted(others))}, beside entries whose other parts refuse dense attention: what"
-            " differs is due to the whole recipe."
+            f" `dense` is {' or '.join(sorted(others))}, next to entries whose other parts refuse dense attention:"
+            " what differs is due to the whole recipe."
         )
     return text
 
 
 def disturbed(speed: Iterable[dict[str, Any]]) -> list[str]:
-    """A sentence where other programs ran beside a measurement."""
+    """A sentence where other programs ran during a measurement."""
     most = max((row.get("others busy", 0.0) for row in speed), default=0.0)
     if most <= QUIET * (psutil.cpu_count() or 1):
         return []

@@ -5,6 +5,7 @@ resumed."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +29,8 @@ class Settings:
 
     lengths: tokens per row; none: no time and memory. level: layer or model (of `size`). rounds: timed, after one that
     is not. max_memory: MiB that a process may take beyond its start; timeout: seconds of a process. tasks: what to
-    train on, as `training` says; none: no training. maps: attention maps as well.
+    train on, as `training` says; none: no training. sweep: values of fields of `training`, of which all combinations
+    are trained. maps: attention maps as well.
     """
 
     lengths: tuple[int, ...] = (512, 1024, 2048, 4096)
@@ -44,30 +46,37 @@ class Settings:
     timeout: float | None = 600.0
     tasks: tuple[str, ...] = ()
     training: Training = field(default_factory=Training)
+    sweep: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     maps: bool = True
 
     def same_figures(self) -> dict[str, Any]:
         """The settings that cells must share to stand in one table."""
-        free = ("lengths", "tasks", "maps", "shape", "max_memory", "timeout")
+        free = ("lengths", "tasks", "maps", "shape", "max_memory", "timeout", "sweep")
         return {name: value for name, value in dataclasses.asdict(self).items() if name not in free}
+
+    def points(self) -> list[dict[str, Any]]:
+        """The combinations of the sweep's values; one without any if there is none."""
+        return [dict(zip(self.sweep, values)) for values in itertools.product(*self.sweep.values())]
 
 
 @dataclass(frozen=True)
 class Cell:
-    """kind: speed, quality or map. at: the length, or the task."""
+    """kind: speed, quality or map. at: the length, or the task. point: values of fields of `Training`, in a sweep."""
 
     kind: str
     entry: Entry
     shape: str
     at: Any = None
+    point: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def key(self) -> tuple[Any, ...]:
-        return (self.kind, self.entry.label, self.shape, self.at)
+        return (self.kind, self.entry.label, self.shape, self.at, dict(self.point))
 
     def __str__(self) -> str:
         at = "attention map" if self.kind == "map" else f"{self.at} tokens" if self.kind == "speed" else self.at
-        return f"{self.entry.label} ({self.shape}): {at}"
+        point = [f"{name.replace('_', ' ')} {value:g}" for name, value in self.point.items()]
+        return f"{self.entry.label} ({self.shape}): {', '.join([at, *point])}"
 
 
 class Comparison:
@@ -116,7 +125,9 @@ class Comparison:
             shapes = self.shapes
             if kind == "quality":
                 shapes = choose_shapes(self.entries, self.settings.shape, TASKS[at].order)
-                found += [Cell(kind, entry, shape, at) for entry, shape in self._beside_twins(shapes)]
+                pairs = self._beside_twins(shapes)
+                points = self.settings.points()
+                found += [Cell(kind, entry, shape, at, point) for entry, shape in pairs for point in points]
                 continue
             dense = [(baseline(shape), shape) for shape in dict.fromkeys(shapes.values())]
             others = [(entry, shapes[entry.label]) for entry in self.entries]
@@ -165,6 +176,7 @@ class Comparison:
                     "variant": cell.entry.variant,
                     "shape": cell.shape,
                     "at": cell.at,
+                    **({"point": dict(cell.point)} if cell.point else {}),
                     **measure(cell, Path(scratch)),
                 }
                 self.results["rows"] = [old for old in self.results["rows"] if _key(old) != cell.key] + [row]
@@ -199,8 +211,8 @@ class Comparison:
         return row
 
     def _quality(self, cell: Cell, scratch: Path) -> dict[str, Any]:
-        training = self.settings.training
-        path = scratch / f"{cell.at}.npz"
+        training = dataclasses.replace(self.settings.training, **cell.point)
+        path = scratch / f"{cell.at}-{training.seed}.npz"
         if not path.exists():
             write_task(
                 cell.at, training.length, training.steps * training.batch_size, training.held_out, training.seed, path
@@ -255,4 +267,4 @@ def _recipe(entry: Entry) -> dict[str, Any]:
 
 
 def _key(row: dict[str, Any]) -> tuple[Any, ...]:
-    return (row["kind"], row["label"], row["shape"], row["at"])
+    return (row["kind"], row["label"], row["shape"], row["at"], row.get("point", {}))

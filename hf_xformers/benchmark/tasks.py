@@ -11,11 +11,21 @@ from typing import Any
 
 import numpy as np
 
-from ..data import associative_recall, copy_task, disjoint, list_operations, needle_retrieval, stdlib_corpus
+from ..data import (
+    associative_recall,
+    copy_task,
+    disjoint,
+    list_operations,
+    needle_retrieval,
+    state_tracking,
+    stdlib_corpus,
+    two_hop_recall,
+)
 from ..data import synthetic as ids
 
 IGNORED = ids.IGNORED_LABEL
 SYMBOLS = 8  # different tokens to copy, keys, and values
+MANY_SYMBOLS = 64  # keys, and values, where a row is to hold many pairs
 HIDDEN_SHARE = 0.15  # of the bytes of a text, for models that fill gaps
 
 
@@ -25,6 +35,7 @@ class Task:
 
     about: what is asked, and where the task comes from. classes: how many for whole rows; None: tokens are scored.
     at_question: a model that fills gaps answers one place before the gap, where the question stands.
+    causal: answers are no tokens of the row, so that only a model that predicts the next token can give them.
     make: (length, rows, held-out rows, seed) -> two parts, each with `input_ids`, `labels` and perhaps
     `attention_mask`.
     """
@@ -35,11 +46,14 @@ class Task:
     classes: int | None = None
     shortest: int = 4
     at_question: bool = False
+    causal: bool = False
 
     @property
     def order(self) -> tuple[str, ...]:
         """The shapes that suit the task, best first: tokens are predicted as a causal model does, rows read as a
         whole."""
+        if self.causal:
+            return ("decoder",)
         return ("encoder", "decoder", "seq2seq") if self.classes else ("decoder", "encoder", "seq2seq")
 
 
@@ -52,6 +66,25 @@ def _mqar(length: int, rows: int, held_out: int, seed: int) -> tuple[Any, Any]:
     pairs = min(max(length // 8, 1), SYMBOLS)
     vocabulary = ids.FIRST_SYMBOL_ID + 2 * SYMBOLS
     return disjoint(lambda n, s: associative_recall(n, length, pairs, vocabulary, s), rows, held_out, seed)
+
+
+def _recall(length: int, rows: int, held_out: int, seed: int) -> tuple[Any, Any]:
+    pairs = min(length // 8, MANY_SYMBOLS)
+    vocabulary = ids.FIRST_SYMBOL_ID + 2 * MANY_SYMBOLS
+    return disjoint(lambda n, s: associative_recall(n, length, pairs, vocabulary, s, skew=1.0), rows, held_out, seed)
+
+
+def _two_hop(length: int, rows: int, held_out: int, seed: int) -> tuple[Any, Any]:
+    pairs = min((length - 1) // 6, MANY_SYMBOLS)
+    vocabulary = ids.FIRST_SYMBOL_ID + 3 * MANY_SYMBOLS
+    return disjoint(lambda n, s: two_hop_recall(n, pairs, vocabulary, s), rows, held_out, seed)
+
+
+def _tracking(elements: int) -> Callable[[int, int, int, int], tuple[Any, Any]]:
+    def make(length: int, rows: int, held_out: int, seed: int) -> tuple[Any, Any]:
+        return disjoint(lambda n, s: state_tracking(n, length, elements, s), rows, held_out, seed)
+
+    return make
 
 
 def _listops(length: int, rows: int, held_out: int, seed: int) -> tuple[Any, Any]:
@@ -82,6 +115,27 @@ TASKS: dict[str, Task] = {
         _mqar,
         shortest=5,
         at_question=True,
+    ),
+    "recall": Task(
+        f"the same with a pair for every 8 tokens of a row, of {MANY_SYMBOLS} keys and values, asked evenly",
+        ids.FIRST_SYMBOL_ID + 2 * MANY_SYMBOLS,
+        _recall,
+        shortest=8,
+        at_question=True,
+    ),
+    "two_hop": Task(
+        "look up what a key's value leads to, in two steps",
+        ids.FIRST_SYMBOL_ID + 3 * MANY_SYMBOLS,
+        _two_hop,
+        shortest=7,
+        at_question=True,
+    ),
+    "parity": Task("the parity of the bits so far", ids.FIRST_SYMBOL_ID + 2, _tracking(2), causal=True),
+    "permutations": Task(
+        "the product of the permutations of five elements so far (S5, Merrill et al. 2024)",
+        ids.FIRST_SYMBOL_ID + 120,
+        _tracking(5),
+        causal=True,
     ),
     "listops": Task(
         "value of nested list operations (Nangia and Bowman 2018)", ids.LIST_VOCAB_SIZE, _listops, classes=ids.DIGITS

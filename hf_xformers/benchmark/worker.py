@@ -87,7 +87,7 @@ def _step(job: dict[str, Any], entry: dict[str, Any]) -> Callable[[], Any]:
 
 
 def seconds(job: dict[str, Any]) -> dict[str, Any]:
-    """Median seconds of a step and, beside a baseline, the median of the paired ratios."""
+    """Median seconds of a step and, next to a baseline, the median of the paired ratios."""
     from .measure import interleaved_seconds, ratios
 
     limit_memory(job["max_memory"], job["device"])

@@ -52,7 +52,7 @@ class SublayerPlan:
 
 
 class BlockSpec(Spec):
-    """Base of block specs. mixes: what of it looks at other tokens beside its attentions, such as a convolution;
+    """Base of block specs. mixes: what of it looks at other tokens besides its attentions, such as a convolution;
     empty: nothing. It does so in sublayers, which are given rows where states are those of real tokens alone
     (`unpadding`); if not, `why_not` says what is not. passes_states: it carries what the attentions of several
     layers share. in_sequence: every sublayer reads what the one before it has added to. additive: where the config's
@@ -69,7 +69,7 @@ class BlockSpec(Spec):
         raise NotImplementedError
 
     def cache_layer(self, config: Any) -> CacheLayerMixin | None:
-        """A new layer of a generation cache that holds what the block keeps of one layer beside keys and values
+        """A new layer of a generation cache that holds what the block keeps of one layer besides keys and values
         (`AttentionSpec.keeps_keys_alone`); None: nothing."""
         return None
 
@@ -78,7 +78,7 @@ class BlockSpec(Spec):
 
 
 class LayerOutput(NamedTuple):
-    """What a layer gives: hidden_states [B, T, D], what the next layer is given beside them, and auxiliary losses by
+    """What a layer gives: hidden_states [B, T, D], what the next layer is given besides them, and auxiliary losses by
     name."""
 
     hidden_states: Tensor
@@ -89,16 +89,16 @@ class LayerOutput(NamedTuple):
 class XFormerLayer(GradientCheckpointingLayer):
     """One layer: for each planned sublayer f, `x = leave(x, f(enter(x)))` with the config's residual frame.
 
-    Sublayer functions stand under their planned names (`attention.q_proj`, `feedforward.up_proj`), their frames beside
-    them (`attention_residual.norm`). The layer knows nothing about its depth: `step` is an argument, so one layer can
-    run at many depths.
+    Sublayer functions stand under their planned names (`attention.q_proj`, `feedforward.up_proj`), their frames next
+    to them (`attention_residual.norm`). The layer knows nothing about its depth: `step` is an argument, so one layer
+    can run at many depths.
     """
 
     def __init__(self, config: Any, block: BlockSpec, *, layer_idx: int, cross: bool = False):
         super().__init__()
         self.plan = tuple(block.plan(config, layer_idx, cross))
         self.plan_alone = tuple(entry for entry in self.plan if entry.kind != "cross_attention")
-        self.lenders: dict[str, XFormerLayer] = {}  # a plain dict: what is borrowed is another layer's part
+        self.lenders: dict[str, XFormerLayer] = {}  # plain: shared sublayers register once
         self.layer_drop = config.layer_drop
         if self.layer_drop and type(self).run is not XFormerLayer.run:
             raise ValueError(
@@ -227,7 +227,7 @@ class XFormerLayer(GradientCheckpointingLayer):
         function.project_self(entered, function.of_states(entered, context), past_key_values, step)
 
     def memory_of(self, entry: SublayerPlan, memory: Tensor | None) -> Tensor | None:
-        """What a sublayer of a kind of attention is given of the memory."""
+        """What a sublayer of a type of attention is given of the memory."""
         return memory if entry.kind == "cross_attention" else None
 
     def sublayers(self, memory: Tensor | None) -> Sequence[SublayerPlan]:
@@ -241,10 +241,10 @@ class XFormerLayer(GradientCheckpointingLayer):
     def function(self, entry: SublayerPlan) -> Sublayer:
         """The function of a sublayer: the layer's own, or that of the layer it borrows it from."""
         owner = self.lenders[entry.name] if entry.name in self.lenders else self
-        return owner._modules[entry.name]  # type: ignore[return-value]  # where `getattr` finds it after a search
+        return owner._modules[entry.name]  # type: ignore[return-value]  # skips getattr (hot path)
 
     def borrow(self, entry: SublayerPlan, lender: XFormerLayer) -> None:
-        """Runs another layer's function in place of its own from now on, which is given up (`share`)."""
+        """Shares another layer's function from now on and drops its own (`share`)."""
         self.lenders[entry.name] = lender
         delattr(self, entry.name)
 

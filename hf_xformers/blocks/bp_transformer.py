@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""BP-Transformer's layer: spans of the text go through its sublayers beside the tokens."""
+"""BP-Transformer's layer: spans of the text go through its sublayers next to the tokens."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class BPTransformerBlockSpec(VanillaBlockSpec):
             )
         if config.feedforward.inputs:
             raise ValueError(
-                f"block 'bp_transformer' has spans beside tokens, for which the model has no"
+                f"block 'bp_transformer' has spans next to tokens, for which the model has no"
                 f" {', '.join(config.feedforward.inputs)} that feedforward {config.feedforward.type!r} reads; use"
                 " another feed-forward, e.g. 'gelu'."
             )

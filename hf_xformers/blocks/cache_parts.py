@@ -120,7 +120,7 @@ def part_of_cache(past_key_values: Cache | None, name: str) -> Cache | None:
 
 
 class SeveralAttentionsLayer(XFormerLayer):
-    """A layer with attentions beside `attention`. further: their planned names, which are those of their keys and
+    """A layer with attentions next to `attention`. further: their planned names, which are those of their keys and
     values in a cache, too."""
 
     further: tuple[str, ...] = ()

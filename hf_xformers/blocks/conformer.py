@@ -118,7 +118,7 @@ class ConformerBlockSpec(BlockSpec):
 
     additive: ClassVar[bool] = False
     tensor_parallel = False  # the sums of `conv_norm` over processes are those of data parallelism
-    mixes: ClassVar[str] = "its convolution reads a token's neighbours"
+    mixes: ClassVar[str] = "its convolution reads a token's neighbors"
 
     summary = "attention, then convolution, between two half feed-forwards"
 
@@ -130,7 +130,7 @@ class ConformerBlockSpec(BlockSpec):
     def check_fields(self) -> None:
         if self.conv_kernel < 1 or self.conv_kernel % 2 == 0:
             raise ValueError(
-                f"block 'conformer' centres its kernel on a token, which needs an odd `conv_kernel`, got"
+                f"block 'conformer' centers its kernel on a token, which needs an odd `conv_kernel`, got"
                 f" {self.conv_kernel}; take {max(self.conv_kernel - 1, 1)} or {max(self.conv_kernel, 0) + 1}."
             )
 
@@ -148,7 +148,7 @@ class ConformerBlockSpec(BlockSpec):
             SublayerPlan(name, "feedforward", residual_scale=self.ffn_scale)
             for name in ("feedforward", "feedforward_2")
         )
-        # Of kind attention: it is given the cache.
+        # Of type attention: it is given the cache.
         convolution = SublayerPlan("convolution", "attention")
         return [first, SublayerPlan("attention", "attention"), *reading, convolution, second]
 

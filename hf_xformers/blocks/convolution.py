@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A convolution beside some layers, which reads what they read."""
+"""A convolution next to some layers, which reads what they read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Convolution(WindowSublayer):
     """act(W * x + b) over k tokens, x [B, T, D] -> [B, T, D], with zeros beyond the text: n-grams for the layers above
     (He et al. 2021, DeBERTa, arXiv 2006.03654, released code of its second version).
 
-    In an encoder the kernel is centred on its token, in a decoder it ends there. Cost O(T k D^2 / groups). State: the
+    In an encoder the kernel is centered on its token, in a decoder it ends there. Cost O(T k D^2 / groups). State: the
     last k - 1 inputs.
     """
 
@@ -50,7 +50,7 @@ class Convolution(WindowSublayer):
 
 
 class ConvolutionLayer(XFormerLayer):
-    """A vanilla layer, in some layers with a convolution of its input beside it."""
+    """A vanilla layer, in some layers with a convolution of its input next to it."""
 
     def __init__(self, config, block: ConvolutionBlockSpec, **where):
         super().__init__(config, block, **where)
@@ -74,7 +74,7 @@ class ConvolutionBlockSpec(BlockSpec):
     """
 
     in_sequence: ClassVar[bool] = False
-    mixes: ClassVar[str] = "its convolution reads a token's neighbours"
+    mixes: ClassVar[str] = "its convolution reads a token's neighbors"
 
     summary = "a convolution of the first layer's input is added to its output"
 
@@ -108,7 +108,7 @@ class ConvolutionBlockSpec(BlockSpec):
 
     def plan(self, config, layer_idx: int, cross: bool) -> list[SublayerPlan]:
         reading = [SublayerPlan("cross_attention", "cross_attention")] if cross else []
-        # Of kind attention: it is given the cache.
+        # Of type attention: it is given the cache.
         beside = [SublayerPlan("convolution", "attention", reads="layer_input")] if layer_idx in self.layers else []
         return [
             SublayerPlan("attention", "attention"),

@@ -95,9 +95,9 @@ class CPEBlockSpec(BlockSpec):
     tokens (`None`: text). border: `zeros`, or `circular`, which tells no position (for images that wrap around).
     """
 
-    mixes: ClassVar[str] = "its convolution reads a token's neighbours"
+    mixes: ClassVar[str] = "its convolution reads a token's neighbors"
 
-    summary = "a depthwise convolution over neighbours after the first layer gives positions"
+    summary = "a depthwise convolution over neighbors after the first layer gives positions"
 
     kernel: int = 3
     layers: tuple[int, ...] = (0,)
@@ -121,7 +121,7 @@ class CPEBlockSpec(BlockSpec):
 
     def plan(self, config, layer_idx: int, cross: bool) -> list[SublayerPlan]:
         reading = [SublayerPlan("cross_attention", "cross_attention")] if cross else []
-        # Of kind attention: it is given the cache.
+        # Of type attention: it is given the cache.
         generator = [SublayerPlan("peg", "attention")] if layer_idx in self.layers else []
         return [
             SublayerPlan("attention", "attention"),

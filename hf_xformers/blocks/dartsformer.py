@@ -186,7 +186,7 @@ class DartsformerBlockSpec(BlockSpec):
     """
 
     passes_states: ClassVar[bool] = False
-    mixes: ClassVar[str] = "its convolutions read a token's neighbours"
+    mixes: ClassVar[str] = "its convolutions read a token's neighbors"
 
     summary = "parts of the channels change in turn, by operations that a search has chosen"
 
@@ -231,7 +231,7 @@ class DartsformerBlockSpec(BlockSpec):
         norm = config.normalization
         if norm.over_tokens or not norm.any_width:
             raise ValueError(
-                f"block 'dartsformer' normalises parts of the channels, which normalization {norm.type!r} cannot; use"
+                f"block 'dartsformer' normalizes parts of the channels, which normalization {norm.type!r} cannot; use"
                 " 'layer_norm' or 'rms_norm'."
             )
         if "parts" not in config.cross_attention.head_options and config.is_decoder and config.is_encoder_decoder:
@@ -243,7 +243,7 @@ class DartsformerBlockSpec(BlockSpec):
         check_reshaped("dartsformer", config, part_of(config, parts))
 
     def plan(self, config, layer_idx: int, cross: bool) -> list[SublayerPlan]:
-        # Of kind attention: it is given the cache.
+        # Of type attention: it is given the cache.
         return [SublayerPlan("reading_cell" if cross else "cell", "attention")]
 
     def cache_layer(self, config) -> CellCacheLayer:

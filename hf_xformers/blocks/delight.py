@@ -237,7 +237,7 @@ class DelightBlockSpec(BlockSpec):
         norm = config.normalization
         if norm.over_tokens or not norm.any_width:
             raise ValueError(
-                f"block 'delight' normalises groups of channels, which normalization {norm.type!r} cannot; use"
+                f"block 'delight' normalizes groups of channels, which normalization {norm.type!r} cannot; use"
                 " 'layer_norm' or 'rms_norm'."
             )
         if config.attention.aggregation is not None:

@@ -30,7 +30,7 @@ def add_to_first(wide: Tensor, narrow: Tensor) -> Tensor:
 class EncoderBranches(WindowSublayer):
     """relu(x W) [4 D] + relu(conv_3(x)) [D / 2]; a norm; sepconv_9 [D / 2]. Missing channels are zeros.
 
-    So, Liang and Le 2019 (arXiv 1901.11117), figure 3; kernels are centred, and zeros stand beyond the text before
+    So, Liang and Le 2019 (arXiv 1901.11117), figure 3; kernels are centered, and zeros stand beyond the text before
     both convolutions.
     """
 
@@ -118,7 +118,7 @@ class EvolvedTransformerBlockSpec(BlockSpec):
     config's residual frame.
 
     Encoder: gated linear unit; convolutional branches; attention; feed-forward. Decoder: attention with more heads
-    beside cross-attention, both of the same normed input; convolutional branches; attention; cross-attention;
+    besides cross-attention, both of the same normed input; convolutional branches; attention; cross-attention;
     feed-forward. A layer does about the work of two.
 
     encoder_kernels: tokens that the branch and the separable convolution after it read. decoder_kernels: those of the
@@ -128,7 +128,7 @@ class EvolvedTransformerBlockSpec(BlockSpec):
 
     passes_states: ClassVar[bool] = False
     in_sequence: ClassVar[bool] = False
-    mixes: ClassVar[str] = "its convolutions read a token's neighbours"
+    mixes: ClassVar[str] = "its convolutions read a token's neighbors"
 
     summary = "the cells of an evolutionary search: gates, convolutional branches, attention"
 
@@ -149,7 +149,7 @@ class EvolvedTransformerBlockSpec(BlockSpec):
                 )
         if any(kernel % 2 == 0 for kernel in self.encoder_kernels):
             raise ValueError(
-                "block 'evolved_transformer' centres its kernels in an encoder, which needs odd `encoder_kernels`,"
+                "block 'evolved_transformer' centers its kernels in an encoder, which needs odd `encoder_kernels`,"
                 f" got {self.encoder_kernels}."
             )
 
@@ -157,7 +157,7 @@ class EvolvedTransformerBlockSpec(BlockSpec):
         norm = config.normalization
         if norm.over_tokens or not norm.any_width:
             raise ValueError(
-                f"block 'evolved_transformer' normalises its branches, which are wider than states, which"
+                f"block 'evolved_transformer' normalizes its branches, which are wider than states, which"
                 f" normalization {norm.type!r} cannot; use 'layer_norm' or 'rms_norm'."
             )
         if config.hidden_size % 2:

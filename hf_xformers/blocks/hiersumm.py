@@ -36,7 +36,7 @@ class InterParagraphAttention(Sublayer):
 
     and every word of p is given c_p = [c_p1 .. c_pH] W_c. Q, K, V [d, d] and the norm are shared by the heads, as in
     the authors' code (nlpyang/hiersumm; the paper writes them by head). In the first `graph_heads` heads the weights
-    of a given graph, normalised over the paragraphs, stand in place of the softmax (section 3.4).
+    of a given graph, normalized over the paragraphs, stand in place of the softmax (section 3.4).
 
     `weight_proj`, `content_proj` and `o_proj` are W_a, W_b and W_c. Pooling weights are sums over real words, in
     float32. Cost O(T D^2 + P^2 D) for P paragraphs.
@@ -98,7 +98,7 @@ class InterParagraphAttention(Sublayer):
     @staticmethod
     def shares_of_graph(graph: Tensor, real: Tensor) -> Tensor:
         """graph [B, P, P] of weights >= 0, real [B, 1, 1, P] -> [B, 1, P, P] that sum to 1 over real paragraphs, or
-        are zeros for a paragraph that has no neighbour."""
+        are zeros for a paragraph that has no neighbor."""
         wide = graph if graph.dtype == torch.float64 else graph.float()
         wide = wide.unsqueeze(1).masked_fill(~real, 0.0)
         return wide / wide.sum(-1, keepdim=True).clamp(min=1e-12)

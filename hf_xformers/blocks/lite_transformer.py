@@ -79,19 +79,19 @@ class LiteTransformerLayer(XFormerLayer):
 
 @register("block", "lite_transformer", aliases=("lite", "lsra"))
 class LiteTransformerBlockSpec(BlockSpec):
-    """Self-attention on some channels beside a convolution on the others; the rest of the layer is vanilla. Its
+    """Self-attention on some channels next to a convolution on the others; the rest of the layer is vanilla. Its
     feed-forward is meant to be flat (`intermediate_size` = `hidden_size`).
 
     attn_channels: channels of attention (`None`: half of them), which its `num_attention_heads` share. conv_heads:
     groups of the other channels that share a kernel (`None`: as many as attention has heads). kernel_sizes: tokens
     that the convolution of each layer reads, from the first one on, the last for all that follow (`None`: 3, 7, 15,
     31, 31, ...). conv_type: kernels that each token makes (`dynamic`), or learned ones (`lightweight`). conv_glu:
-    whether the convolution's input is gated. conv_weight_softmax: whether kernels are normalised. weight_dropout:
+    whether the convolution's input is gated. conv_weight_softmax: whether kernels are normalized. weight_dropout:
     probability with which a number of a kernel is left out.
     """
 
     passes_states: ClassVar[bool] = False
-    mixes: ClassVar[str] = "its convolution reads a token's neighbours"
+    mixes: ClassVar[str] = "its convolution reads a token's neighbors"
 
     summary = "attention on half of the channels, convolution on the others"
 
@@ -132,7 +132,7 @@ class LiteTransformerBlockSpec(BlockSpec):
         even = [size for size in self.kernel_sizes or () if size % 2 == 0]
         if even and not config.is_decoder:
             raise ValueError(
-                f"block 'lite_transformer' centres its kernels in an encoder, which needs odd `kernel_sizes`, got"
+                f"block 'lite_transformer' centers its kernels in an encoder, which needs odd `kernel_sizes`, got"
                 f" {even[0]}."
             )
         check_window_block("lite_transformer", config)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memformer's layer: tokens read the slots of a memory beside each other."""
+"""Memformer's layer: tokens read the slots of a memory side by side."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .base import BlockSpec, SublayerPlan, XFormerLayer
 
 
 class MemorySlots(State):
-    """The slots of a memory beside the text, [B, k, D]."""
+    """The slots of a memory besides the text, [B, k, D]."""
 
     states: Tensor
 

@@ -122,7 +122,7 @@ class AttentivePooling(nn.Module):
 
 
 class Levels(Prepared):
-    """The nesting and the state bundle of each kind of sublayer: over the words of a sentence, the same with the
+    """The nesting and the state bundle of each type of sublayer: over the words of a sentence, the same with the
     text's vector after them, and over the sentences of the text."""
 
     nesting: Nesting

@@ -12,7 +12,7 @@ from .base import BlockSpec, Kind, Reads, SublayerPlan
 @register("block", "parallel")
 class ParallelBlockSpec(BlockSpec):
     """x + SA(norm_1(x)) + FF(norm_2(x)): both read the same residual stream and are added together (Wang & Komatsuzaki
-    2021, GPT-J; Black et al. 2022, arXiv 2204.06745, section 2.1). A decoder's cross-attention stands beside them.
+    2021, GPT-J; Black et al. 2022, arXiv 2204.06745, section 2.1). A decoder's cross-attention stands next to them.
 
     shared_norm: one norm n of the stream for all sublayers of a layer, x + SA(n) + FF(n) (GPT-J; Chowdhery et al.
     2022, arXiv 2204.02311, section 2).

@@ -93,7 +93,7 @@ class RTransformerBlockSpec(BlockSpec):
     window: M, tokens. cell: `gru`, `lstm` or `rnn` (tanh). rnn_per_layer: recurrent sublayers before each attention.
     """
 
-    mixes: ClassVar[str] = "its recurrence reads a token's neighbours"
+    mixes: ClassVar[str] = "its recurrence reads a token's neighbors"
 
     summary = "a recurrent network over each token's window before attention"
 
@@ -111,7 +111,7 @@ class RTransformerBlockSpec(BlockSpec):
 
     def plan(self, config, layer_idx: int, cross: bool) -> list[SublayerPlan]:
         reading = [SublayerPlan("cross_attention", "cross_attention")] if cross else []
-        # Of kind attention: they are given the cache.
+        # Of type attention: they are given the cache.
         local = [SublayerPlan(f"local_rnn_{number}", "attention") for number in range(self.rnn_per_layer)]
         attention, feedforward = SublayerPlan("attention", "attention"), SublayerPlan("feedforward", "feedforward")
         return [*local, attention, *reading, feedforward]

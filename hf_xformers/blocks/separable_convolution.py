@@ -38,7 +38,7 @@ class SeparableConvolution(nn.Module):
 
 class SeparableTransition(WindowSublayer):
     """y = sepconv_k2(relu(sepconv_k1(x))), with zeros beyond the text (Dehghani et al. 2019, section 2.1; the kernels
-    are those of the released code). Kernels are centred in an encoder and end at their token in a decoder. Cost O(T D
+    are those of the released code). Kernels are centered in an encoder and end at their token in a decoder. Cost O(T D
     F). State: the last k1 - 1 inputs and the last k2 - 1 of the hidden ones.
     """
 
@@ -78,13 +78,13 @@ class SeparableConvolutionLayer(XFormerLayer):
 
 @register("block", "separable_convolution", aliases=("sepconv",))
 class SeparableConvolutionBlockSpec(BlockSpec):
-    """A vanilla layer whose feed-forward is two separable convolutions over neighbouring tokens, from `hidden_size` to
+    """A vanilla layer whose feed-forward is two separable convolutions over neighboring tokens, from `hidden_size` to
     `intermediate_size` channels and back, with a ReLU between: the Universal Transformer's other transition.
 
     kernels: tokens that they read.
     """
 
-    mixes: ClassVar[str] = "its convolutions read a token's neighbours"
+    mixes: ClassVar[str] = "its convolutions read a token's neighbors"
 
     summary = "separable convolutions in the place of the feed-forward"
 
@@ -100,14 +100,14 @@ class SeparableConvolutionBlockSpec(BlockSpec):
         even = [kernel for kernel in self.kernels if kernel % 2 == 0]
         if even and not config.is_decoder:
             raise ValueError(
-                "block 'separable_convolution' centres its kernels in an encoder, which needs odd `kernels`, got"
+                "block 'separable_convolution' centers its kernels in an encoder, which needs odd `kernels`, got"
                 f" {even[0]}."
             )
         check_window_block("separable_convolution", config)
 
     def plan(self, config, layer_idx: int, cross: bool) -> list[SublayerPlan]:
         reading = [SublayerPlan("cross_attention", "cross_attention")] if cross else []
-        # Of kind attention: it is given the cache.
+        # Of type attention: it is given the cache.
         return [SublayerPlan("attention", "attention"), *reading, SublayerPlan("transition", "attention")]
 
     def cache_layer(self, config) -> WindowCacheLayer:

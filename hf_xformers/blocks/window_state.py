@@ -91,7 +91,7 @@ class WindowSublayer(Sublayer):
         layer = cache.layers[step] if step < len(cache.layers) else None
         if not isinstance(layer, WindowCacheLayer):
             raise ValueError(
-                f"This model keeps a window of inputs beside keys and values, which the given {type(cache).__name__}"
+                f"This model keeps a window of inputs next to keys and values, which the given {type(cache).__name__}"
                 " has no place for; leave `past_key_values` out, or make it with"
                 " `hf_xformers.core.cache.make_cache(config)`."
             )
@@ -109,6 +109,6 @@ def check_window_block(name: str, config, kept: str = "a window of inputs") -> N
     """Refuses mechanisms whose cache has no place for what else is `kept`. Raises `ValueError`."""
     if config.is_decoder and not config.attention.keeps_keys_alone:
         raise ValueError(
-            f"block {name!r} keeps {kept} beside the keys and values of attention 'dense', which attention"
+            f"block {name!r} keeps {kept} besides the keys and values of attention 'dense', which attention"
             f" {config.attention.type!r} has no place for in a decoder; use 'dense' there."
         )

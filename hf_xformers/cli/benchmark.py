@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`hf-xformers benchmark`: time, memory and quality of variants beside dense attention."""
+"""`hf-xformers benchmark`: time, memory and quality of variants compared with dense attention."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..core.components import SLOTS, did_you_mean
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _DESCRIPTION = """Compare variants with each other and with dense attention: time and peak memory of forward and
 backward at growing lengths and, with --train, what small models of them learn on tasks. Every figure comes from a
-fresh process; what fails, runs out of memory or takes too long there is reported, and the others go on.
+fresh process; what fails, runs out of memory or takes too long there is reported, and the others continue.
 
 Writes results.json, results.md, attention maps and, with matplotlib, plots (PNG and SVG) to --output_dir."""
 _EPILOG = """An entry of --variants is a variant, or LABEL=VARIANT; --set changes it, as in
@@ -36,7 +36,11 @@ def run(argv: Sequence[str]) -> int:
     from ..benchmark.runner import Comparison
     from ..training.folder_lock import folder_lock
 
-    options = make_parser().parse_args(list(argv))
+    parser = make_parser()
+    options = parser.parse_args(list(argv))
+    if options.suite:
+        parser.set_defaults(**SUITES[options.suite])
+        options = parser.parse_args(list(argv))
     settings = read_settings(options)
     entries = read_entries(options.variants, options.set)
     with folder_lock(options.output_dir):
@@ -107,6 +111,12 @@ def make_parser() -> CommandParser:
         help=f"seconds of a process (default {usual.timeout:g})",
     )
     add("no_maps", action="store_true", help="leave the attention maps out")
+    add(
+        "suite",
+        choices=list(SUITES),
+        help="options for a question; recall: accuracy against the size of the state, of rows full of pairs to"
+        " remember (add --tasks two_hop,parity,permutations for more than that)",
+    )
     learn = parser.add_argument_group("quality")
 
     def train(name: str, **settings: Any) -> None:
@@ -114,7 +124,12 @@ def make_parser() -> CommandParser:
 
     train("train", action="store_true", help="also train a small model of every entry on the tasks")
     train("train_only", action="store_true", help="the same without time and memory")
-    train("tasks", default="copy,mqar", metavar="A,...", help=f"of {', '.join(TASKS)} (default copy,mqar), or all")
+    train(
+        "tasks",
+        default="copy,mqar",
+        metavar="A,...",
+        help=f"of {', '.join(TASKS)} (default copy,mqar), or all (with --causal those of causal models as well)",
+    )
     for name, text in (
         ("steps", "training steps"),
         ("train_batch_size", "rows a step"),
@@ -125,12 +140,35 @@ def make_parser() -> CommandParser:
         ("seed", "of weights and rows"),
     ):
         default = getattr(training, _FIELDS[name])
-        train(name, type=int, default=default, metavar="N", help=f"{text} (default {default})")
+        if name in _SWEPT:
+            train(name, type=_numbers(int), default=[default], metavar="N,...", help=f"{text} (default {default})")
+        else:
+            train(name, type=int, default=default, metavar="N", help=f"{text} (default {default})")
     rate = training.learning_rate
-    train("learning_rate", type=float, default=rate, metavar="X", help=f"peak (default {rate:g})")
+    train("learning_rate", type=_numbers(float), default=[rate], metavar="X,...", help=f"peak (default {rate:g})")
     return parser
 
 
+def _numbers(of: type[int] | type[float]) -> Callable[[str], list[Any]]:
+    """Numbers with commas between them."""
+
+    def read(text: str) -> list[Any]:
+        return list(dict.fromkeys(of(part) for part in text.split(",")))
+
+    read.__name__ = f"list of {of.__name__}"  # what argparse calls it in an error
+    return read
+
+
+# What a suite sets where the command line does not.
+SUITES: dict[str, dict[str, Any]] = {
+    "recall": {
+        **{"train_only": True, "no_maps": True, "tasks": "recall", "shape": "decoder"},
+        **{"train_hidden_size": [32, 64, 128], "learning_rate": [1e-3, 3e-3, 1e-2], "seed": [0, 1, 2]},
+        **{"train_length": 128, "train_batch_size": 32, "steps": 2000},
+    }
+}
+# Options of which several values are trained, each with each.
+_SWEPT = ("train_hidden_size", "learning_rate", "seed")
 # option -> field of Training
 _FIELDS = {
     "steps": "steps",
@@ -151,17 +189,21 @@ def read_settings(options: argparse.Namespace) -> Settings:
     from ..benchmark.runner import Settings
     from ..benchmark.tasks import TASKS
 
-    for name in ("batch_size", "threads", "rounds", *_FIELDS):
-        if name not in ("seed", "learning_rate") and getattr(options, name) < 1:
-            raise ValueError(f"argument --{name}: {getattr(options, name)} is too small; take at least 1")
-    for name in ("max_memory", "timeout", "learning_rate"):
-        if getattr(options, name) is not None and not getattr(options, name) > 0:
-            raise ValueError(f"argument --{name}: {getattr(options, name):g} must be greater than 0")
-    if options.train_hidden_size % options.train_heads:
-        raise ValueError(
-            f"--train_hidden_size {options.train_hidden_size} cannot be divided among --train_heads"
-            f" {options.train_heads}"
-        )
+    given = {name: getattr(options, name) for name in ("max_memory", "timeout", "batch_size", "threads", "rounds")}
+    given |= {name: getattr(options, name) for name in _FIELDS if name != "seed"}
+    for name, values in given.items():
+        for value in values if isinstance(values, list) else [values]:
+            if value is None or (isinstance(value, int) and value >= 1):
+                continue
+            if isinstance(value, int):
+                raise ValueError(f"argument --{name}: {value} is too small; take at least 1")
+            if not value > 0:
+                raise ValueError(f"argument --{name}: {value:g} must be greater than 0")
+    for width in options.train_hidden_size:
+        if width % options.train_heads:
+            raise ValueError(
+                f"--train_hidden_size {width} cannot be divided among --train_heads {options.train_heads}"
+            )
     if options.device == "cuda":
         import torch
 
@@ -171,7 +213,8 @@ def read_settings(options: argparse.Namespace) -> Settings:
         raise ValueError("argument --max_memory: processes can be limited under Linux and on CUDA only; leave it out")
     tasks: tuple[str, ...] = ()
     if options.train or options.train_only:
-        tasks = tuple(TASKS) if options.tasks == "all" else tuple(_names(options.tasks, "--tasks"))
+        every = [name for name, task in TASKS.items() if options.shape == "decoder" or not task.causal]
+        tasks = tuple(every if options.tasks == "all" else _names(options.tasks, "--tasks"))
         unknown = [task for task in tasks if task not in TASKS]
         if unknown:
             raise ValueError(
@@ -184,6 +227,11 @@ def read_settings(options: argparse.Namespace) -> Settings:
             raise ValueError(
                 f"argument --train_length: task {short[0]!r} needs at least {least} tokens, not {options.train_length}"
             )
+    swept = any(len(getattr(options, name)) > 1 for name in _SWEPT)
+
+    def first(value: Any) -> Any:
+        return value[0] if isinstance(value, list) else value
+
     return Settings(
         lengths=() if options.train_only else tuple(_lengths(options.lengths)),
         level=options.level,
@@ -197,7 +245,8 @@ def read_settings(options: argparse.Namespace) -> Settings:
         max_memory=options.max_memory,
         timeout=options.timeout,
         tasks=tasks,
-        training=Training(**{field: getattr(options, name) for name, field in _FIELDS.items()}),
+        training=Training(**{field: first(getattr(options, name)) for name, field in _FIELDS.items()}),
+        sweep={_FIELDS[name]: getattr(options, name) for name in _SWEPT} if swept else {},
         maps=not options.no_maps,
     )
 
@@ -323,6 +372,7 @@ def _measure_with_bar(comparison: Comparison, missing: int) -> None:
 
 def _show(comparison: Comparison) -> None:
     from ..benchmark.report import disturbed
+    from ..benchmark.sweep import SWEEP, best_of_sweep
 
     speed, quality = comparison.rows("speed"), comparison.rows("quality")
     if speed:
@@ -333,6 +383,11 @@ def _show(comparison: Comparison) -> None:
         for sentence in disturbed(speed):
             say(sentence)
     if quality:
+        if comparison.settings.sweep:
+            quality, columns = best_of_sweep(quality), SWEEP
+            rows = ([row.get(column, "") for column in columns] for row in quality)
+            print_table(f"held out, after {comparison.settings.training.steps} steps", columns, rows)
+            return
         columns = ("label", "shape", "at", "accuracy", "chance accuracy", "loss", "seconds", "status")
         names = ("", "shape", "task", "accuracy", "chance", "loss", "seconds", "status")
         rows = ([row.get(column, "") for column in columns] for row in quality)

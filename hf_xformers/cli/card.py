@@ -23,7 +23,7 @@ def run(argv: Sequence[str]) -> int:
         "name", metavar="VARIANT|FOLDER", help="a variant, with or without 'xf_', or a checkpoint folder"
     )
     parser.add_argument("--results", metavar="FILE", help="results.json of `hf-xformers benchmark`")
-    parser.add_argument("--to", metavar="FILE", help="the card; its picture goes to maps/ beside it")
+    parser.add_argument("--to", metavar="FILE", help="the card; its picture goes to maps/ next to it")
     arguments = parser.parse_args(list(argv))
     target = None if arguments.to is None else Path(arguments.to).expanduser()
     if target is not None and target.is_dir():
@@ -31,7 +31,7 @@ def run(argv: Sequence[str]) -> int:
             f"--to {arguments.to!r} is a folder; give a file in it, such as {str(target / 'README.md')!r}"
         )
     if target is not None and not target.absolute().parent.is_dir():
-        raise ValueError(f"--to {arguments.to!r} stands in no folder; give a file in one that exists")
+        raise ValueError(f"--to {arguments.to!r} is in no existing folder; give a file in one")
     card = make_card(arguments.name, arguments.results)
     if target is None:
         print(card.text)

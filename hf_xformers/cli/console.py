@@ -2,7 +2,7 @@
 """What the commands print: results on standard output, messages on standard error, and only in the main process.
 
 A terminal gets text that is wrapped at its width; a pipe or a file gets one line for each thing, nothing cut, no
-colours.
+colors.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def print_error(error: Exception, text: str | None = None) -> None:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Iterable[Any]]) -> None:
-    """A title and aligned columns. Where the terminal is too narrow for a row, its last column goes on below
+    """A title and aligned columns. Where the terminal is too narrow for a row, its last column continues below
     itself."""
     cells = [[*columns], *([cell_text(value) for value in row] for row in rows)]
     widths = [max(len(row[index]) for row in cells) for index in range(len(columns))]

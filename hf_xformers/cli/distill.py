@@ -24,7 +24,7 @@ the teacher. At the end a table says what was saved and what it cost.
 
 {methods}
 
-A run that was stopped goes on, to the same weights, with --resume_from_checkpoint.
+A run that was stopped continues, to the same weights, with --resume_from_checkpoint.
 
 FILE.yaml has the options by name."""
 _GROUPS = ("method", "student", "objective")

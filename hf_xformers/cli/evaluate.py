@@ -20,8 +20,8 @@ are the same in every call.
 
 A model that was fine-tuned on a task is measured on that task's rows, with options of its own, which `hf-xformers
 evaluate --model DIR --help` explains."""
-# Beginnings of names of figures that stand apart, beside their floors.
-ROW_FIGURES = ("sentence_", "order_", "floor_sentence_", "floor_order_")
+# Beginnings of names of figures that are listed apart, with their baselines.
+ROW_FIGURES = ("sentence_", "order_", "baseline_sentence_", "baseline_order_")
 # The options of Trainer that an evaluation reads.
 READ = (
     "bf16",
@@ -69,11 +69,11 @@ def run(argv: Sequence[str]) -> int:
 
 
 def report(figures: Mapping[str, Any]) -> None:
-    """The figures in words, with what token frequencies alone reach below each that has such a floor."""
+    """The figures in words, with what token frequencies alone reach below each that has such a baseline."""
     target = target_of(figures["objective"])
     beside = {
-        "loss": (f"... of {target} frequencies alone", figures["floor_loss"]),
-        "accuracy": (f"... of always the most frequent {target}", share_text(figures["floor_accuracy"])),
+        "loss": (f"... of {target} frequencies alone", figures["baseline_loss"]),
+        "accuracy": (f"... of always the most frequent {target}", share_text(figures["baseline_accuracy"])),
     }
     of_rows = row_facts(figures)
     figures = {name: value for name, value in figures.items() if not name.startswith(ROW_FIGURES)}
@@ -84,7 +84,7 @@ def report(figures: Mapping[str, Any]) -> None:
     }
     facts: dict[str, Any] = {}
     for name, value in figures.items():
-        if name not in ("floor_loss", "floor_accuracy"):
+        if name not in ("baseline_loss", "baseline_accuracy"):
             words = f"{name.removeprefix('aux_')} (held out)" if name.startswith("aux_") else name.replace("_", " ")
             facts[words] = texts.get(name, value)
         if name in beside:

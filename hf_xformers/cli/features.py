@@ -10,7 +10,7 @@ from .arguments import Parser, parse_command
 from .console import is_main_process, print_facts, say, share_text
 
 _DESCRIPTION = """Write hidden states of a saved model, of chosen layers, pooled or by token, to Parquet or safetensors
-files; the model is not trained. It reads texts, or images where the model does. A run that was stopped goes on where
+files; the model is not trained. It reads texts, or images where the model does. A run that was stopped continues where
 it was. For example:
 
   hf-xformers features --model runs/bert --data texts.csv --output features --layers embedding last last4
@@ -55,9 +55,9 @@ def run(argv: Sequence[str]) -> int:
         facts["probe of"] = f"{figures['label']}, {figures['classes']} classes"
         for split in made.texts:
             for layer, value in figures[split]["accuracy"].items():
-                floor = share_text(figures[split]["floor"])
-                facts[f"accuracy of {layer} ({split})"] = f"{share_text(value)} (floor {floor})"
-        facts["floor"] = figures["floor_rule"]
+                baseline = share_text(figures[split]["baseline"])
+                facts[f"accuracy of {layer} ({split})"] = f"{share_text(value)} (baseline {baseline})"
+        facts["baseline"] = figures["baseline_rule"]
         if "mix" in figures:
             facts["weights of the mix"] = ", ".join(f"{value:.3f}" for value in figures["mix"]["weights"])
             facts["its scores"] = "--mix_scores " + " ".join(f"{value:g}" for value in figures["mix"]["scores"])

@@ -127,7 +127,7 @@ def _saved_variant(model: str | None) -> str | None:
 
 
 def model_options(parsed: Any, model: Any, options: Any) -> dict[str, Any]:
-    """What `FineTuning` takes beside the dataclasses: components, fields and PEFT settings, typed."""
+    """What `FineTuning` takes besides the dataclasses: components, fields and PEFT settings, typed."""
     config_class = _config_class(model.variant, model.model)
     groups = {name: dict(texts) for name, texts in parsed.groups.items()}
     method = groups.pop("peft", {})
@@ -169,7 +169,7 @@ def report(summary: Mapping[str, Any], folder: str) -> None:
             for key, value in summary.items()
             if key.startswith(f"{prefix}_") and not key.endswith("_rows")
         }
-        shown = beside_floor(metrics, summary.get(f"floor_{split}", {}), None, summary.get("f1_name"))
+        shown = beside_floor(metrics, summary.get(f"baseline_{split}", {}), None, summary.get("f1_name"))
         held_out |= {f"{name} ({split})": text for name, text in shown.items()}
     before, reach = summary.get("intermediate"), summary.get("adapter_reach")
     facts = {
@@ -184,7 +184,7 @@ def report(summary: Mapping[str, Any], folder: str) -> None:
         "seconds": summary["seconds"],
         "best checkpoint": summary["best_checkpoint"],
         **held_out,
-        "floor": rule if any(f"floor_{split}" in summary for split in ("validation", "test")) else None,
+        "baseline": rule if any(f"baseline_{split}" in summary for split in ("validation", "test")) else None,
         "saved in": folder,
     }
     print_facts("fine-tuned", facts)

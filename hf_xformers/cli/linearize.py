@@ -17,7 +17,7 @@ softmax attention gives), then all weights learn the objective and the source's 
 asked for, adapters that are merged at the end (LoRA).
 
 --attention is hedgehog, t2r, lolcats, performer, linear_transformer, delta_net, gated_delta_net, mamba2, or any other
-that fits, with fields as --attention.FIELD VALUE. A run that was stopped goes on, to the same weights, with
+that fits, with fields as --attention.FIELD VALUE. A run that was stopped continues, to the same weights, with
 --resume_from_checkpoint.
 
 FILE.yaml has the options by name."""
@@ -56,7 +56,7 @@ def run(argv: Sequence[str], callbacks: Sequence[Any] = ()) -> int:
         "... of token frequencies alone": record.floor_loss,
         "saved in": str(args.output_dir),
     }
-    print_facts("linearised", facts)
+    print_facts("linearized", facts)
     for line in record.sentences():
         show(line, indent=2, hanging=2)
     return 0

@@ -18,8 +18,8 @@ Task, columns and lengths are those of the training. For example:
 
   hf-xformers predict --model runs/reviews --text "a fine film"
   hf-xformers predict --model runs/reviews --data new.csv --output predictions.csv"""
-_EVALUATION = """Evaluate a fine-tuned model or adapter: the task's metrics on rows with true answers, beside the
-trivial floor, what can be said without a model.
+_EVALUATION = """Evaluate a fine-tuned model or adapter: the task's metrics on rows with true answers, compared with
+the trivial baseline, what can be said without a model.
 
 Without --data: the split that its training held out. For example:
 
@@ -42,7 +42,7 @@ def run(argv: Sequence[str]) -> int:
     if found.metrics:
         shown = beside_floor(found.metrics, found.floor, None, found.trained.task.f1_name())
         figures = ", ".join(f"{name} {value}" for name, value in shown.items())
-        say(f"measured on these rows: {figures}" + (f"; floor: {found.rule}" if found.rule else ""))
+        say(f"measured on these rows: {figures}" + (f"; baseline: {found.rule}" if found.rule else ""))
     return 0
 
 
@@ -69,7 +69,7 @@ def run_evaluation(argv: Sequence[str]) -> int:
     }
     if wanted.json:
         floor = {"rule": found.rule, **found.floor} if found.rule else None
-        print(json.dumps({**facts, "data": wanted.data, **found.metrics, "floor": floor}, indent=2))
+        print(json.dumps({**facts, "data": wanted.data, **found.metrics, "baseline": floor}, indent=2))
         return 0
     shown = beside_floor(found.metrics, found.floor, found.rule, found.trained.task.f1_name())
     data = " ".join(wanted.data) or "of the training"
@@ -89,10 +89,10 @@ def beside_floor(
         return share_text(value) if name == "accuracy" else f"{value:.4g}"
 
     shown = {
-        called(name): text(name, value) + (f" (floor {text(name, floor[name])})" if name in floor else "")
+        called(name): text(name, value) + (f" (baseline {text(name, floor[name])})" if name in floor else "")
         for name, value in metrics.items()
     }
-    return {**shown, "floor": rule} if rule else shown
+    return {**shown, "baseline": rule} if rule else shown
 
 
 def _parsed(argv: Sequence[str], options: type, command: str, description: str) -> Any:

@@ -74,7 +74,7 @@ def _run_on_images(parsed: Any, config_class: type[XFormerConfig], callbacks: Se
         prepared = preparation.run()
         plan = prepared.plan
         height, width = prepared.size
-        tokens = f"{plan['vocabulary']} colours" if plan["vocabulary"] else "patches"
+        tokens = f"{plan['vocabulary']} colors" if plan["vocabulary"] else "patches"
         say(
             f"{prepared.config.model_type}, objective {plan['objective']['type']}: {plan['train_rows']:,} images of"
             f" {height} x {width} pixels to train on, {plan['validation_rows']:,} held out, as {plan['block_size']:,}"
@@ -165,7 +165,7 @@ def _config_class(choice: Any) -> type[XFormerConfig]:
 def model_options(
     config_class: type[XFormerConfig], parsed: Any, choice: Any, objective: str | None = None
 ) -> dict[str, Any]:
-    """What `Preparation` takes beside the dataclasses: components, fields and objective settings, typed. objective:
+    """What `Preparation` takes besides the dataclasses: components, fields and objective settings, typed. objective:
     the one of the run; by default that chosen, or the variant's usual one."""
     from ..training.building import default_objective
     from ..training.run_folder import saved_config
@@ -214,11 +214,11 @@ def report(
         "training loss (last logged)": summary["train_loss"],
         "held-out loss before": summary.get("start_loss"),
         "held-out loss": summary.get("eval_loss"),
-        f"... of {floor}": summary.get("eval_floor_loss"),
+        f"... of {floor}": summary.get("eval_baseline_loss"),
         "held-out perplexity": summary.get("eval_perplexity"),
         "held-out accuracy before": shares.get("start_accuracy"),
         "held-out accuracy": shares.get("eval_accuracy"),
-        f"... of always the most frequent {target}": shares.get("eval_floor_accuracy"),
+        f"... of always the most frequent {target}": shares.get("eval_baseline_accuracy"),
         **row_facts({name.removeprefix("eval_"): value for name, value in summary.items()}),
         **{
             name.removeprefix("eval_aux_") + " (held out)": value
@@ -239,7 +239,7 @@ def target_of(objective: Mapping[str, Any]) -> str:
 
 
 def row_facts(figures: Mapping[str, Any]) -> dict[str, str]:
-    """Held-out accuracy of labels beside those of tokens, and that of always the most frequent one."""
+    """Held-out accuracy of labels next to those of tokens, and that of always the most frequent one."""
     from ..training.trainer_evaluation import FURTHER_LABELS
 
     facts = {}
@@ -247,7 +247,7 @@ def row_facts(figures: Mapping[str, Any]) -> dict[str, str]:
         if f"{kind}_accuracy" in figures:
             name = kind.replace("_", " ")
             facts[f"{name} accuracy (held out)"] = share_text(figures[f"{kind}_accuracy"])
-            facts[f"... of always the most frequent {name} label"] = share_text(figures[f"floor_{kind}_accuracy"])
+            facts[f"... of always the most frequent {name} label"] = share_text(figures[f"baseline_{kind}_accuracy"])
     return facts
 
 

@@ -22,8 +22,8 @@ again like any other. Weights become zeros. For example:
   hf-xformers prune --model runs/lm --output_dir runs/half --method layers --keep_layers 6
   hf-xformers prune --model runs/lm --output_dir runs/sparse --method weights --pattern 2:4
 
-Heads by gates, weights by movement and --train_masked train, with Trainer's options; such a run goes on with
---resume_from_checkpoint. Others take no step: go on with `hf-xformers finetune --model DIR`.
+Heads by gates, weights by movement and --train_masked train, with Trainer's options; such a run continues with
+--resume_from_checkpoint. Others take no step: continue with `hf-xformers finetune --model DIR`.
 
 FILE.yaml has the options by name."""
 
@@ -45,7 +45,7 @@ def run(argv: Sequence[str], callbacks: Sequence[Any] = ()) -> int:
     if idle:
         raise ValueError(
             f"--{idle[0]} is about training, and --method {choice.method} by {choice.chosen_by} takes no step; leave"
-            " it out, and go on with `hf-xformers finetune --model DIR`"
+            " it out, and continue with `hf-xformers finetune --model DIR`"
         )
     rows = pruner.run()
     if rows is not None:

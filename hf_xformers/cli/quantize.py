@@ -14,8 +14,8 @@ from .pretrain import quiet_libraries
 _DESCRIPTION = """Save a trained model with weights of 8 or 4 bits, through torchao (pip install
 hf_xformers[quantize]). The result is read by from_pretrained, evaluate and predict as any other model is.
 
-What must not be quantised stays as it is: what makes the scores of labels and tokens, and what decides (routers,
-gates, keys of a memory). --sensitivity says how far each kind of module by itself moves the outputs, --keep leaves
+What must not be quantized stays as it is: what makes the scores of labels and tokens, and what decides (routers,
+gates, keys of a memory). --sensitivity says how far each type of module by itself moves the outputs, --keep leaves
 more as it is.
 
 With --quantization_aware the model is trained first, as finetune does it, with weights rounded in every pass:
@@ -90,7 +90,7 @@ def make_parser(first_look: Mapping[str, Any]) -> Parser:
     for action in parser._actions:
         if action.dest == "output_dir":
             action.required, action.metavar = True, "DIR"
-            action.help = "Folder for the quantised model and the table compression.json."
+            action.help = "Folder for the quantized model and the table compression.json."
         elif action.dest == "task":
             action.required = False
             action.help = f"{action.help} Default: the model's."

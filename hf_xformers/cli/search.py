@@ -16,7 +16,7 @@ numbers; these learn on held-out text, everything else on training text, by turn
 make a model with new weights, in the folder derived: train it with `hf-xformers pretrain --init_from DIR/derived`.
 
 --block.candidates NAME,NAME narrows what is searched, --num_hidden_layers says how many layers differ, and
---derived_layers how many the derived model has, which repeat them. A search that was stopped goes on with
+--derived_layers how many the derived model has, which repeat them. A search that was stopped continues with
 --resume_from_checkpoint.
 
 FILE.yaml has the options by name, components nested."""
@@ -45,7 +45,7 @@ def run(argv: Sequence[str], callbacks: Sequence[Any] = ()) -> int:
         "steps": summary["steps"],
         "seconds": summary["seconds"],
         "held-out loss, all operations at once": summary.get("eval_loss"),
-        "... of token frequencies alone": summary.get("eval_floor_loss"),
+        "... of token frequencies alone": summary.get("eval_baseline_loss"),
         "derived model in": f"{args.output_dir}/{DERIVED}",
     }
     print_facts("searched", facts)

@@ -67,7 +67,7 @@ def split_tasks(argv: Sequence[str], known: Iterable[str] = ()) -> dict[str, lis
         return None
     if plain:
         raise ValueError(
-            f"--task {plain[0]} has no name beside the named tasks {', '.join(names)}; write --task NAME={plain[0]}"
+            f"--task {plain[0]} has no name besides the named tasks {', '.join(names)}; write --task NAME={plain[0]}"
         )
     return {name: _own(groups, name, names) for name in names}
 
@@ -146,7 +146,7 @@ def report(summary: Mapping[str, Any], folder: str) -> None:
                 for key, value in about.items()
                 if key.startswith(f"{prefix}_") and not key.endswith("_rows")
             }
-            shown = beside_floor(metrics, about.get(f"floor_{split}", {}), None, about.get("f1_name"))
+            shown = beside_floor(metrics, about.get(f"baseline_{split}", {}), None, about.get("f1_name"))
             held_out |= {f"{name} {metric} ({split})": text for metric, text in shown.items()}
     facts = {
         "variant": summary["variant"],

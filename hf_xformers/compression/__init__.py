@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compression: a trained model made smaller or faster, and the account of what that cost.
 
-Every command of this room reads a model from a folder and writes one into another, so that they compose, and leaves
-the table of [`report`](report.py) beside the model.
+Every command of this package reads a model from a folder and writes one into another, so that they compose, and leaves
+the table of [`report`](report.py) next to the model.
 
 Names are imported when they are first used: `datasets`, `peft` and transformers' Trainer are slow to load.
 """

@@ -6,7 +6,7 @@ Each head has a hard-concrete gate g in [0, 1] with a learned location (Louizos,
 
     s = sigmoid((log u - log(1 - u) + a) / beta),  u ~ U(0, 1);  g = min(1, max(0, s (zeta - gamma) + gamma))
 
-and the loss has lambda times the expected number of open gates beside it, sum_h sigmoid(a_h - beta log(-gamma /
+and the loss has lambda times the expected number of open gates next to it, sum_h sigmoid(a_h - beta log(-gamma /
 zeta)). Where nothing is trained g is that of s = sigmoid(a).
 """
 

@@ -107,7 +107,7 @@ def why_not(attention: Attention) -> str | None:
     if output.in_features != heads * width:
         return f"the output projection of attention {spec.type!r} does not read them side by side"
     if spec.query_key_norm == "projection":
-        return "`query_key_norm='projection'` normalises them together"
+        return "`query_key_norm='projection'` normalizes them together"
     if spec.query_key_norm == "each_head":
         return "`query_key_norm='each_head'` has a gain for each of them"
     return None

@@ -66,7 +66,7 @@ def _rows(batch: Batch) -> int:
 
 
 def head_importance(model: PreTrainedModel, layers: Sequence[HeadLayer], batches: Iterable[Batch]) -> Importance:
-    """The mean over rows of |dL / d xi_h|, not yet normalised; L: the loss of a row, as its batch's mean counts it.
+    """The mean over rows of |dL / d xi_h|, not yet normalized; L: the loss of a row, as its batch's mean counts it.
 
     Raises:
         ValueError: no rows, or rows without labels.
@@ -195,7 +195,7 @@ def layer_losses(model: PreTrainedModel, tower: XFormerTower, batches: Iterable[
 
 @contextmanager
 def skipped(layers: Sequence[XFormerLayer]):
-    """Layers that hand on what they are given."""
+    """Layers that pass on what they are given."""
     before = [vars(layer).get("run") for layer in layers]
     for layer in layers:
         layer.run = _passing  # type: ignore[method-assign]

@@ -51,7 +51,7 @@ def layer_number(name: str, tower: str) -> tuple[int, str] | None:
 def prune_layers(model: PreTrainedModel, kept: dict[str, list[int]], *, check: bool = True) -> PreTrainedModel:
     """The model with these layers of each tower alone, in their order, and numbered anew; `model` stays as it is and
     shares no memory with it. kept: by tower; a tower that is left out keeps all. check: whether the result is compared
-    with the whole model whose other layers hand on what they are given.
+    with the whole model whose other layers pass on what they are given.
 
     Raises:
         ValueError: no layer left, one that does not exist, layers that are shared over depth, or whose place in the
@@ -110,7 +110,7 @@ def prune_layers(model: PreTrainedModel, kept: dict[str, list[int]], *, check: b
     pruned = remade(model, smaller, take)
     if check and not _agree_with_skipped(model, pruned, kept):
         raise ValueError(
-            f"without some layers {type(model).__name__} does not compute what it does when these hand on what they"
+            f"without some layers {type(model).__name__} does not compute what it does when these pass on what they"
             f" are given: in stack {config.stack.type!r} with block {config.block.type!r} and attention"
             f" {_attention_of(config)} the place of a layer counts; take `--method heads` or `--method weights`"
         )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What goes is chosen by training: gates on heads that close, masks of weights that move.
 
-The run stands in a folder of its own, with its checkpoints, and goes on with `--resume_from_checkpoint`. What it
+The run stands in a folder of its own, with its checkpoints, and continues with `--resume_from_checkpoint`. What it
 leaves there is the model without gates and masks: closed ones are zeros.
 """
 

@@ -16,7 +16,7 @@ _LABELS = ("labels", "start_positions", "end_positions")
 
 
 def asked(method: DistillationMethod) -> dict[str, bool]:
-    """What both models are asked for beside their outputs."""
+    """What both models are asked for besides their outputs."""
     wanted = {"output_hidden_states": True} if method.reads_states else {}
     return {**wanted, "output_attentions": True} if method.attention else wanted
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far a student's predictions are from its teacher's, for every kind of prediction that the heads make."""
+"""How far a student's predictions are from its teacher's, for every type of prediction that the heads make."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ def prediction_loss(
     everywhere: bool = False,
     divergence: Any = softened_divergence,
 ) -> Tensor:
-    """A mean over what is predicted: texts, labelled tokens, starts and ends of answers.
+    """A mean over what is predicted: texts, labeled tokens, starts and ends of answers.
 
     student, teacher: outputs of the models. batch: their inputs. problem: `problem_type` of the configuration; numbers
     (regression) are compared by their squared difference, independent labels one by one. next_token: logits at t are
-    for token t + 1. everywhere: at all real tokens, not at labelled ones alone. divergence: of two distributions.
+    for token t + 1. everywhere: at all real tokens, not at labeled ones alone. divergence: of two distributions.
     """
     if student.get("start_logits") is not None:
         return _answers(student, teacher, batch, temperature, divergence)

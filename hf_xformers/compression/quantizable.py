@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which modules of a model are quantised, which are left as they are, and why; and how to measure it.
+"""Which modules of a model are quantized, which are left as they are, and why; and how to measure it.
 
 What stays was found with [`output_errors`] on small models of all families (`benchmarks/quantization.py`), with random
-weights: a kind is left out where quantising it alone moves the outputs many times as far as its weights were moved,
-and it is the one that decides. By judgement, so is what has few numbers, which mostly gate or decide something.
+weights: a kind is left out where quantizing it alone moves the outputs many times as far as its weights were moved,
+and it is the one that decides. By judgment, so is what has few numbers, which mostly gate or decide something.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from ..core.components import SLOTS
 from ..modeling_base import XFormerPreTrainedModel
 
-# What stands between the last states and what is predicted. Quantised by itself, the map to tokens moved outputs by 2
+# What stands between the last states and what is predicted. Quantized by itself, the map to tokens moved outputs by 2
 # (Routing Transformer) to millions of times (DeltaNet) as much as the kind in the middle, the layer before it by
 # thousands of times (BERT).
 _OUTSIDE = "it stands between the last states and what is predicted"
 _TOWERS = ("model.trunk.", "model.decoder.", "trunk.", "decoder.")
-# What else stays is said by components themselves (`Spec.unquantized`): maps that decide something, which hand on many
+# What else stays is said by components themselves (`Spec.unquantized`): maps that decide something, which pass on many
 # times their own error (in int8 gates of conditional computation 90 to 100 times, queries and keys of clusters 60 to
-# 80 times, where kinds of other families hand on 12 times at most). Routers of experts are no linear modules.
+# 80 times, where kinds of other families pass on 12 times at most). Routers of experts are no linear modules.
 # Heads of transformers' own models.
 _HEADS = ("classifier", "score", "qa_outputs", "lm_head", "cls", "embed_out", "pooler.dense", "vocab_projector")
 SMALLEST = 16  # inputs or outputs below which numbers are few, and mostly gate or decide
@@ -34,7 +34,7 @@ SMALLEST = 16  # inputs or outputs below which numbers are few, and mostly gate 
 
 @dataclass(frozen=True)
 class Split:
-    """chosen: names of the modules that are quantised. kept: the other linear ones, each with the reason."""
+    """chosen: names of the modules that are quantized. kept: the other linear ones, each with the reason."""
 
     chosen: list[str]
     kept: dict[str, str]
@@ -51,11 +51,11 @@ def linear_modules(model: nn.Module) -> dict[str, nn.Linear]:
 
 
 def split(model: nn.Module, *, group_size: int | None = None, keep: Sequence[str] = ()) -> Split:
-    """The modules to quantise. group_size: inputs that share a scale, of which a projection has to have a multiple.
-    keep: ends of names that are left as they are beside the usual ones.
+    """The modules to quantize. group_size: inputs that share a scale, of which a projection has to have a multiple.
+    keep: ends of names that are left as they are besides the usual ones.
 
     Raises:
-        ValueError: `keep` names something that is not there, or nothing is left to quantise.
+        ValueError: `keep` names something that is not there, or nothing is left to quantize.
     """
     modules = linear_modules(model)
     for wanted in keep:
@@ -85,7 +85,7 @@ def split(model: nn.Module, *, group_size: int | None = None, keep: Sequence[str
     if not chosen:
         first = next(iter(kept.values()), "it has no linear module")
         raise ValueError(
-            f"nothing of the model can be quantised ({first}); give a smaller --group_size, or --keep less"
+            f"nothing of the model can be quantized ({first}); give a smaller --group_size, or --keep less"
         )
     return Split(chosen, kept)
 
@@ -130,10 +130,10 @@ def output_errors(
     quantize: Callable[[nn.Linear], None],
     names: Iterable[str] | None = None,
 ) -> dict[str, float]:
-    """By kind of module, |y_q - y|^2 / |y|^2 of the model's outputs (logits, or last states) where that kind alone is
-    quantised, a mean over batches; the largest first.
+    """By type of module, |y_q - y|^2 / |y|^2 of the model's outputs (logits, or last states) where that kind alone is
+    quantized, a mean over batches; the largest first.
 
-    quantize: quantises one linear module in place. names: modules to look at (default: all linear ones).
+    quantize: quantizes one linear module in place. names: modules to look at (default: all linear ones).
     """
     modules = linear_modules(model)
     kinds: dict[str, list[nn.Linear]] = {}

@@ -3,7 +3,7 @@
 beforehand that knows of it, if asked for.
 
 trained/            of such a training: the run, with its model in full precision
-model.safetensors   the quantised weights
+model.safetensors   the quantized weights
 compression.json    the table before and after
 """
 
@@ -48,10 +48,10 @@ class Quantizing:
     group_size: int = field(default=32, metadata={"help": "int4: inputs of a projection that share a scale."})
     keep: list[str] = field(
         default_factory=list,
-        metadata={"help": "Modules that stay as they are beside the usual ones, by the ends of their names: o_proj."},
+        metadata={"help": "Modules that stay as they are besides the usual ones, by the ends of their names: o_proj."},
     )
     sensitivity: bool = field(
-        default=False, metadata={"help": "Say how far each kind of module by itself moves the outputs."}
+        default=False, metadata={"help": "Say how far each type of module by itself moves the outputs."}
     )
     quantization_aware: bool = field(
         default=False,
@@ -71,7 +71,7 @@ class Quantizing:
 
 
 def torchao() -> Any:
-    """The package that quantises. Raises `ValueError` where it is not installed, with the extra that brings it."""
+    """The package that quantizes. Raises `ValueError` where it is not installed, with the extra that brings it."""
     logger = logging.getLogger("torchao")
     before = logger.level
     logger.setLevel(logging.ERROR)  # of kernels for other devices it says that they are not there
@@ -79,7 +79,7 @@ def torchao() -> Any:
         import torchao.quantization
     except ImportError:
         raise ValueError(
-            "quantisation needs torchao, which is not installed; install it with `pip install hf_xformers[quantize]`"
+            "quantization needs torchao, which is not installed; install it with `pip install hf_xformers[quantize]`"
         ) from None
     finally:
         logger.setLevel(before)
@@ -106,13 +106,13 @@ def recipe(quantizing: Quantizing) -> Any:
 
 
 def quantize_module(module: nn.Linear, configuration: Any) -> None:
-    """Quantises one linear module in place."""
+    """Quantizes one linear module in place."""
     torchao().quantization.quantize_(module, configuration)
 
 
 class FakeQuantized:
-    """Training that knows of the rounding: linear modules compute with quantised weights (and inputs), and gradients
-    go straight through to the full ones (torchao's quantisation-aware training)."""
+    """Training that knows of the rounding: linear modules compute with quantized weights (and inputs), and gradients
+    go straight through to the full ones (torchao's quantization-aware training)."""
 
     def __init__(self, quantizing: Quantizing) -> None:
         self.quantizing = quantizing
@@ -145,7 +145,7 @@ class FakeQuantized:
 class Quantizer:
     """Checks a request and runs it; nothing is written before all that can be refused is.
 
-    output_dir: where the quantised model goes. data, task, args: of a training beforehand. say: takes lines about the
+    output_dir: where the quantized model goes. data, task, args: of a training beforehand. say: takes lines about the
     progress.
 
     Raises ValueError and TypeError that name the value and the remedy.
@@ -175,7 +175,7 @@ class Quantizer:
         refuse_quantized_source(self.source)
 
     def run(self) -> tuple[Split, Row, Row]:
-        """(what was quantised, the source's row, the result's)."""
+        """(what was quantized, the source's row, the result's)."""
         self._check_target()
         model = open_model(self.source)
         parts = split(model, group_size=self.choice.grouped, keep=self.choice.keep)
@@ -206,7 +206,7 @@ class Quantizer:
             )
 
     def _quantized(self, model: PreTrainedModel, source: str, parts: Split) -> PreTrainedModel:
-        """The model of a folder, quantised as it is read."""
+        """The model of a folder, quantized as it is read."""
         from transformers import TorchAoConfig
 
         from ..conversion.transfer import quiet
@@ -261,14 +261,14 @@ class Quantizer:
 
 
 def refuse_quantized_source(name: str) -> None:
-    """Raises `ValueError` for a model that is quantised already, or that is none."""
+    """Raises `ValueError` for a model that is quantized already, or that is none."""
     from ..training.scoring import load_config
 
     fields = load_config(name).to_dict().get("quantization_config")
     if fields:
         method = fields.get("quant_method", "") if isinstance(fields, dict) else ""
         raise ValueError(
-            f"the model {name!r} is quantised already ({getattr(method, 'value', method) or 'by its config'}); give"
+            f"the model {name!r} is quantized already ({getattr(method, 'value', method) or 'by its config'}); give"
             " the model that it was made of, in full precision"
         )
 

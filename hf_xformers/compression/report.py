@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table before and after a compression: parameters, size on disk, time of a batch, quality beside its floor.
+"""The table before and after a compression: parameters, size on disk, time of a batch, quality next to its baseline.
 
 ```python
 >>> before, after = compare(source, folder, Measuring(max_eval_rows=500))
@@ -65,7 +65,7 @@ class Measuring:
 
 @dataclass
 class MeasuringOfTask(Measuring):
-    """The same beside `TaskData`, whose `--max_eval_rows` limits the rows of the table too."""
+    """The same next to `TaskData`, whose `--max_eval_rows` limits the rows of the table too."""
 
     max_eval_rows: int | None = field(default=None, init=False)  # commands set it from there
 
@@ -76,8 +76,8 @@ class Row:
 
     model: folder or Hub id. parameters, nonzero: tensors that the model learns, tied ones once. bytes: the files of
     its weights. seconds: of a batch (the median), None where it was not timed. metric: the figure that stands for its
-    quality, and quality: that figure; less_is_better: whether it is an error. floor: the same figure without a model
-    (the trivial answer; the frequencies of tokens). figures: all that was measured.
+    quality, and quality: that figure; less_is_better: whether it is an error. baseline: the same figure without a
+    model (the trivial answer; the frequencies of tokens). figures: all that was measured.
     """
 
     model: str
@@ -88,7 +88,7 @@ class Row:
     metric: str | None = None
     quality: float | None = None
     less_is_better: bool = False
-    floor: float | None = None
+    baseline: float | None = None
     figures: dict[str, float] = field(default_factory=dict)
 
 
@@ -145,7 +145,7 @@ def count(model: nn.Module) -> tuple[int, int]:
     for parameter in model.parameters():
         total += parameter.numel()
         plain = parameter.detach()
-        if type(plain) not in (torch.Tensor, nn.Parameter) and hasattr(plain, "dequantize"):  # quantised
+        if type(plain) not in (torch.Tensor, nn.Parameter) and hasattr(plain, "dequantize"):  # quantized
             plain = plain.dequantize()
         kept += int(torch.count_nonzero(plain))
     return total, kept
@@ -230,8 +230,8 @@ def _task_quality(name: str, measuring: Measuring) -> dict[str, Any]:
         "metric": task.metric,
         "quality": found.metrics.get(task.metric),
         "less_is_better": task.less_is_better or task.metric == "loss",
-        "floor": found.floor.get(task.metric),
-        "figures": {**found.metrics, **{f"floor_{key}": value for key, value in found.floor.items()}},
+        "baseline": found.floor.get(task.metric),
+        "figures": {**found.metrics, **{f"baseline_{key}": value for key, value in found.floor.items()}},
     }
 
 
@@ -261,7 +261,7 @@ def _language_quality(name: str, measuring: Measuring) -> dict[str, Any]:
         "metric": "loss",
         "quality": figures["loss"],
         "less_is_better": True,
-        "floor": figures["floor_loss"],
+        "baseline": figures["baseline_loss"],
         "figures": numbers,
     }
 
@@ -283,9 +283,9 @@ def table(before: Row, after: Row) -> tuple[list[str], list[list[str]]]:
         values = [f"{value:.4f}" for value in (before.quality, after.quality)]
         change = round(after.quality - before.quality, 4) + 0.0  # no "-0.0000"
         rows.append([before.metric or "quality", *values, f"{change:+.4f}"])
-    if before.floor is not None:
-        after_floor = before.floor if after.floor is None else after.floor
-        rows.append(["... floor", f"{before.floor:.4f}", f"{after_floor:.4f}", ""])
+    if before.baseline is not None:
+        after_baseline = before.baseline if after.baseline is None else after.baseline
+        rows.append(["... baseline", f"{before.baseline:.4f}", f"{after_baseline:.4f}", ""])
     return ["", "before", "after", "change"], rows
 
 

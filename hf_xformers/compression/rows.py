@@ -88,7 +88,7 @@ def _of_text(name: str, model: PreTrainedModel, data: Sequence[str], seed: int) 
 
 
 def carried_files(name: str) -> list[Path]:
-    """What a model's folder holds beside config and weights that belongs to the smaller model, too: the tokenizer and
+    """What a model's folder holds besides config and weights that belongs to the smaller model, too: the tokenizer and
     the record of the training."""
     folder = Path(name).expanduser()
     if not folder.is_dir():
@@ -105,7 +105,8 @@ def carried_files(name: str) -> list[Path]:
 
 def without_figures(summary: Mapping[str, Any]) -> dict[str, Any]:
     """The record of a training without what it measured: those are the figures of another model."""
-    figures = ("eval_", "test_", "floor_", "exits_", "train_loss", "best_checkpoint", "trained_parameters")
+    figures = ("eval_", "test_", "baseline_", "exits_", "train_loss", "best_checkpoint", "trained_parameters")
+    figures += ("floor_",)  # baselines in earlier summaries
     kept = ("eval_streams", "test_rows")
     return {key: value for key, value in summary.items() if key in kept or not key.startswith(figures)}
 

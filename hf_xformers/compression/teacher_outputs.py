@@ -27,7 +27,7 @@ _NAMES = ("logits", "start_logits", "end_logits")
 
 
 def refuse_storing(method: DistillationMethod) -> None:
-    """Raises `ValueError` for a method whose teacher has to run beside the student."""
+    """Raises `ValueError` for a method whose teacher has to run next to the student."""
     if method.attention or method.replaces:
         what = "attention of all pairs of tokens" if method.attention else "layers themselves"
         raise ValueError(

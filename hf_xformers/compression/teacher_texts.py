@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a teacher writes for each row, kept line by line in a file, so that an interrupted run goes on."""
+"""What a teacher writes for each row, kept line by line in a file, so that an interrupted run continues."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def _continuations(method: SequenceLevel, teacher: Any, rows: list[Mapping[str, 
 
 
 def _by_length(rows: list[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
-    """Neighbours of one length, in their order."""
+    """Neighbors of one length, in their order."""
     group: list[Mapping[str, Any]] = []
     for row in rows:
         if group and len(row["input_ids"]) != len(group[0]["input_ids"]):

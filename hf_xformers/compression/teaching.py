@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training a student beside its teacher: what is added to Trainer, and the learned maps that are no part of the
+"""Training a student next to its teacher: what is added to Trainer, and the learned maps that are no part of the
 result."""
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ class _Masked(torch.autograd.Function):
 
 
 class MovementMask(Undecayed, nn.Module):
-    """Parametrisation of a weight: what of it has the highest scores, learned beside it. `sparsity` is set by the
+    """Parametrisation of a weight: what of it has the highest scores, learned next to it. `sparsity` is set by the
     schedule."""
 
     undecayed = ("scores",)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generation caches: one layer per execution step, of the kind that its mechanism declares."""
+"""Generation caches: one layer per execution step, of the type that its mechanism declares."""
 
 from __future__ import annotations
 
@@ -134,18 +134,18 @@ class FollowsRows:
 
 
 class KeepsMore:
-    """A cache layer that has more than keys and values, which its mechanism cannot do without: no other layer stands
-    in for it. Unlike a recurrent state it may forget its last tokens again."""
+    """A cache layer with required state besides keys and values: a plain layer cannot replace it. Unlike a recurrent
+    state it may forget its last tokens again."""
 
 
 def self_attention_layers(config) -> list:
-    """Cache layers of one tower, by execution step: each of the kind that the stack, the block or else the attention
+    """Cache layers of one tower, by execution step: each of the type that the stack, the block or else the attention
     says (`StackSpec.cache_layer`, `BlockSpec.cache_layer`, `AttentionSpec.cache_layer`)."""
     return [layer for layer, _ in cache_layers(config)]
 
 
 def cache_layers(config) -> list[tuple[CacheLayerMixin, Spec]]:
-    """The same, each beside the component whose state it keeps."""
+    """The same, each next to the component whose state it keeps."""
     return [_cache_layer(config.layer(index), step, index) for step, index in enumerate(layer_at(config))]
 
 
@@ -209,7 +209,7 @@ def stateful_part(config) -> str:
 
 
 class XFormerCache(DynamicCache):
-    """A growing cache whose layers are of the kinds that the model's mechanisms declare."""
+    """A growing cache whose layers are of the types that the model's mechanisms declare."""
 
     def __init__(self, layers: list):
         Cache.__init__(self, layers=layers)

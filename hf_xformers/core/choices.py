@@ -129,7 +129,7 @@ def joint(log_probs: list[Tensor]) -> Tensor | None:
 def token_rows(
     logits: Tensor, labels: Tensor | None, num_items_in_batch: Tensor | int | None = None, shifted: bool = False
 ) -> RowLosses | None:
-    """[`RowLosses`] of the mean cross-entropy of labelled tokens: logits [B, T, V], labels [B, T] (-100: none).
+    """[`RowLosses`] of the mean cross-entropy of labeled tokens: logits [B, T, V], labels [B, T] (-100: none).
     shifted: labels are those of a causal model, compared with the logits before them. None without labels."""
     if labels is None:
         return None

@@ -31,7 +31,7 @@ def _pieces(logits: Tensor) -> Iterator[tuple[int | slice, slice]]:
 class ChunkedCrossEntropy(torch.autograd.Function):
     """The sum over labels [B, T] (`ignore_index`: none) of the cross-entropy of logits [B, T, V], in float32.
 
-    No further copy of all logits is made: beside them there is their gradient, in their own type, made in the forward
+    No further copy of all logits is made: next to them there is their gradient, in their own type, made in the forward
     pass.
     """
 

@@ -5,7 +5,7 @@ An X-former is the vanilla Transformer with one or more *components* replaced. A
 small strict dataclass that stands in the same file as the module it configures and registers itself under a name in
 one of the slots below. A config stores one spec per slot; the model builds its modules from them.
 
-This file imports none of the rooms: a room is imported the first time one of its names is looked up.
+This file imports none of the component packages: one is imported the first time one of its names is looked up.
 """
 
 from __future__ import annotations
@@ -53,18 +53,18 @@ class Spec(TypedSpec):
     (`context.explicit_mask`); `pages`: keys and values of many texts side by side, any of which a mask of pairs may
     hide (continuous batching); `interface`: its usual path is transformers' attention interface, with queries, keys
     and values and nothing more, so that a function registered there may do all of it; `token_numbers`: a number for
-    each token, kept beside its key (`TokenNumbers`). Of positions, `neighbours`: a bias that is a function of the
-    distance alone, so that a part of a text can read its neighbours. Of stacks and blocks, `unpadding`: the real
+    each token, kept next to its key (`TokenNumbers`). Of positions, `neighbors`: a bias that is a function of the
+    distance alone, so that a part of a text can read its neighbors. Of stacks and blocks, `unpadding`: the real
     tokens of a batch as one row (`unpad_inputs`). Of stacks, `choices`: what layers give is added up row by row and as
     it is, so that probabilities of choices come through (`core/choices.py`); `layer_drop`: a layer may be left out of
     a training step.
     why_not: why it does not support something, in words: `unpadding` or `pages`; and of attentions, `causal` order;
     generation (`generate`); and a graph that is exported for texts of `any_length`.
     splits: what tensor or expert parallelism may divide over processes. `heads` of an attention: no parameter, buffer
-    or pattern of a single head beside the projections, and no exchange between heads. The rows of an embedding's one
+    or pattern of a single head besides the projections, and no exchange between heads. The rows of an embedding's one
     `table`, `tokens`, which is read by calling it alone; the `vocabulary` of a head's projection, `decoder`; the
     `inner` channels of a feed-forward, by the names `up_proj`, `gate_proj` and `down_proj`, and its `experts`.
-    unquantized: linear maps inside it that keep their precision when a model is quantised, by the ends of their names,
+    unquantized: linear maps inside it that keep their precision when a model is quantized, by the ends of their names,
     each with the reason: a small change of theirs is a large one of the outputs, as `compression/quantizable.py`
     measures it.
     citation: BibTeX of its paper, of a component that no family is named after.
@@ -232,12 +232,12 @@ def _check_heads(slot: str, spec: Any, config: Any) -> None:
         norm = config.normalization
         if "norm" not in spec.head_options:
             raise ValueError(
-                f"{slot} {spec.type!r} makes its queries and keys in a way of its own and cannot normalise them; leave"
+                f"{slot} {spec.type!r} makes its queries and keys in a way of its own and cannot normalize them; leave"
                 " `query_key_norm` at 'none', or use a mechanism such as 'dense'."
             )
         if norm.over_tokens or not norm.any_width:
             raise ValueError(
-                f"`query_key_norm` of {slot} {spec.type!r} normalises single heads, which normalization {norm.type!r}"
+                f"`query_key_norm` of {slot} {spec.type!r} normalizes single heads, which normalization {norm.type!r}"
                 " cannot; use 'rms_norm' or 'layer_norm', or leave `query_key_norm` at 'none'."
             )
         if spec.query_key_norm == "each_head" and not norm.knows_heads:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What flows through a stack beside the hidden states: masks, positions, memories, and things prepared once per call.
+"""What flows through a stack besides the hidden states: masks, positions, memories, and things prepared once per call.
 
 Bundling these lets length, positions and mask change inside a stack (pooling, hierarchies), and lets a layer be called
 many times (shared weights): nothing that depends on the call lives on a module.
@@ -80,8 +80,8 @@ class LayerContext:
     states: States = field(default_factory=dict)
 
     def __copy__(self) -> LayerContext:
-        # Every layer of a decoding step may have a view of its own. The general way, which asks the class how it wants
-        # to be copied, takes as long as some layers' arithmetic.
+        # Every layer of a decoding step may have a view of its own. copy.copy is slow
+        # here: it takes as long as the arithmetic of some layers.
         seen = object.__new__(type(self))
         seen.__dict__.update(self.__dict__)
         return seen

@@ -38,7 +38,7 @@ def _sum(tensor: Tensor) -> Tensor:
 def sum_over_processes(tensor: Tensor) -> Tensor:
     """The sum of every process's `tensor`, of one shape in all; `tensor` itself in a single process.
 
-    All processes of the default group must come here, as in a batch norm that is synchronised. The gradient is that of
+    All processes of the default group must come here, as in a batch norm that is synchronized. The gradient is that of
     the sum of all processes' losses, which is what data parallelism averages.
     """
     return tensor if num_processes() == 1 else _sum(tensor)

@@ -48,7 +48,7 @@ class Elsewhere(MutableMapping):
 
 
 def context_on(context: Any, device: torch.device) -> Any:
-    """The twin of a `LayerContext` on a device."""
+    """The copy of a `LayerContext` on a device."""
     made = context.made.kept if isinstance(context.made, Elsewhere) else context.made
     moved = made.setdefault((Moved, None), Moved()).twins
     twin = copy.copy(context)
@@ -58,7 +58,7 @@ def context_on(context: Any, device: torch.device) -> Any:
 
 
 def _on(value: Any, device: torch.device, moved: dict) -> Any:
-    """`value` with the tensors in it on `device`; a twin is made once, unless gradients go through it: those belong to
+    """`value` with the tensors in it on `device`; a copy is made once, unless gradients go through it: those belong to
     the layer that reads it, which may run again for them."""
     if isinstance(value, Tensor):
         if value.device == device:

@@ -28,7 +28,7 @@ def refuse_non_finite(model: nn.Module, name: str) -> None:
 
 
 def _numbers(parameter: Tensor) -> list[Tensor]:
-    """What may be infinite of a parameter: of a quantised one its scales."""
+    """What may be infinite of a parameter: of a quantized one its scales."""
     names = getattr(parameter, "tensor_data_names", None)  # torchao's
     if names is None:
         return [parameter]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the inputs of a graph hold beside path lengths and edge types."""
+"""What the inputs of a graph hold besides path lengths and edge types."""
 
 # `spatial_pos`: no path between two nodes; a pair with the token that stands for the whole graph.
 UNREACHABLE, GRAPH_TOKEN = -1, -2

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Texts with padding between their tokens, as peft makes them of its virtual tokens and a text padded on the left.
 
-Mechanisms count distances, windows and neighbours in slots, which are tokens where those of a row stand side by side.
+Mechanisms count distances, windows and neighbors in slots, which are tokens where those of a row stand side by side.
 So a tower moves the tokens of such rows together before its layers see them, and its results back. In a cache that is
 continued tokens stand last, in the order of the text, wherever the caller's mask has its padding. Behind a text padded
 on the right a cache of keys and values is brought to that when a later call needs it; one that drops tokens is

@@ -53,7 +53,7 @@ def unread(given: Mapping[str, Any], read: Iterable[str]) -> Iterator[str]:
 
 
 def refuse_unread(model_type: str, given: Mapping[str, Any], read: Iterable[str], named: Iterable[str]) -> None:
-    """Checks the keyword arguments `given` to a model beside those that its `forward` names.
+    """Checks the keyword arguments `given` to a model besides those that its `forward` names.
 
     read: names that its components read. named: those of `forward`, for the message. None counts as not given.
 

@@ -16,7 +16,7 @@ from .initialization import start_linear
 
 def is_plain_linear(module: nn.Module) -> bool:
     """Whether the weight and bias of a projection are all there is to it, so that a mechanism may use them without
-    calling it: no adapter, hook, offloading, quantisation or sharding."""
+    calling it: no adapter, hook, offloading, quantization or sharding."""
     if type(module) is not nn.Linear or "forward" in vars(module) or type(module.weight) is not nn.Parameter:
         return False
     return not has_hooks(module)

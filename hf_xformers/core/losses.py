@@ -16,7 +16,7 @@ from .text_parts import division_in_force
 def token_cross_entropy(
     logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None, ignore_index: int = -100
 ) -> Tensor:
-    """Mean cross-entropy of labelled tokens, in float32 (nats per token).
+    """Mean cross-entropy of labeled tokens, in float32 (nats per token).
 
     logits [..., V], labels [...]. num_items_in_batch: divide by this count instead of this batch's own (what the
     Trainer gives under gradient accumulation). A batch without a single label has loss 0 (with gradient), not NaN.
@@ -43,7 +43,7 @@ def token_cross_entropy(
 def token_binary_cross_entropy(
     logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None, ignore_index: int = -100
 ) -> Tensor:
-    """Mean binary cross-entropy of labelled tokens, in float32 (nats per token): labels [...] are 0 or 1, or -100 for
+    """Mean binary cross-entropy of labeled tokens, in float32 (nats per token): labels [...] are 0 or 1, or -100 for
     none, logits [...] the log odds of 1. The rest is as for [`token_cross_entropy`]."""
     labels = labels.to(logits.device)
     logits = logits if logits.dtype == torch.float64 else logits.float()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Outputs of transformers with one more field: the auxiliary losses collected inside the model, by name. They stand
-beside a loss, and wherever gradients are recorded."""
+next to a loss, and wherever gradients are recorded."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ class FieldsAtOnce:
             super().__setattr__(name, value)  # a field's former name, too
 
     def __post_init__(self) -> None:
-        # Fields are items already. transformers takes a first field that is no tensor for all of them, where it is
-        # given alone (as whoever maps over a dictionary gives it), and that is all there is left to see to.
+        # Fields are items already. ModelOutput treats a lone first field that is no tensor as the whole dictionary.
         first = getattr(self, next(iter(self.__dataclass_fields__)))
         if first is not None and not isinstance(first, torch.Tensor):
             super().__post_init__()  # type: ignore[misc]  # every output has one

@@ -67,8 +67,8 @@ def literal_name(implementation: str) -> str:
 
 
 def why_not_paged(config: Any) -> str:
-    """Why a model's texts cannot share pages of keys and values, in a few words that go on from "which"; empty: they
-    can."""
+    """Why a model's texts cannot share pages of keys and values, in a few words that continue from "which"; empty:
+    they can."""
     if config.is_encoder_decoder or not config.is_decoder:
         kind = "an encoder-decoder keeps a memory for each text" if config.is_encoder_decoder else "it is no decoder"
         return f"a model of type {config.model_type!r} cannot do: {kind}"
@@ -99,7 +99,7 @@ def why_not_side_by_side(config: Any) -> str:
             return f"{_named(position)} does not allow: a longer text turns its keys anew"
     for layer, holder in cache_layers(config):
         if type(layer) is not DynamicLayer:
-            return f"{_named(holder)} does not allow: it keeps a state of another kind"
+            return f"{_named(holder)} does not allow: it keeps a state of another type"
     if len(sizes) > 1:
         return "layers with different heads do not allow: all pages have one size"
     return ""

@@ -32,7 +32,7 @@ def pool(hidden_states: Tensor, mask: Tensor | None, how: str) -> Tensor:
 class TextPooler(nn.Module):
     """Base of what makes a text's vector: `forward(hidden_states [B, T, D], padding_mask [B, T] or None)`.
 
-    inputs: model inputs that it is given beside these by name; state: what of the last layer it is given as `state`
+    inputs: model inputs that it is given besides these by name; state: what of the last layer it is given as `state`
     (None where a stack passes nothing on).
     """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a call holds beside its facts, in objects whose class, with a slot where there are several, is their key."""
+"""What a call holds besides its facts, in objects whose class, with a slot where there are several, is their key."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class State(_Kind):
 
 @dataclass(frozen=True)
 class Carry:
-    """What the layers of a mechanism share beside the call.
+    """What the layers of a mechanism share besides the call.
 
     kind: what it is (None: a way of reading alone). sizes: what has to be alike in all these layers. of_first: layer 0
     owns it. handed_on: each layer hands it to the next one. throughout: every layer does so, up to the last. reach:
-    who else has it, the `pooler` of a text's vector, or `cross_attention` of the same kind, which goes on with it.
+    who else has it, the `pooler` of a text's vector, or `cross_attention` of the same type, which continues with it.
     """
 
     kind: type[Prepared] | type[State] | None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imports the files of a room (a folder of components), which register themselves under their names."""
+"""Imports the files of a component package (a "room" in identifiers), which register themselves under their names."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def import_room(room: str, module: str | None = None) -> None:
 
 def import_plugins() -> None:
     """Imports the modules that other packages name under [`PLUGINS`], and those of [`IMPORTED`]: once, and the first
-    time that a name is not found in the rooms.
+    time that a name is not found in these packages.
 
     Raises ValueError for one that cannot be imported.
     """

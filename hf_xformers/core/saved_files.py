@@ -18,7 +18,7 @@ from typing import Any
 # By order of preference: one file of weights, and the index of several.
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 STAGING = ".saving"
-# What a run leaves in its folder: what it is, the lock while it goes on, and Trainer's state in every checkpoint.
+# What a run leaves in its folder: what it is, the lock while it runs, and Trainer's state in every checkpoint.
 SUMMARY_FILE, LOCK_FILE, STATE_FILE = "training_summary.json", ".hf_xformers.lock", "trainer_state.json"
 SHARDED_OPTIMIZER = "optimizer_shards"  # of a checkpoint, in place of a file for all processes
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")
@@ -76,7 +76,7 @@ def refuse_damaged_weights(name: str | Path) -> None:
     for path in weight_files(folder):
         if path.suffix == ".bin" and (found := _code_in(path)):
             raise ValueError(
-                f"{str(path)!r} holds code ({found}) beside tensors, which is not run; take the model as safetensors,"
+                f"{str(path)!r} holds code ({found}) next to tensors, which is not run; take the model as safetensors,"
                 " or save its `state_dict()` alone"
             )
 
@@ -248,7 +248,7 @@ def _content(folder: Path) -> dict[str, int]:
 
 @contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
-    """A scratch folder beside `folder` that takes its place when the block ends well; else `folder` stays as it was.
+    """A scratch folder next to `folder` that takes its place when the block ends well; else `folder` stays as it was.
 
     Raises:
         ValueError: another process has written to `folder` meanwhile; its files stay.

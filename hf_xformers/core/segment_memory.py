@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Segment memory: what a model carries from one segment of a text to the next, beside and apart from the KV cache.
+"""Segment memory: what a model carries from one segment of a text to the next, next to and apart from the KV cache.
 
 It holds hidden states, not keys and values: they are projected anew in every segment, so that the projections learn
 from them, while no gradient reaches the segment that made them.
@@ -27,9 +27,9 @@ class MemoryLayout(Prepared):
     """How a segment memory and the tokens of a call stand side by side.
 
     length: M, slots of the memory; real: [B, M + T], which slots are real (None: all); order: [B, M + T], in which
-    they stand (None: as they are). begun: where a cache goes on with a text that follows a memory, which of the call's
-    tokens [B, T] are their row's first or stand behind it (None: all); those before are padding, which must not stand
-    between the memory and the text.
+    they stand (None: as they are). begun: where a cache continues with a text that follows a memory, which of the
+    call's tokens [B, T] are their row's first or stand behind it (None: all); those before are padding, which must not
+    stand between the memory and the text.
     """
 
     length: int = 0

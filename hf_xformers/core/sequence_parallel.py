@@ -40,7 +40,7 @@ class SequenceForm(Enum):
 
 @dataclass(frozen=True)
 class Unserved:
-    """An attention that is not computed from parts. why: a clause that goes on from its name."""
+    """An attention that is not computed from parts. why: a clause that continues from its name."""
 
     why: str
 
@@ -136,7 +136,7 @@ def why_not_sequence_parallel(config: Any) -> str:
             )
         acts = layer.position.acts
         served = {"attention", "cross_attention"}
-        if form is SequenceForm.NEIGHBOURS and "neighbours" in layer.position.supports and acts == {"score_bias"}:
+        if form is SequenceForm.NEIGHBOURS and "neighbors" in layer.position.supports and acts == {"score_bias"}:
             served.add("position")
         if form is SequenceForm.MEMORY:
             served.add("stack")

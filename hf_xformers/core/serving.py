@@ -19,7 +19,8 @@ _OWN = ("eager", "sdpa", "flex_attention", "flash_attention", "paged|")
 
 
 def why_not_served(config: Any) -> str:
-    """Why an engine cannot keep a model's keys and values, in a few words that go on from "which"; empty: it can."""
+    """Why an engine cannot keep a model's keys and values, in a few words that continue from "which"; empty: it
+    can."""
     if config.is_encoder_decoder:
         return f"a model of type {config.model_type!r} cannot leave to an engine: it is an encoder-decoder"
     if config.modality != "text":

@@ -10,7 +10,7 @@ from typing import Any, Literal
 Order = Literal["sequence", "cycle", "cycle_rev"]
 Part = Literal["all", "attention", "feedforward"]
 
-# The kinds of sublayers that are shared; norms and other frames stay each layer's own.
+# The types of sublayers that are shared; norms and other frames stay each layer's own.
 _KINDS = {"attention": ("attention", "cross_attention"), "feedforward": ("feedforward",)}
 
 

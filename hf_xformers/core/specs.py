@@ -2,7 +2,7 @@
 """Typed specs and their registries: what components and objectives, or whatever else is looked up by name, share.
 
 A *spec* is a small dataclass whose fields are checked against their types. It stands in the same file as what it
-configures and is registered there under a name; the file stands in a *room*, a folder of the package. A room is
+configures and is registered there under a name; the file is in a registry package (a "room" in identifiers). It is
 imported the first time one of its names is looked up, so a file that is dropped into it is found without a list.
 """
 
@@ -45,7 +45,7 @@ class TypedSpec:
         offending value and the remedy."""
 
     def check_values(self) -> None:
-        """Raises `ValueError` for values that this spec cannot have, whatever stands beside it."""
+        """Raises `ValueError` for values that this spec cannot have, whatever the others are."""
         check_bounds(self)
         self.check_fields()
 
@@ -57,7 +57,7 @@ _lookups: ContextVar[set[type[TypedSpec]] | None] = ContextVar("lookups", defaul
 class Registry(Generic[AnySpec]):
     """Names and the spec classes that are registered under them.
 
-    name: what the specs are for; room: the folder whose files register them; kind: what messages call one of them.
+    name: what the specs are for; room: the folder whose files register them; kind: the noun in error messages.
     """
 
     def __init__(self, name: str, room: str, kind: str | None = None):
@@ -125,7 +125,7 @@ class Registry(Generic[AnySpec]):
 
 
 class Catalog(Mapping[str, type[AnySpec]]):
-    """A registry as a mapping, name to spec class, which imports the room when it is read."""
+    """A registry as a mapping, name to spec class, which imports the package when it is read."""
 
     def __init__(self, registry: Registry[AnySpec]):
         self._registry = registry
@@ -167,7 +167,7 @@ def resolve_field_types(cls: type) -> None:
 
 
 def aliased(default: Any, *names: str) -> Any:
-    """A spec's field with a default and further names that users may give it by: the short word that kindred
+    """A spec's field with a default and further names that users may give it by: the short word that related
     components share, such as `window`. What is stored and shown is the field's own name."""
     return dataclasses.field(default=default, metadata={"aliases": names})
 
@@ -247,8 +247,8 @@ def check_types(spec: TypedSpec) -> None:
 
 
 def build_in(registry: Registry[AnySpec], value: Any, asked: str) -> AnySpec:
-    """The spec that `value` (a name, a dict with `type`, or a spec) stands for. asked: what messages call the place
-    that it is for.
+    """The spec that `value` (a name, a dict with `type`, or a spec) stands for. asked: the name of the
+    argument, for error messages.
 
     Raises:
         TypeError: `value` or one of its fields has a wrong type.

@@ -13,7 +13,7 @@ class Sublayer(nn.Module):
     """Base of the functions f of a layer, `x = leave(x, f(enter(x)))`.
 
     `forward(hidden_states [B, T, D], context)` of a feed-forward, and with `memory`, `past_key_values` and `step`
-    beside them for what is planned as attention, gives a [`SublayerOutput`](context.py).
+    next to them for what is planned as attention, gives a [`SublayerOutput`](context.py).
     """
 
     @property

@@ -20,7 +20,7 @@ class Spans(State):
 
 
 class SpansBeside(Prepared):
-    """The call as functions of single nodes see it where spans go through layers beside tokens, as further tokens."""
+    """The call as functions of single nodes see it where spans go through layers besides tokens, as further tokens."""
 
     call: LayerContext
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which parameters weight decay leaves alone: what has a meaning of its own that zero is not, as norms and biases
-are."""
+"""Parameters that weight decay leaves alone, such as norms and biases: zero is not their neutral value."""
 
 from __future__ import annotations
 

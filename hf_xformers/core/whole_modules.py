@@ -16,8 +16,8 @@ class KeptWhole:
     """`_no_split_modules`: names of the classes whose modules are neither divided over devices nor over units of FSDP.
 
     The two need different answers. A device map brings weights for the calls of the modules that it names, and forgets
-    the tensors that a module has beside the ones inside. Under FSDP a module that is named must not be read outside of
-    its calls.
+    the tensors that a module has next to the ones inside. Under FSDP a module that is named must not be read outside
+    of its calls.
     """
 
     def __get__(self, model: Any, owner: type) -> Any:
@@ -32,7 +32,7 @@ class KeptWhole:
 
 
 def whole_on_a_device(model: Any, layer_class: type) -> set[str]:
-    """Names of the classes in `model` that a device map does not divide beside layers: with tensors of their own and
+    """Names of the classes in `model` that a device map does not divide next to layers: with tensors of their own and
     modules, and a token table in several parts, which may each be tied to a part of the head."""
     table = model.get_input_embeddings()
     return {

@@ -12,7 +12,16 @@ from .batching import LengthGroupedBatchSampler, token_budget_batches
 from .packing import pack
 from .sources import load_text_dataset
 from .stdlib_corpus import STDLIB_CORPUS_ID, StdlibDocument, stdlib_corpus, stdlib_documents
-from .synthetic import associative_recall, byte_dataset, copy_task, disjoint, list_operations, needle_retrieval
+from .synthetic import (
+    associative_recall,
+    byte_dataset,
+    copy_task,
+    disjoint,
+    list_operations,
+    needle_retrieval,
+    state_tracking,
+    two_hop_recall,
+)
 from .tokenizer import check_tokenizer, load_tokenizer, sentinel_ids, train_tokenizer, vocabulary_fields
 from .tokenizing import document_lengths, tokenize_dataset
 
@@ -32,10 +41,12 @@ __all__ = [
     "needle_retrieval",
     "pack",
     "sentinel_ids",
+    "state_tracking",
     "stdlib_corpus",
     "stdlib_documents",
     "token_budget_batches",
     "tokenize_dataset",
     "train_tokenizer",
+    "two_hop_recall",
     "vocabulary_fields",
 ]

@@ -30,7 +30,7 @@ def token_budget_batches(
         lengths: tokens of each row.
         max_tokens: budget of a batch: number of rows times the length of its longest row, rounded up to
             `pad_to_multiple_of`.
-        max_rows: limit of rows beside the budget.
+        max_rows: limit of rows next to the budget.
         pad_to_multiple_of: what the collator rounds lengths up to.
         shuffle: random order of the batches, and random choice among rows of equal (rounded) length. Otherwise the
             shortest rows come first.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Colours as tokens: clusters of pixels, which are stored with a model, and pictures of what it writes."""
+"""Colors as tokens: clusters of pixels, which are stored with a model, and pictures of what it writes."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ def nearest_colours(pixels: Tensor, clusters: Tensor) -> Tensor:
 
 
 def colour_clusters(pixels: Tensor, count: int, *, seed: int = 0, rounds: int = 30) -> Tensor:
-    """k-means of colours (Lloyd 1982; Chen et al. 2020, section 3: 512 clusters of pixels of the training images).
+    """k-means of colors (Lloyd 1982; Chen et al. 2020, section 3: 512 clusters of pixels of the training images).
 
     pixels [N, 3] in [-1, 1] -> clusters [count, 3]. Begins with pixels that are drawn in proportion to their squared
     distance to those drawn already (Arthur & Vassilvitskii 2007), and stops where nothing moves, after at most
     `rounds` rounds. A cluster that nobody is near keeps its place.
 
     Raises:
-        ValueError: fewer different colours than clusters.
+        ValueError: fewer different colors than clusters.
     """
     pixels = pixels.reshape(-1, 3).double()
     different = pixels.unique(dim=0)
     if len(different) < count:
         raise ValueError(
-            f"the images have {len(different)} colours, fewer than {count} clusters; take at most {len(different)}"
+            f"the images have {len(different)} colors, fewer than {count} clusters; take at most {len(different)}"
         )
     generator = torch.Generator().manual_seed(seed)
     clusters = pixels[torch.randint(len(pixels), (1,), generator=generator)]
@@ -76,7 +76,7 @@ def picture_of(ids: Tensor | Sequence[int], clusters: Any, size: tuple[int, int]
     """The picture of an image's ids [H W], row by row, each pixel `zoom` pixels wide.
 
     Raises:
-        ValueError: another number of ids than pixels, or an id without a colour.
+        ValueError: another number of ids than pixels, or an id without a color.
     """
     import PIL.Image
 

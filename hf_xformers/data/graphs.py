@@ -74,7 +74,7 @@ def shortest_paths(graph: Graph, max_hops: int) -> tuple[Tensor, Tensor]:
 class GraphCollator:
     """[`Graph`] objects -> a batch for a model with position 'graphormer' and `id_tables` for degrees.
 
-    Every graph gets a token of its own before its nodes (`graph_token_id`), a neighbour of none, whose pairs have the
+    Every graph gets a token of its own before its nodes (`graph_token_id`), a neighbor of none, whose pairs have the
     path length [`GRAPH_TOKEN`]; classifiers read it. Gives `input_ids` and `attention_mask` [B, T], `in_degree` and
     `out_degree` [B, T] (0 for the graph's token and for padding), `spatial_pos` [B, T, T], `edge_paths`
     [B, T, T, max_hops], and `labels` [B] where graphs have one.
@@ -118,10 +118,10 @@ class GraphCollator:
 
 
 def ring_graphs(num_examples: int, nodes: int, node_types: Sequence[int] = (2,), seed: int = 0) -> list[Graph]:
-    """Graphs of `nodes` nodes in which each has two neighbours: one ring (label 1) or two (label 0), by turns.
+    """Graphs of `nodes` nodes in which each has two neighbors: one ring (label 1) or two (label 0), by turns.
 
     Nodes come in random order and are of random types. All nodes have the same neighbourhood in every number of
-    steps that is shorter than the rings, so that degrees and messages between neighbours do not tell the classes
+    steps that is shorter than the rings, so that degrees and messages between neighbors do not tell the classes
     apart (they are equal for the 1-dimensional Weisfeiler-Leman test); path lengths do.
 
     Raises:

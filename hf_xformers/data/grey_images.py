@@ -13,8 +13,8 @@ from .images import as_mode
 
 
 class GreyImageProcessor(ViTImageProcessorPil):
-    """transformers' image processor for Vision Transformers, which makes pictures grey first: pipelines give every
-    picture in three colours, and one mean fits one channel."""
+    """transformers' image processor for Vision Transformers, which makes pictures gray first: pipelines give every
+    picture in three colors, and one mean fits one channel."""
 
     def process_image(self, image: Any, *args: Any, **kwargs: Any) -> np.ndarray:
         if isinstance(image, PIL.Image.Image):

@@ -24,7 +24,7 @@ _FORMATS = {
     ".parquet": "parquet",
 }
 _COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
-_BESIDE = ("readme", "license", "licence")  # stems of files beside the data that are not data
+_BESIDE = ("readme", "license", "licence")  # stems of files next to the data that are not data
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 # A word of a file, folder or Hub split name -> the split it stands for.
 SPLIT_WORDS = {
@@ -90,7 +90,7 @@ def find_files(names: list[str]) -> dict[str, list[Path]] | None:
 
 
 def holds_text(name: str) -> bool:
-    """Whether a folder has files of text somewhere in it, beside a README or a licence."""
+    """Whether a folder has files of text somewhere in it, next to a README or a license."""
     inside = Path(name).expanduser().rglob("*")
     return any(format_of(path) == "text" and path.stem.lower() not in _BESIDE for path in inside)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packing: tokenised documents into rows of one exact length.
+"""Packing: tokenized documents into rows of one exact length.
 
 Packing treats the documents as one endless sequence, each followed by a separator token, and cuts it every `capacity`
 tokens (`block_size` less the special tokens of a row). It is exact for any batch size and number of processes: no
@@ -38,7 +38,7 @@ def pack(
     batch_size: int = 1000,
     num_proc: int | None = None,
 ) -> D:
-    """Packs tokenised documents into rows of exactly `block_size` tokens, in the column `input_ids`.
+    """Packs tokenized documents into rows of exactly `block_size` tokens, in the column `input_ids`.
 
     Args:
         dataset: what `tokenize_dataset` returns: rows with `input_ids` (and `word_ids`), without special tokens.
@@ -54,7 +54,7 @@ def pack(
             keeps its number of shards, which is what several loader workers or processes divide among themselves.
             Otherwise it is one sequence with one tail, equal to the map-style rows, and has a single shard.
         batch_size: documents that are handled at a time. It does not change the rows.
-        num_proc: processes; default: none beside this one. It does not change the rows. Not used when streaming.
+        num_proc: processes; default: none besides this one. It does not change the rows. Not used when streaming.
 
     Shuffle a stream after packing: an order set before is the same in every epoch.
 
@@ -67,7 +67,7 @@ def pack(
     prefix, suffix = _row_special_ids(tokenizer) if add_special_tokens else ((), ())
     if block_size <= len(prefix) + len(suffix):
         raise ValueError(
-            f"block_size={block_size} leaves no room for text beside the {len(prefix) + len(suffix)} special tokens "
+            f"block_size={block_size} leaves no room for text besides the {len(prefix) + len(suffix)} special tokens "
             f"of a row; take at least {len(prefix) + len(suffix) + 1}"
         )
     if batch_size < 1:

@@ -120,7 +120,7 @@ def _lines(files: Mapping[str, Sequence[Path]], languages: Sequence[str]) -> Dat
     missing = [language for language in languages if language not in files]
     if missing:
         there = [str(path) for paths in files.values() for path in paths]
-        raise ValueError(f"there is no file that ends in .{missing[0]} beside {listed(there)}; give both sides")
+        raise ValueError(f"there is no file that ends in .{missing[0]} next to {listed(there)}; give both sides")
     sides = [[line for path in files[language] for line in text_lines(path)] for language in languages]
     if len(sides[0]) != len(sides[1]):
         counts = {language: len(side) for language, side in zip(languages, sides)}

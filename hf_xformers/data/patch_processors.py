@@ -8,7 +8,7 @@ from typing import Any
 
 def patch_processor(size: tuple[int, int], channels: int) -> Any:
     """An image processor that resizes to `size` (height, width) and brings pixels to [-1, 1]: transformers' for Vision
-    Transformers; of one channel, what makes pictures grey before that."""
+    Transformers; of one channel, what makes pictures gray before that."""
     from ..compat import ViTImageProcessorPil
 
     if channels == 1:

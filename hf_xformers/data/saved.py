@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Folders that `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote: they hold Arrow files, with JSON about them
-beside."""
+besides."""
 
 from __future__ import annotations
 

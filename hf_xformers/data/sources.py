@@ -62,7 +62,7 @@ def load_text_dataset(
         seed: varies which documents are held out (not for `"stdlib"`, whose division is fixed).
         sample_by: what one document of a plain text file is: a `line`, a `paragraph` (blank lines between), or the
             whole file (`document`) of at most 1 GiB, which keeps the line breaks of plays and code.
-        num_proc: processes that prepare the data; default: none beside this one. Not used when streaming.
+        num_proc: processes that prepare the data; default: none besides this one. Not used when streaming.
 
     Several files are divided by their names when one says `train`: of `train.txt` and `dev.txt` the second becomes
     `validation`. Documents of white space are left out.
@@ -237,7 +237,7 @@ def _load_hub(
 
 
 def _canonical(split: str, siblings: Iterable[str]) -> str:
-    """`valid`, `dev`, ... -> `validation` and so on, unless the dataset has a split of that very name beside it."""
+    """`valid`, `dev`, ... -> `validation` and so on, unless the dataset has a split of that very name besides it."""
     name = SPLIT_WORDS.get(split.lower(), split)
     return split if name in siblings else name
 

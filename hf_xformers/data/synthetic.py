@@ -11,6 +11,8 @@ shifts);
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -108,6 +110,75 @@ def associative_recall(
     input_ids[rows, positions] = keys
     input_ids[rows, positions + 1] = values
     labels[rows, positions + 1] = values
+    return _dataset(input_ids, labels)
+
+
+def two_hop_recall(num_examples: int, num_pairs: int, vocab_size: int, seed: int = 0) -> Dataset:
+    """Recall in two steps: a row lists the pairs `key middle` and `middle value` in random order, a separator, and
+    then `key value` for every key in random order, 6 `num_pairs` + 1 tokens, with the values scored.
+
+    A value is found by its middle alone, whichever of the two pairs comes first (an induction over one more step than
+    [`associative_recall`]). Keys, middles and values are thirds of the symbols `2 .. vocab_size - 1`; those of a row
+    differ from each other.
+
+    Raises:
+        ValueError: a setting below 1, or fewer keys than pairs.
+    """
+    _at_least("num_examples", num_examples, 1)
+    _at_least("num_pairs", num_pairs, 1)
+    each = (vocab_size - FIRST_SYMBOL_ID) // 3
+    if each < num_pairs:
+        raise ValueError(
+            f"vocab_size={vocab_size} gives {max(each, 0)} keys for num_pairs={num_pairs} different ones; "
+            f"take vocab_size of at least {3 * num_pairs + FIRST_SYMBOL_ID}"
+        )
+    random = np.random.default_rng(seed)
+    keys, middles, values = (
+        FIRST_SYMBOL_ID + third * each + random.random((num_examples, each)).argsort(axis=1)[:, :num_pairs]
+        for third in range(3)
+    )
+    links = np.concatenate([np.stack([keys, middles], -1), np.stack([middles, values], -1)], axis=1)
+    asked = np.stack([keys, values], -1)
+    links, asked = (  # each row in an order of its own
+        np.take_along_axis(pairs, random.random(pairs.shape[:2]).argsort(axis=1)[..., None], axis=1)
+        for pairs in (links, asked)
+    )
+    separator = np.full((num_examples, 1), SEPARATOR_ID)
+    parts = [links.reshape(num_examples, -1), separator, asked.reshape(num_examples, -1)]
+    input_ids = np.concatenate(parts, axis=1).astype(np.int32)
+    labels = np.full_like(input_ids, IGNORED_LABEL)
+    labels[:, 4 * num_pairs + 2 :: 2] = input_ids[:, 4 * num_pairs + 2 :: 2]
+    return _dataset(input_ids, labels)
+
+
+def state_tracking(num_examples: int, length: int, elements: int, seed: int = 0) -> Dataset:
+    """Products of permutations (Merrill et al. 2024, arXiv 2404.08819): the label at t is the product of the tokens
+    before t, 2 + the number of a permutation of so many `elements` in lexicographic order. Two elements: parity. Five:
+    S5, which no transformer or diagonal recurrence of constant depth tracks over any length.
+
+    The last token of a row is blank. Labels are other tokens than the row's, so this is for causal models alone.
+
+    Raises:
+        ValueError: `num_examples` below 1, `length` or `elements` below 2, or more than 6 elements.
+    """
+    _at_least("num_examples", num_examples, 1)
+    _at_least("length", length, 2)
+    _at_least("elements", elements, 2)
+    if elements > 6:
+        raise ValueError(f"elements={elements} have {math.factorial(elements)} permutations; take at most 6 elements")
+    group = np.array(list(itertools.permutations(range(elements))))
+    powers = elements ** np.arange(elements)
+    number = np.full(elements**elements, -1)
+    number[group @ powers] = np.arange(len(group))
+    random = np.random.default_rng(seed)
+    drawn = random.integers(len(group), size=(num_examples, length - 1))
+    labels = np.full((num_examples, length), IGNORED_LABEL, dtype=np.int32)
+    state = np.broadcast_to(np.arange(elements), (num_examples, elements))
+    for place in range(length - 1):
+        state = np.take_along_axis(group[drawn[:, place]], state, axis=1)  # the new one after what came before
+        labels[:, place + 1] = FIRST_SYMBOL_ID + number[state @ powers]
+    input_ids = np.full((num_examples, length), BLANK_ID, dtype=np.int32)
+    input_ids[:, :-1] = FIRST_SYMBOL_ID + drawn
     return _dataset(input_ids, labels)
 
 
@@ -216,7 +287,7 @@ def disjoint(
         if missing == 0:
             return training, concatenate_datasets(parts)
     raise ValueError(
-        f"the task has no {held_out} rows beside the {train} of training; take fewer rows, or longer ones"
+        f"the task has no {held_out} rows besides the {train} of training; take fewer rows, or longer ones"
     )
 
 
@@ -226,7 +297,7 @@ def _rows(dataset: Dataset) -> list[bytes]:
 
 
 def byte_dataset(path: str | os.PathLike[str], block_size: int, *, start: float = 0.0, stop: float = 1.0) -> Dataset:
-    """Language modelling by characters on a file: ids are its bytes (0 to 255), cut in blocks of `block_size`.
+    """Language modeling by characters on a file: ids are its bytes (0 to 255), cut in blocks of `block_size`.
 
     Args:
         start, stop: the part of the file to use, as fractions of its bytes: 0 to 0.9 for training and 0.9 to 1 for

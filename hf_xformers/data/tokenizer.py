@@ -50,7 +50,7 @@ def train_tokenizer(
         texts: strings, or rows with a string under `text` (a `datasets.Dataset`, streamed or not). Read more than
             once; a one-shot iterator is therefore kept in memory.
         kind: `bpe`, byte-level BPE (Radford et al. 2019, section 2.2): no unknown token and exact round trips;
-            `wordpiece` (Schuster and Nakajima 2012; Devlin et al. 2019) with BERT's normalisation;
+            `wordpiece` (Schuster and Nakajima 2012; Devlin et al. 2019) with BERT's normalization;
             `unigram` (Kudo 2018) with NFKC and SentencePiece's word mark, as T5 and ALBERT: white space is not kept.
         vocab_size: number of ids wanted, special tokens and sentinels included; a small corpus may give fewer.
         special_tokens: other spellings for some of the style's roles, for instance `{"pad": "<pad>"}`.

@@ -39,7 +39,7 @@ def tokenize_dataset(
         max_length: cut longer documents to this many tokens, special tokens included.
         word_ids: add the column `word_ids`: the number of the word within its document that a token belongs to, -1 for
             special tokens. Needs a fast tokenizer. Words are those of its pre-tokenizer.
-        num_proc: processes; default: none beside this one. Not used for streaming datasets.
+        num_proc: processes; default: none besides this one. Not used for streaming datasets.
 
     Raises:
         ValueError: no such text column (the message lists the columns), or `word_ids` with a slow tokenizer.
@@ -54,7 +54,7 @@ def tokenize_dataset(
     def tokenize(part: Any) -> Any:
         columns = column_names(part)
         if text_column not in columns:
-            raise ValueError(f"the dataset has no column {text_column!r} to tokenise; its columns are {columns}")
+            raise ValueError(f"the dataset has no column {text_column!r} to tokenize; its columns are {columns}")
         features = Features({name: List(Value("int32")) for name in ("input_ids", "word_ids")[: 1 + word_ids]})
         if isinstance(part, Dataset) and len(part) == 0:  # `map` would return it without columns
             return empty(features)
@@ -77,7 +77,7 @@ def tokenize_dataset(
 
 
 def document_lengths(dataset: Dataset, column: str = "input_ids") -> np.ndarray:
-    """Number of tokens of every row of a tokenised map-style dataset, int64 of shape [rows]."""
+    """Number of tokens of every row of a tokenized map-style dataset, int64 of shape [rows]."""
     if column not in dataset.column_names:
         raise ValueError(f"the dataset has no column {column!r}; its columns are {dataset.column_names}")
     tables = dataset.select_columns([column]).with_format("arrow").iter(batch_size=10_000)

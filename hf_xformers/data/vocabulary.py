@@ -172,7 +172,7 @@ def _canonical_pieces(pieces: list[tuple[str, float]], num_special: int) -> list
 
 
 def _alphabet(corpus: RereadableTexts, normalizer: Normalizer, limit: int | None) -> list[str]:
-    """The characters of the normalised corpus without white space, the `limit` most frequent ones, sorted."""
+    """The characters of the normalized corpus without white space, the `limit` most frequent ones, sorted."""
     counts: Counter[str] = Counter()
     for text in corpus:
         counts.update(normalizer.normalize_str(text))

@@ -31,7 +31,7 @@ def character_ids(word: str, length: int) -> list[int]:
 
 
 class WordCharacterTokenizer(PreTrainedTokenizerFast):
-    """Words between white space as tokens, `[CLS]` before and `[SEP]` after them, and beside `input_ids` the
+    """Words between white space as tokens, `[CLS]` before and `[SEP]` after them, and next to `input_ids` the
     `character_ids` [T, max_characters] of every token, also of words that the vocabulary lacks. Batches of encoded
     rows are padded with `pad`, as usual.
 
@@ -115,14 +115,14 @@ def train_word_tokenizer(
     (equally frequent ones by their letters), with BERT's special tokens before them.
 
     Raises:
-        ValueError: no text, words of no characters, or a `vocab_size` that holds no word beside the special tokens.
+        ValueError: no text, words of no characters, or a `vocab_size` that holds no word besides the special tokens.
     """
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
     if max_characters < 1:
         raise ValueError(f"max_characters must be at least 1, got {max_characters}")
     if vocab_size <= len(_SPECIAL):
-        raise ValueError(f"vocab_size={vocab_size} leaves no room for words beside {len(_SPECIAL)} special tokens")
+        raise ValueError(f"vocab_size={vocab_size} leaves no room for words besides {len(_SPECIAL)} special tokens")
     counts = Counter(word for text in texts for word in text.split())
     if not counts:
         raise ValueError("texts holds no text to train a tokenizer on; give at least one non-blank string")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Factorised token embedding: a narrow table and a projection onto the model's width."""
+"""Factorized token embedding: a narrow table and a projection onto the model's width."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class FactorizedEmbeddingSpec(EmbeddingSpec):
             )
         if self.normalize and (config.normalization.over_tokens or not config.normalization.any_width):
             raise ValueError(
-                f"embedding 'factorized' normalises the width {self.width}, which normalization"
+                f"embedding 'factorized' normalizes the width {self.width}, which normalization"
                 f" {config.normalization.type!r} cannot; use 'layer_norm' or 'rms_norm', or leave `normalize` off."
             )
 

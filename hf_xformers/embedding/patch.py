@@ -20,7 +20,7 @@ class PatchEmbedding(Undecayed, nn.Module):
     x_i is the i-th patch in row-major order with all its channels, E (with a bias) a linear map, computed as a
     convolution whose stride is its width. E_pos [1 + N, D] (2 + N with a distillation token) is learned. For an image
     of another size it is resized as a 2-D grid, the rows of tokens that are no patches kept as they are (section 3.2):
-    bicubic, by pixel centres, as transformers' ViT does it.
+    bicubic, by pixel centers, as transformers' ViT does it.
 
     `tokens` (the convolution) stands where a token table stands in a text model.
     """
@@ -151,7 +151,7 @@ class PatchEmbeddingSpec(EmbeddingSpec):
     def check_fields(self) -> None:
         if self.distillation_token and not self.class_token:
             raise ValueError(
-                "embedding 'patch' has a distillation token beside a class token alone; set `class_token=True`."
+                "embedding 'patch' has a distillation token next to a class token alone; set `class_token=True`."
             )
 
     def check(self, config) -> None:

@@ -36,7 +36,7 @@ def stored_vectors(table: nn.Module, ids: Tensor) -> Tensor:
 
 
 class TokenEmbedding(nn.Module):
-    """x_t = scale * E[w_t] + type[s_t] + sum_n E_n[i_nt] + position(t), optionally normalised, then dropout.
+    """x_t = scale * E[w_t] + type[s_t] + sum_n E_n[i_nt] + position(t), optionally normalized, then dropout.
 
     Vaswani et al. 2017, section 3.4 (`scale=True`: sqrt(D)); Devlin et al. 2019, section 3 (`normalize=True`, types);
     E_n are `id_tables`, as for languages (Conneau & Lample 2019, arXiv 1901.07291, section 3.1) or tasks (Sun et al.
@@ -117,7 +117,7 @@ class TokenEmbedding(nn.Module):
 @register("embedding", "token")
 class TokenEmbeddingSpec(EmbeddingSpec):
     """scale: multiply token vectors by sqrt(hidden_size); `inputs_embeds` are taken as they are. A number in its place
-    is a factor on both (Granite). normalize: normalise the sum before dropout (BERT, BART). id_tables: further tables,
+    is a factor on both (Granite). normalize: normalize the sum before dropout (BERT, BART). id_tables: further tables,
     each with the name of the model input [B, T] that holds ids for it, and its rows, e.g. `(("langs", 15),)`.
     languages: names of languages, with a table and the input `langs` [B, T] of their numbers in this order.
     absent_ids: where such an input is not given, the `first` row counts, as for token types, or `none`."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Words together with their characters: what a small encoder reads in a word's spelling, beside its vector."""
+"""Words together with their characters: what a small encoder reads in a word's spelling, besides its vector."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class WordCharacterSpec(TokenEmbeddingSpec):
     of the attention over characters. character_inner: width of its feed-forward. The rest is as for `token`."""
 
     supports = frozenset()
-    summary = "word vectors beside an encoder's reading of their characters"
+    summary = "word vectors next to an encoder's reading of their characters"
 
     character_width: int = bounded(30, least=1)
     character_heads: int = bounded(3, least=1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step's graph beside the model that it was made of, under torch and under onnxruntime."""
+"""A step's graph next to the model that it was made of, under torch and under onnxruntime."""
 
 from __future__ import annotations
 

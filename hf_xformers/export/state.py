@@ -155,7 +155,7 @@ class Held(NamedTuple):
 
 
 def advance(model: XFormerPreTrainedModel, ids: Tensor, mask: Tensor, held: Held) -> Tensor:
-    """Logits [B, t, V] of ids [B, t] after what is `held`, which goes on. mask: of all tokens so far."""
+    """Logits [B, t, V] of ids [B, t] after what is `held`, which continues. mask: of all tokens so far."""
     going_on = {"past_key_values": held.cache, "use_cache": True}
     if held.memory_mask is None:
         return model(input_ids=ids, attention_mask=mask, **going_on).logits

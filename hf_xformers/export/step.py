@@ -95,7 +95,7 @@ def export_step(model: XFormerPreTrainedModel, *, tolerance: float = 1e-4) -> De
 def export_step_onnx(
     model: XFormerPreTrainedModel, path: str | Path, *, tolerance: float = 1e-4, opset: int | None = None
 ) -> StepReport:
-    """Writes a step of a decoder as an ONNX graph to `path`, and the states that it begins with beside it, as
+    """Writes a step of a decoder as an ONNX graph to `path`, and the states that it begins with next to it, as
     `<name>.start.safetensors`; both, or neither.
 
     Args:
@@ -195,7 +195,7 @@ def _check_far(
     model: XFormerPreTrainedModel, program: torch.export.ExportedProgram, layout: Layout, settled: int
 ) -> None:
     """Runs the program on shapes alone, which tells for any length whether it is still the same one, and whether
-    states go on as they were observed. Raises `ValueError` where not."""
+    states continue as they were observed. Raises `ValueError` where not."""
     longest, module = longest_text(model), program.module()
     most = _FAR if longest is None else longest
     for batch, more, memory in ((2, 0, 7), (1, 1, 1), (3, min(37, most - 1), 40), (1, most - 1, 2)):

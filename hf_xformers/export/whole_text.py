@@ -128,7 +128,7 @@ def export_onnx(
     `[batch, length]` and, of an encoder-decoder, `decoder_input_ids`; of an image model of `pixel_values`; of a model
     of sound of `input_features` and `attention_mask`. Decoders are exported without their cache: the graph gives the
     logits of all tokens of a text, and a generation calls it with the text so far ([`export_step_onnx`] has graphs of
-    one step). Attention has its usual path, or where that has no graph its literal equation. The file, and one beside
+    one step). Attention has its usual path, or where that has no graph its literal equation. The file, and one next to
     it for weights of more than 2 GB, are written whole or not at all.
 
     Args:
@@ -287,7 +287,7 @@ def _trace(
     free = {name: dict.fromkeys(places, torch.export.Dim.DYNAMIC) for name, places in axes.items()}
     shapes = free if dynamic else None
     problem: Exception | None = None
-    for strict in (False, True) if literal else (False,):  # dynamo goes on at some numbers of tensors
+    for strict in (False, True) if literal else (False,):  # dynamo continues at some numbers of tensors
         try:
             with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), silent(*TALKATIVE):
                 warnings.simplefilter("ignore")

@@ -42,7 +42,7 @@ class ConditionalFeedForward(FeedForward):
     """f(x) = sum_m g_m * part_m(x), m = 1 .. M (Bapna et al. 2020, arXiv 2002.07106).
 
     The M parts share the inner width, and g_m [B, T, 1] are the gates of a token, which read the last part's
-    normalised input (lingvo's released code). In evaluation gates are 0 or 1, and a part computes the tokens that its
+    normalized input (lingvo's released code). In evaluation gates are 0 or 1, and a part computes the tokens that its
     gate lets through; a recorded graph computes all of them. Norms are inside: the residual frame is 'bare'.
     """
 

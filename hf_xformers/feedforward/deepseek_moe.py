@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many small gated experts beside a shared one, as DeepSeek, Mixtral, Qwen and GPT-OSS have them."""
+"""Many small gated experts next to a shared one, as DeepSeek, Mixtral, Qwen and GPT-OSS have them."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class EvolvedFeedForwardSpec(DenseFeedForwardSpec):
         norm = config.normalization
         if config.is_decoder and (norm.over_tokens or not norm.any_width):
             raise ValueError(
-                f"feedforward 'evolved_transformer' normalises inner channels in a decoder, which normalization"
+                f"feedforward 'evolved_transformer' normalizes inner channels in a decoder, which normalization"
                 f" {norm.type!r} cannot; use 'layer_norm' or 'rms_norm'."
             )
 

@@ -47,7 +47,7 @@ class SlicedExperts(torch.autograd.Function):
     """W_down[e] act(W_up[e] x + b_up[e]) + b_down[e] for rows [n, D] sorted by expert; ends: where each expert's rows
     end. act may make one number of several.
 
-    One expert after the other, so that what is as wide as the inner width stays small beside its first half, which is
+    One expert after the other, so that what is as wide as the inner width stays small next to its first half, which is
     kept. Every product is written where it belongs, gradients of weights too: nothing is stacked or masked afterwards.
     kept: [n, F] boolean, what dropout leaves, scaled by `boost`; or None.
     """
@@ -301,8 +301,8 @@ class Experts(nn.Module):
 
 
 def divide_once(model: nn.Module, batches: int) -> None:
-    """Mends how torch's FSDP2 averages over `batches` the gradients of experts that a single process holds, which it
-    divides twice in float16 and float64 (2.13): a hook on what is summed up divides instead."""
+    """Works around torch's FSDP2, which divides the gradients of experts that a single process holds by `batches`
+    twice in float16 and float64 (2.13): a hook on the sum divides instead."""
     for module in model.modules():
         if isinstance(module, Experts) and module._is_expert_parallel:
             module.set_gradient_divide_factor(1.0)  # type: ignore[operator]

@@ -77,7 +77,7 @@ class GShardSpec(ExpertsSpec):
     There a second choice waits for the first choices of later tokens, so that the future decides what a token reads:
     off by default. group_size: tokens of a text that share queues, S = N / G of section 2.2, the last group being what
     is left (None: the whole text); a group takes ceil(factor * its tokens / E) per expert. queue: who comes first, by
-    `position` (the paper), or by the `probability` of the best expert (batch prioritised routing: Zoph et al. 2022,
+    `position` (the paper), or by the `probability` of the best expert (batch prioritized routing: Zoph et al. 2022,
     arXiv 2202.08906, appendix D). balance_loss_weight: weight of E * sum_e f_e m_e over the batch, which is 1 at
     balance.
     """

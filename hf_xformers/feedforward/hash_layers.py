@@ -35,7 +35,7 @@ class EarlierIds(Prepared):
 
 class LastIdLayer(RecurrentStateLayer):
     """A part of a generation cache: the id of each row's last real token, [B]. It stands behind the layers of keys and
-    values, so that it follows beams as they do, in a cache of any kind."""
+    values, so that it follows beams as they do, in a cache of any type."""
 
     is_compileable = True  # its size is fixed, so a static cache stays one
 

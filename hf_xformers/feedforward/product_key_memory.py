@@ -25,13 +25,13 @@ NUMBERS_AT_ONCE = 1 << 27  # the same on other devices, where a step costs more 
 
 
 class TokenBatchNorm(Undecayed, nn.Module):
-    """Batch normalisation over real tokens alone: y = g (x - mean) / sqrt(var + eps) + b per channel.
+    """Batch normalization over real tokens alone: y = g (x - mean) / sqrt(var + eps) + b per channel.
 
     In training mean and (biased) variance are those of the real tokens of all processes, and running ones follow in
     the backward
     pass: once for each step, also where checkpointing runs the forward pass twice. In evaluation the running ones are
     used, and a token's output depends on nothing else. A frozen norm (its weight needs no gradient, as
-    beside adapters) keeps its statistics and uses them in training too: what is saved then stays what was used.
+    besides adapters) keeps its statistics and uses them in training too: what is saved then stays what was used.
     """
 
     undecayed = ("weight", "bias")
@@ -101,8 +101,8 @@ def candidates(topk: int) -> tuple[tuple[int, int], ...]:
 
 
 class WeightGradient(torch.autograd.Function):
-    """Hands on output [N, D] = sum_j weights[:, j] * values[slots[:, j]] and gives `weights` its gradient <values,
-    grad>: some tokens at a time, whose values stay in the processor's cache."""
+    """Passes on the output [N, D] = sum_j weights[:, j] * values[slots[:, j]] and gives `weights` its gradient
+    <values, grad>: some tokens at a time, whose values stay in the processor's cache."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, weights: Tensor, slots: Tensor, values: Tensor) -> Tensor:
@@ -210,7 +210,7 @@ class ProductKeyMemorySpec(DenseForm):
     key_dim: width of a whole key (`None`: hidden_size / 4, made even). query_norm: `batch` (the paper's best;
     statistics over the batch's real tokens in training, running ones in evaluation), `layer` (each half by itself) or
     `none`. mode: the memory replaces the dense network or is added to it. sparse_gradients: the values' gradient as a
-    sparse tensor, for optimisers that take one (SparseAdam). activation, bias: of the dense networks.
+    sparse tensor, for optimizers that take one (SparseAdam). activation, bias: of the dense networks.
     """
 
     summary = "a memory of many slots found by products of keys"

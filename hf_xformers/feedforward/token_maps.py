@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 _MOST_ROUNDS = 100
-_ROWS = 4096  # whose distances to all centres are held at once
+_ROWS = 4096  # whose distances to all centers are held at once
 
 
 def balanced_map(counts: Sequence[float], num_experts: int) -> Tensor:
@@ -28,7 +28,7 @@ def k_means(vectors: Tensor, num_clusters: int, generator: torch.Generator) -> T
     """vectors [V, d] -> the cluster [V] of each, 0 <= cluster < num_clusters: the one whose mean is nearest to it.
 
     Lloyd's algorithm until nothing moves, from starts that are drawn one after the other in proportion to the squared
-    distance to the nearest one so far. A cluster that loses its last vector takes the one farthest from its centre.
+    distance to the nearest one so far. A cluster that loses its last vector takes the one farthest from its center.
 
     Raises:
         ValueError: fewer different vectors than clusters.

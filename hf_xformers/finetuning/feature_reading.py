@@ -49,10 +49,10 @@ class FeatureOptions:
     )
     normalize: bool = field(
         default=False,
-        metadata={"help": "Give every state mean 0 and variance 1 before mixing: for models that normalise first."},
+        metadata={"help": "Give every state mean 0 and variance 1 before mixing: for models that normalize first."},
     )
     format: str = field(default="parquet", metadata={"help": "parquet or safetensors."})
-    rows_per_file: int = field(default=2048, metadata={"help": "Texts of a file; a resumed run goes on by files."})
+    rows_per_file: int = field(default=2048, metadata={"help": "Texts of a file; a resumed run continues by files."})
     batch_size: int = field(default=16, metadata={"help": "Texts of a batch; those of like lengths are together."})
     plan_batches: bool = field(
         default=False,
@@ -75,7 +75,7 @@ class FeatureOptions:
         metadata={
             "help": (
                 "Also fit a linear classifier of this column's labels on the features of the training rows, and"
-                " measure it on the others, beside always saying the most frequent label."
+                " measure it on the others, besides always saying the most frequent label."
             )
         },
     )

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Features of texts, or of images, from a model that stays as it is (Peters et al. 2019, arXiv 1903.05987): hidden
-states of chosen layers, mixed, pooled or by token, in files that a stopped run goes on with."""
+states of chosen layers, mixed, pooled or by token, in files that a stopped run continues with."""
 
 from __future__ import annotations
 

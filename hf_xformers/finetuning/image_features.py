@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `features` reads where a model reads images: pixels in patches, or colours as tokens."""
+"""What `features` reads where a model reads images: pixels in patches, or colors as tokens."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def load_images(source: TaskData) -> dict[str, Dataset]:
     with these inside; other sources are those of [`load_rows`].
 
     Raises:
-        ValueError: as `load_rows`, a folder without images or tables, and images beside tables.
+        ValueError: as `load_rows`, a folder without images or tables, and images next to tables.
     """
     need_pillow()
     check_fraction(source.validation_fraction)

@@ -145,7 +145,7 @@ def load_model(
 
     Raises:
         ValueError: damaged or missing weights, weights of other sizes than the configuration says, tensors missing
-            from the checkpoint or left over beside the head.
+            from the checkpoint or left over next to the head.
     """
     from safetensors import SafetensorError
 

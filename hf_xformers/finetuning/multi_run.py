@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fine-tuning on several tasks at once: a request for each task, one tokenizer, one encoder, one Trainer.
 
-RUN/checkpoint-<step>/     encoder and heads, as Trainer goes on from them
+RUN/checkpoint-<step>/     encoder and heads, as Trainer continues from them
 RUN/training_summary.json  the tasks and what was measured of each
 RUN/<task>/                that task's whole model, as a run of it alone would have left it
 """
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 class MultiTaskTuning:
     """Checks the requests of several tasks, prepares their data, and trains one encoder on all of them.
 
-    requests: by task, (source, task). options: of [`FineTuning`] beside its dataclasses.
+    requests: by task, (source, task). options: of [`FineTuning`] besides its dataclasses.
 
     Raises ValueError and TypeError that name the value and the remedy.
     """

@@ -20,7 +20,7 @@ def _listed(words: Iterable[str]) -> str:
 
 @dataclass
 class ModelOptions:
-    """Where the weights and the tokenizer come from; component and configuration options come beside it."""
+    """Where the weights and the tokenizer come from; component and configuration options come besides it."""
 
     _argument_group_name = "model"
 
@@ -41,7 +41,7 @@ class ModelOptions:
         metadata={"help": "Train a tokenizer on the training rows. The default with --variant and no --tokenizer."},
     )
     tokenizer_kind: str = field(
-        default="bpe", metadata={"help": "Kind of a tokenizer that is trained: bpe, wordpiece, unigram or words."}
+        default="bpe", metadata={"help": "Type of a tokenizer that is trained: bpe, wordpiece, unigram or words."}
     )
     new_head: bool = field(
         default=False,
@@ -98,8 +98,8 @@ class TaskOptions:
         metadata={
             "help": (
                 "Column of the text (or tokens, article, question). Default: the first of the usual names that is"
-                f" there: of texts {_listed(names.TEXT_PAIRS)}; of words {_listed(names.WORDS)}; to summarise"
-                f" {_listed(names.LONG_TEXTS)}; of questions {_listed(names.QUESTIONS)}; beside choices"
+                f" there: of texts {_listed(names.TEXT_PAIRS)}; of words {_listed(names.WORDS)}; to summarize"
+                f" {_listed(names.LONG_TEXTS)}; of questions {_listed(names.QUESTIONS)}; next to choices"
                 f" {_listed(names.CHOICE_TEXTS)}."
             )
         },
@@ -127,7 +127,7 @@ class TaskOptions:
     )
     label_separator: str | None = field(
         default=None,
-        metadata={"help": "Multi-label: what stands between the labels of a row, in files that hold no lists (CSV)."},
+        metadata={"help": "Multi-label: the separator of the labels of a row, in files that hold no lists (CSV)."},
     )
     label_threshold: float = field(
         default=0.5, metadata={"help": "Multi-label: a label is predicted if its probability is above this."}
@@ -166,7 +166,7 @@ class TaskOptions:
     summary_sentences: int | None = field(
         default=None,
         metadata={
-            "help": "Extractive summarisation: sentences to take. Default: as many as the oracle's in the middle."
+            "help": "Extractive summarization: sentences to take. Default: as many as the oracle's in the middle."
         },
     )
     label_all_pieces: bool = field(
@@ -185,7 +185,7 @@ class TaskOptions:
         metadata={"help": "Question answering: no answer if its score exceeds the best span's by more than this."},
     )
     objective: str | None = field(
-        default=None, metadata={"help": "Language modelling: {objectives}. Default: by the model."}
+        default=None, metadata={"help": "Language modeling: {objectives}. Default: by the model."}
     )
     value_columns: list[str] = field(
         default_factory=list,
@@ -207,7 +207,7 @@ class TaskOptions:
     )
     season: int | None = field(
         default=None,
-        metadata={"help": "Forecasting: steps of a season, for the floor. Default: by the times (24 of hours, ...)."},
+        metadata={"help": "Forecasting: the baseline's steps of a season. Default: by the times (24 of hours, ...)."},
     )
     forecast_loss: Literal["mse", "mae", "student_t"] = field(
         default="mse", metadata={"help": "Forecasting: squared or absolute error, or a distribution's log density."}
@@ -224,7 +224,7 @@ class TaskOptions:
         default=None,
         metadata={
             "help": (
-                "Image classification with a --variant whose tokens are colours: how many clusters of them. Default:"
+                "Image classification with a --variant whose tokens are colors: how many clusters of them. Default:"
                 " 512, or as many as the images have."
             )
         },
@@ -252,7 +252,7 @@ class TaskOptions:
 
 @dataclass
 class RunOptions(LayerwiseOptions, SelfEnsembleOptions, ExpertOptions, Recipe):
-    """What belongs to the run beside Trainer's flags."""
+    """What belongs to the run besides Trainer's flags."""
 
     _argument_group_name = "run"
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a row comes from: its file and line, kept beside the columns so that a message about a row can name both."""
+"""Where a row comes from: its file and line, kept next to the columns so that a message about a row can name both."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ORIGIN = "__origin__"  # a column of text such as "'train.csv', line 7"; rows of
 
 
 def with_origins(rows: Dataset, origins: Sequence[str]) -> Dataset:
-    """The rows with their places beside them; without, where the places are of other rows."""
+    """The rows with their places next to them; without, where the places are of other rows."""
     return rows.add_column(ORIGIN, list(origins)) if len(origins) == len(rows) else rows
 
 

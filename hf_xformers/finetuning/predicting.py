@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a fine-tuned model says of new rows, and how right it is, beside what can be said without a model."""
+"""What a fine-tuned model says of new rows, and how right it is, next to what can be said without a model."""
 
 from __future__ import annotations
 
@@ -97,8 +97,8 @@ class TaskEvaluation(Prediction):
 
 @dataclass
 class Predicted:
-    """rows: one for each row of the data, in its order. metrics: where the rows have answers. floor: the same metrics
-    of what `rule` says of every row."""
+    """rows: one for each row of the data, in its order. metrics: where the rows have answers. `floor`: the baseline,
+    the same metrics of what `rule` says of every row."""
 
     trained: Trained
     rows: list[dict[str, Any]]

@@ -76,7 +76,7 @@ def mixed_states(states: Tensor, scores: Tensor) -> Tensor:
 
 
 def probe(made: Extraction) -> dict[str, Any]:
-    """By split the accuracy of each column's probe, and `floor`, that of the training rows' most frequent label.
+    """By split the accuracy of each column's probe, and `baseline`, that of the training rows' most frequent label.
 
     Raises ValueError for rows without labels and for a single label.
     """
@@ -88,7 +88,7 @@ def probe(made: Extraction) -> dict[str, Any]:
     ids = {name: index for index, name in enumerate(known)}
     most = Counter(names["train"]).most_common(1)[0][0]
     tables = {split: dict(_table(folder, split)) for split in made.splits}
-    figures: dict[str, Any] = {"label": column, "classes": len(known), "floor_rule": f"always {most!r}"}
+    figures: dict[str, Any] = {"label": column, "classes": len(known), "baseline_rule": f"always {most!r}"}
     targets = torch.tensor([ids[name] for name in names["train"]])
     if made.options.learn_mix:
         figures["mix"] = _learn_mix(made, tables, targets, len(known))
@@ -103,7 +103,7 @@ def probe(made: Extraction) -> dict[str, Any]:
         for layer, (mean, scale, linear) in fitted.items():
             chosen = linear(((table[layer] - mean) / scale).double()).argmax(-1).tolist()
             right[layer] = sum(known[guess] == name for guess, name in zip(chosen, truth)) / len(truth)
-        figures[split] = {"accuracy": right, "floor": sum(name == most for name in truth) / len(truth)}
+        figures[split] = {"accuracy": right, "baseline": sum(name == most for name in truth) / len(truth)}
     return figures
 
 

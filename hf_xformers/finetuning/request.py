@@ -85,8 +85,8 @@ class TaskRequest:
         found = loading.open_config(self.model.model)
         if getattr(found, "quantization_config", None) and self.run_options.peft is None:
             raise ValueError(
-                f"--model {self.model.model!r} is quantised, and such weights do not learn; fine-tune the model that"
-                " it was made of, and quantise the result (`hf-xformers quantize`), or add --peft lora"
+                f"--model {self.model.model!r} is quantized, and such weights do not learn; fine-tune the model that"
+                " it was made of, and quantize the result (`hf-xformers quantize`), or add --peft lora"
             )
         return found
 

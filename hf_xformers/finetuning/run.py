@@ -321,8 +321,9 @@ def measured(
     folder: Path,
     predict: Callable[[Encoded, str], tuple[list[dict[str, Any]], dict[str, float]]] | None = None,
 ) -> dict[str, Any]:
-    """Metrics and floors of every split of a task but the training rows, whose predictions are written into `folder`.
-    predict: gives the rows and the metrics of a split, under a prefix, where the trainer has several tasks."""
+    """Metrics and baselines of every split of a task but the training rows, whose predictions are written into
+    `folder`. predict: gives the rows and the metrics of a split, under a prefix, where the trainer has several
+    tasks."""
     found: dict[str, Any] = {}
     args = trainer.args
     task, trivial = prepared.task, prepared.task.trivial(prepared.splits["train"])
@@ -337,7 +338,7 @@ def measured(
         known = ("loss", "tokens", *task.metric_names)
         found |= {key: value for key, value in metrics.items() if key.removeprefix(f"{prefix}_") in known}
         if rows and split.labelled and trivial is not None:
-            found[f"floor_{name}"] = task.floor(trivial, rows, split)
+            found[f"baseline_{name}"] = task.floor(trivial, rows, split)
         alone = predict is None and args.world_size == 1
         if rows and split.labelled and alone and has_exit_curve(prepared.config, task):
             found[f"exits_{name}"] = exit_curve(trainer, split, task)

@@ -160,7 +160,7 @@ class SelfEnsemble:
             return self._teacher(**inputs)["logits"].float()
 
     def error(self, logits: Tensor, labels: Tensor | None, inputs: Mapping[str, Any], count: Any = None) -> Tensor:
-        """Squared error to the teacher's logits, the mean over classes and rows (over labelled tokens where labels are
+        """Squared error to the teacher's logits, the mean over classes and rows (over labeled tokens where labels are
         of tokens). count: rows or tokens of the whole step, to divide by in place of those of the batch."""
         taught = self.logits(inputs)
         squared = (logits.float() - taught).square().mean(-1)

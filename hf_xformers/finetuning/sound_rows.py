@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of sound: from tables of paths, and from folders with a transcript beside each file."""
+"""Rows of sound: from tables of paths, and from folders with a transcript next to each file."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _SUBFORMAT = struct.pack("<H", _PCM) + bytes.fromhex("000000001000800000aa00389b
 def load_sounds(source: TaskData, *, transcripts: bool = True) -> dict[str, Dataset]:
     """All rows of a source, in its splits ([`divided`] holds some out). Columns of sound are paths, or such and bytes.
 
-    A folder of sound has either a table (`metadata.jsonl`, `.csv`, `.tsv`) of paths and transcripts, or beside each
+    A folder of sound has either a table (`metadata.jsonl`, `.csv`, `.tsv`) of paths and transcripts, or next to each
     file a transcript of the same name in .txt; folders within that are called as splits are those. Other sources are
     those of [`load_rows`], with a column of paths.
 
     transcripts: whether they are needed; else those of a folder are left out where they are not whole.
 
     Raises:
-        ValueError: as `load_rows`; files without transcripts beside others that have one, transcripts in
+        ValueError: as `load_rows`; files without transcripts next to others that have one, transcripts in
             another encoding, and folders without sound.
     """
     check_fraction(source.validation_fraction)
@@ -131,7 +131,7 @@ def _transcripts_beside(paths: Sequence[Path]) -> list[str] | None:
     missing = [path for path, text in zip(paths, texts) if not text.is_file()]
     if missing and len(missing) < len(paths):
         raise ValueError(
-            f"{str(missing[0])!r} has no transcript beside it, and other sounds of the folder have; write one to"
+            f"{str(missing[0])!r} has no transcript next to it, and other sounds of the folder have; write one to"
             f" {missing[0].with_suffix('.txt').name!r}, or remove the sound"
         )
     return None if missing else [" ".join(" ".join(text_lines(text)).split()) for text in texts]

@@ -220,7 +220,7 @@ def _parallel(paths: Sequence[Path], languages: tuple[str, str]) -> Dataset:
     for language in languages:
         files = sorted(path for path in paths if path.suffix == f".{language}")
         if not files:
-            raise ValueError(f"there is no file that ends in .{language} beside {listed([str(p) for p in paths])}")
+            raise ValueError(f"there is no file that ends in .{language} next to {listed([str(p) for p in paths])}")
         places = [(file.name, number, line) for file in files for number, line in enumerate(text_lines(file), 1)]
         columns[language] = [line for _, _, line in places]
     counts = {language: len(lines) for language, lines in columns.items()}

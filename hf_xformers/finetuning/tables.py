@@ -58,7 +58,7 @@ def _read_delimited(path: Path, kind: str, column_names: Sequence[str]) -> Datas
 
 
 def _articles(path: Path) -> list[Any] | None:
-    """The articles of a file in SQuAD's own form; None for a table of another kind, whose rows are read by `_load`.
+    """The articles of a file in SQuAD's own form; None for a table of another type, whose rows are read by `_load`.
 
     Raises ValueError for JSON that holds no rows.
     """

@@ -29,7 +29,8 @@ _PROBLEMS = {"regression": "regression", "multi_label_classification": "multi-la
 
 @dataclass
 class Trained:
-    """record: `training_summary.json`; empty for a model from elsewhere. trivial: the floor of the training rows."""
+    """record: `training_summary.json`; empty for a model from elsewhere. trivial: the baseline of the training
+    rows."""
 
     task: Task
     model: Any
@@ -44,7 +45,7 @@ class Trained:
 
 
 def does_a_task(name: str) -> bool:
-    """Whether a saved model is for a task of `finetune` other than language modelling."""
+    """Whether a saved model is for a task of `finetune` other than language modeling."""
     folder = Path(name).expanduser()
     if not folder.is_dir():
         return False

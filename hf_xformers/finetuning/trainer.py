@@ -158,7 +158,7 @@ class TaskTrainer(XFormerTrainer):
         rows = kept[0].shape[0]
         if self.task.mean_loss and loss is not None:
             kept = (*kept, loss.float().expand(rows))  # Trainer's own mean takes every batch for a full one
-        return loss, kept, torch.zeros(rows, device=kept[0].device)  # Trainer wants labels beside predictions
+        return loss, kept, torch.zeros(rows, device=kept[0].device)  # Trainer wants labels besides predictions
 
     def _generate(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
         """[B, longest target]: generated ids without the start, -100 after the end."""

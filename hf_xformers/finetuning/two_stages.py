@@ -253,7 +253,9 @@ def save_encoder(folder: Path, target: Path) -> None:
 def _figures(summary: Mapping[str, Any]) -> dict[str, Any]:
     kept = ("task", "steps", "epochs", "init_from", "train_rows")
     return {
-        name: value for name, value in summary.items() if name in kept or name.startswith(("eval_", "test_", "floor_"))
+        name: value
+        for name, value in summary.items()
+        if name in kept or name.startswith(("eval_", "test_", "baseline_"))
     }
 
 

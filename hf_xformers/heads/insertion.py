@@ -58,7 +58,7 @@ def place_log_likelihood(
     """Log probability that the token generated at n + 1 is inserted where `places` [B, T] says, for n = 0 .. T - 2,
     and whether that place has a slot, [B, T - 1] each.
 
-    A gap between neighbours has two names, the right slot of one and the left slot of the other, whose probabilities
+    A gap between neighbors has two names, the right slot of one and the left slot of the other, whose probabilities
     add up (released code). pointer, left, right [B, T, D]; words [B, T - 1, D]: vectors of the tokens at 1 .. T - 1;
     real [B, T].
     """

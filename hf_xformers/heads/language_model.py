@@ -18,7 +18,7 @@ class LanguageModelHead(nn.Module):
     """logits = W (scale * t(h)) + b with W [V, D], tied to the token table unless the config unties it; with a cap c
     they become c tanh(logits / c).
 
-    t is the identity, BERT's transform, dense, activation, normalisation (Devlin et al. 2019, released code), or a
+    t is the identity, BERT's transform, dense, activation, normalization (Devlin et al. 2019, released code), or a
     linear map to the width of the table.
     """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A mixture of discretised logistic distributions over intensities."""
+"""A mixture of discretized logistic distributions over intensities."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes to the Hub beside the weights: model cards, and the code of self-contained checkpoints."""
+"""What goes to the Hub besides the weights: model cards, and the code of self-contained checkpoints."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def public_config(folder: Path, kind: Kind, adapter: Adapter) -> bytes | None:
         about, changed = {**about, key: adapter.base}, True
         if "revision" in about:
             about["revision"] = None  # that of another repository
-    tokenizer = about.get("tokenizer_name_or_path")  # what a prompt was initialised with
+    tokenizer = about.get("tokenizer_name_or_path")  # what a prompt was initialized with
     if tokenizer and public_base(tokenizer) != tokenizer:
         about, changed = {**about, "tokenizer_name_or_path": public_base(tokenizer) or adapter.base}, True
     return json.dumps(about, indent=2).encode() + b"\n" if changed else None

@@ -16,7 +16,7 @@ from ..core.hand_overs import HandOver
 from ..embedding.frames import SUBSAMPLING
 
 LENGTH = 16
-# Pixels: a pair of tokens; room beside, above and below a map for its axes, its bar and its title.
+# Pixels: a pair of tokens; room next to, above and below a map for its axes, its bar and its title.
 _CELL, _GAP, _LEFT, _RIGHT, _TOP, _BELOW = 10, 8, 40, 52, 44, 32
 _LEAST_WIDTH = 340  # what the title needs
 _SHADES = 11

@@ -19,7 +19,7 @@ from .checkpoint_card import checkpoint_card
 from .checkpoint_files import CONFIG, checkpoint_files
 from .flattening import PACKAGE, Flattener, flat_name, unseen
 
-# Rooms whose modules share a file; the others' file names are known to the Auto classes, or to readers.
+# Packages whose modules share a file; the others' file names are known to the Auto classes, or to readers.
 _JOINED = (
     *("core", "ops", "embedding", "position", "normalization", "attention", "feedforward", "blocks", "stacks"),
     *("heads", "modeling"),

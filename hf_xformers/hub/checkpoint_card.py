@@ -209,7 +209,7 @@ def _parameters(folder: Path) -> int | None:
 
 
 def _evaluation(record: TrainingRecord) -> list[str]:
-    """A table of the scores, beside their floors where these are known, and what the floor is."""
+    """A table of the scores, next to their baselines where these are known, and what the baseline is."""
     told = {} if record.f1_name is None else {"f1": record.f1_name}
     rows = [
         {"split": split, "metric": told.get(metric, metric), "value": _figure(value)}
@@ -218,9 +218,9 @@ def _evaluation(record: TrainingRecord) -> list[str]:
     if not any(key in record.floors for key in record.scores):
         return [_table(rows)]
     for row, key in zip(rows, record.scores):
-        row["floor"] = _figure(record.floors[key]) if key in record.floors else ""
+        row["baseline"] = _figure(record.floors[key]) if key in record.floors else ""
     rule = f": {record.floor_rule}" if record.floor_rule else " (the frequencies of what it predicts)"
-    return [_table(rows), f"*The floor is what can be said without the model{rule}.*"]
+    return [_table(rows), f"*The baseline is what can be said without the model{rule}.*"]
 
 
 def _results(record: TrainingRecord, about: _About, datasets: list[str]) -> list[EvalResult]:

@@ -39,8 +39,8 @@ def _what(step: Mapping[str, Any]) -> str:
 def _quality(row: Mapping[str, Any]) -> str:
     if row.get("quality") is None:
         return ""
-    floor = "" if row.get("floor") is None else f" (floor {row['floor']:.4g})"
-    return f"{row.get('metric')} {row['quality']:.4g}{floor}"
+    baseline = row.get("baseline", row.get("floor"))  # the name in earlier files
+    return f"{row.get('metric')} {row['quality']:.4g}" + ("" if baseline is None else f" (baseline {baseline:.4g})")
 
 
 __all__ = ["compression_sections"]

@@ -48,7 +48,7 @@ class Flattener:
             waiting += self._imported(module)
 
     def join(self, rooms: Iterable[str], alone: Iterable[str] = ()) -> None:
-        """Lets the modules of each of these rooms share files, but for those `alone`. A module that is imported
+        """Lets the modules of each of these packages share files, but for those `alone`. A module that is imported
         itself, for its names to be read off it, keeps its own, and so does one with a substitute."""
         wanted = {f"{PACKAGE}.{room}": room for room in rooms}
         targets = {module: self._targets(module) for module in self.sources}

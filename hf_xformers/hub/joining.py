@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which modules of a package may stand in one file: those of a room, where no name means two things."""
+"""Which modules of a package may stand in one file: those of a package, where no name means two things."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ def homes(sources: Mapping[str, str], imports: Mapping[str, set[str]], rooms: Ma
     """Module -> the file (without suffix) that it goes into, in an order in which every module follows those that it
     imports.
 
-    A room's modules become one file, `room`; where two bind a name to different things, the later one begins
-    another, `room_2`. A file then imports itself or earlier ones alone, as the modules and the rooms do.
+    A package's modules become one file, `room`; where two bind a name to different things, the later one begins
+    another, `room_2`. A file then imports itself or earlier ones alone, as the modules and the packages do.
 
-    sources: module -> code. imports: module -> modules that it imports. rooms: module -> its room, of those that may
-    be joined; the caller names the others.
+    sources: module -> code. imports: module -> modules that it imports. `rooms`: module -> its package, of those that
+    may be joined; the caller names the others.
     """
     found: dict[str, str] = {}
     files: dict[str, list[dict[str, object]]] = {}
-    reach: dict[str, dict[str, int]] = {}  # module -> the last file of each room that it imports, by any road
+    reach: dict[str, dict[str, int]] = {}  # module -> the last file of each package that it imports, by any road
     for module in _in_order(imports):
         reach[module] = {}
         for other in imports[module]:
             for room, index in reach.get(other, {}).items():
-                back = rooms.get(module) == room != rooms.get(other)  # through a file outside of the room
+                back = rooms.get(module) == room != rooms.get(other)  # through a file outside of the package
                 reach[module][room] = max(reach[module].get(room, 0), index + back)
         if module not in rooms:
             continue

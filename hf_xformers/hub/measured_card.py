@@ -36,7 +36,7 @@ _QUALITY = {
 
 @dataclass(frozen=True)
 class Card:
-    """text: Markdown with metadata. picture: the attention map as SVG, to lie at `picture_name` beside the card."""
+    """text: Markdown with metadata. picture: the attention map as SVG, to lie at `picture_name` next to the card."""
 
     text: str
     picture: str

@@ -13,6 +13,8 @@ from typing import Any
 from huggingface_hub import ModelCardData
 
 from ..core.components import SLOTS
+from .purposes import purposes
+from .result_tables import ResultTable, parted, result_tables
 
 # Head -> task of `transformers.pipeline`, which has none for encoder-decoders of text.
 PIPELINES: dict[str, str | None] = {
@@ -31,6 +33,7 @@ SHAPES = {
 }
 
 
+REPOSITORY = "https://github.com/hf-xformers/hf_xformers"
 _FILE = "results"  # the column that says which file a measured row is from
 
 
@@ -42,7 +45,7 @@ def shapes(config_class: Any) -> list[str]:
 def variant_card(model_type: str, measured: list[dict[str, Any]] | None = None, sections: Sequence[str] = ()) -> str:
     """The Markdown card of a variant (metadata block included).
 
-    measured: rows of benchmark results for this variant, shown as a table per kind of row. sections: further Markdown
+    measured: rows of benchmark results for this variant, shown as a table per file. sections: further Markdown
     behind them.
 
     Raises:
@@ -52,27 +55,27 @@ def variant_card(model_type: str, measured: list[dict[str, Any]] | None = None, 
 
     cls = config_class(model_type)
     name = cls.model_type
-    info = cls.info
+    info, purpose = cls.info, purposes().get(name.removeprefix("xf_"))
     config = cls()
     main = next((head for head in PIPELINES if head in cls.heads), "Model")
+    # No task and no language: these are claims about weights, and an architecture has none. The license is the code's.
     data = ModelCardData(
-        language="en" if cls.modality == "text" and cls.reads_colours == "no" else None,
-        license="apache-2.0",
-        library_name="transformers",
-        pipeline_tag="unconditional-image-generation" if cls.reads_colours == "only" else PIPELINES.get(main),
-        tags=["hf_xformers", name],
-        model_name=name,
+        license="apache-2.0", library_name="transformers", tags=["hf_xformers", name, "architecture"], model_name=name
     )
     parts = [
         f"---\n{data.to_yaml()}\n---",
         f"# {name}",
         _first_sentence(cls.__doc__ or "") if name != "xformer" else _free_mix_text(),
+        "This card describes an architecture without pretrained weights: `from_config` makes a model with random"
+        f" ones. It is part of [hf_xformers]({REPOSITORY}).",
         f"**What it changes:** {info.summary}.",
-        f"**Shapes:** {', '.join(shapes(cls))}. **Classes:** "
+        purpose.markdown(lambda relative: f"`{_model_type(relative)}`") if purpose else "",
+        f"**Architectures:** {', '.join(shapes(cls))}. **Classes:** "
         + ", ".join(f"`{_prefix(cls)}{head}`" for head in cls.heads)
         + ".",
         "## Mechanism",
         f"$$\n{info.equation}\n$$",
+        purpose.symbols if purpose else "",
         f"Cost in the number of tokens T and the width D: {info.cost}.",
         f"![attention map](maps/{name}.svg)",
         caption(cls),
@@ -82,7 +85,7 @@ def variant_card(model_type: str, measured: list[dict[str, Any]] | None = None, 
     if info.notes:
         parts.append(info.notes)
     if measured:
-        parts += ["## Measured", *_tables(measured)]
+        parts += ["## Measured", *_tables(measured, name)]
     parts += sections
     parts += [
         "## Use",
@@ -91,7 +94,7 @@ def variant_card(model_type: str, measured: list[dict[str, Any]] | None = None, 
         f"[{info.paper}]({info.url})",
         f"```bibtex\n{info.bibtex.strip()}\n```",
     ]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def example(cls: Any, head: str) -> str:
@@ -130,7 +133,7 @@ def example(cls: Any, head: str) -> str:
             "                              max_position_embeddings=65, bos_token_id=16)",
             f"model = {auto}.from_config(config)",
             "start = torch.full((2, 1), 16)",
-            "input_ids = torch.cat([start, torch.randint(16, (2, 64))], 1)  # two images of 8 x 8 pixels, 16 colours",
+            "input_ids = torch.cat([start, torch.randint(16, (2, 64))], 1)  # two images of 8 x 8 pixels, 16 colors",
             "loss = model(input_ids=input_ids, labels=input_ids).loss",
             "loss.backward()",
             "print(model.generate(input_ids[:, :33], max_new_tokens=32))  # the lower halves",
@@ -194,6 +197,10 @@ def caption(config_class: Any) -> str:
     )
 
 
+def _model_type(name: str) -> str:
+    return name if name == "xformer" else f"xf_{name}"
+
+
 def _prefix(cls: Any) -> str:
     return cls.__name__.removesuffix("Config")
 
@@ -210,7 +217,7 @@ def _component_table(config) -> str:
     layers = config.layer_configs()
     for slot in SLOTS:
         specs: list[Any] = []
-        for layer in layers:  # each kind once, where layers differ
+        for layer in layers:  # each type once, where layers differ
             if getattr(layer, slot) not in specs:
                 specs.append(getattr(layer, slot))
         for spec in specs:
@@ -221,16 +228,17 @@ def _component_table(config) -> str:
     return _table(rows)
 
 
-def _tables(rows: list[dict[str, Any]]) -> list[str]:
-    """Rows of a kind, which is those of one file with the same first columns, in a table of their own."""
-    kinds: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-    for row in rows:
-        shown = {name: value for name, value in row.items() if name != _FILE}
-        kinds.setdefault((row.get(_FILE, ""), *tuple(shown)[:3]), []).append(shown)
-    parts, before = [], ""
-    for (file, *_), group in kinds.items():
-        parts += [f"{file.replace('_', ' ').capitalize()}:"] if file != before else []
-        parts, before = [*parts, _table(group)], file
+def _tables(rows: list[dict[str, Any]], model_type: str) -> list[str]:
+    """The rows of each file as a section: results in a table, and how they were measured folded below it."""
+    parts = []
+    for file in dict.fromkeys(row.get(_FILE, "") for row in rows):
+        known = result_tables().get(file, ResultTable())
+        found = [{key: value for key, value in row.items() if key != _FILE} for row in rows if row.get(_FILE) == file]
+        mine = [key for key in ("variant", "model") if {row.get(key) for row in found} == {model_type}]
+        shown, others = parted(found, file, drop=mine)
+        parts += [f"### {known.title or file.replace('_', ' ').capitalize()}", known.caption, _table(shown)]
+        if others:
+            parts.append(f"<details><summary>Settings and further figures</summary>\n\n{_table(others)}\n\n</details>")
     return parts
 
 

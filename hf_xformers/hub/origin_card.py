@@ -50,7 +50,7 @@ def origin_of(folder: Path, config: Any, architecture: str) -> Origin:
         origin.sections += _steps(steps)
     linearized = read_linearization(folder)
     if linearized is not None:
-        origin.sections += ["## Linearisation", "\n".join(f"- {line}" for line in linearized.sentences())]
+        origin.sections += ["## Linearization", "\n".join(f"- {line}" for line in linearized.sentences())]
     parts = [f"{slot} `{new}` in place of `{old}`" for slot, old, new in mechanisms]
     if steps:
         was = f"`{origin.base}`" if origin.base else f"a trained `{steps[0].classes[0]}`"

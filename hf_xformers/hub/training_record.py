@@ -16,14 +16,14 @@ from ..core.saved_files import SUMMARY_FILE, read_object
 _NO_SCORE = re.compile(
     r"(runtime|samples|steps|tokens|_per_second|epoch|rows|model_preparation_time|jit_compilation_time)"
 )
-_FLOOR = "floor_"  # begins the names of what a language model's figures stand beside
+_FLOOR = "baseline_"  # begins the names of a language model's baselines
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
 @dataclass
 class TrainingRecord:
-    """facts: what was trained on what, in words and figures. scores: (split, metric) -> value. floors:
-    the same of what can be said without the model, which floor_rule says of a task. f1_name: what F1 is of.
+    """facts: what was trained on what, in words and figures. scores: (split, metric) -> value. `floors`:
+    the same of the trivial baseline, which `floor_rule` describes for a task. f1_name: what F1 is of.
     datasets: Hub ids. data: the data in words. base_model: the Hub id of what training started from. language: of the
     data."""
 
@@ -135,16 +135,18 @@ def _scores(figures: dict[str, Any]) -> dict[tuple[str, str], float]:
         split, _, metric = key.partition("_")
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if split in ("eval", "test") and number and not _NO_SCORE.search(metric):
+            metric = re.sub("^floor_", _FLOOR, metric)  # the name in earlier folders
             found["validation" if split == "eval" else "test", metric] = value
     return found
 
 
 def _floors(figures: dict[tuple[str, str], Any], summary: dict[str, Any]) -> dict[tuple[str, str], float]:
-    """What can be said without the model, by the metrics that it stands beside: language models have it among their
+    """What can be said without the model, by metric: language models have it among their
     figures, tasks apart."""
     found = {(split, name.removeprefix(_FLOOR)): value for (split, name), value in figures.items() if _FLOOR in name}
     for split in ("validation", "test"):
-        found |= {(split, name): value for name, value in (summary.get(f"floor_{split}") or {}).items()}
+        own = summary.get(f"baseline_{split}") or summary.get(f"floor_{split}") or {}
+        found |= {(split, name): value for name, value in own.items()}
     return {key: float(value) for key, value in found.items()}
 
 

@@ -2,7 +2,7 @@
 """Trained models in use: the three projections of attention as one, layers compiled one by one, and padded batches of
 texts of like lengths.
 
-What transformers brings works by itself: `torch.compile`, caches of several kinds, assistants, and continuous batching
+What transformers brings works by itself: `torch.compile`, caches of several types, assistants, and continuous batching
 (`model.generate_batch`). Names are imported when they are first used.
 """
 

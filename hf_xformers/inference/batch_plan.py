@@ -28,7 +28,7 @@ def plan_batches(
     """Places in `lengths` of the texts of each batch, such that the sum of costs is the smallest there is.
 
     Texts are taken in order of their lengths, l_1 <= ... <= l_n, and
-    best(i) = min_b best(i - b) + cost(l_i, b), 1 <= b <= `max_batch`: O(n `max_batch`) steps. Batches of neighbours
+    best(i) = min_b best(i - b) + cost(l_i, b), 1 <= b <= `max_batch`: O(n `max_batch`) steps. Batches of neighbors
     lose nothing as long as a longer batch costs no less.
 
     Args:

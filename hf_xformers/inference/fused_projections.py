@@ -25,7 +25,7 @@ _NAMES = ("q_proj", "k_proj", "v_proj")
 
 class JoinedLinear(nn.Linear):
     """x -> (q, k, v) side by side, [..., D] -> [..., H d + 2 K d]. In state dicts its rows have the names of the
-    projections that they were, which stand beside it in the model. widths: rows of each."""
+    projections that they were, which stand next to it in the model. widths: rows of each."""
 
     def __init__(self, parts: list[nn.Linear]):
         first = parts[0]
@@ -104,7 +104,7 @@ def fuse_projections(model: nn.Module) -> int:
     """Joins the projections of every self-attention of `model`, in place; those of cross-attention read two texts and
     stay. Returns how many attentions have joined projections now.
 
-    Adapters, quantisation and sharding know the projections by their names: they come first, and are merged or left
+    Adapters, quantization and sharding know the projections by their names: they come first, and are merged or left
     alone; gradients reach a joined projection as any other.
 
     Raises:
@@ -166,7 +166,7 @@ def _why_not(attention: Attention) -> str:
     if not all(isinstance(part, nn.Linear) for part in parts):
         return "does not have three projections of one input"
     if not all(is_plain_linear(part) for part in parts):
-        return "has projections with an adapter, a hook, quantised or divided weights, which know them one by one"
+        return "has projections with an adapter, a hook, quantized or divided weights, which know them one by one"
     first = parts[0].weight
     alike = [(part.weight.dtype, part.weight.device, part.weight.requires_grad, part.bias is None) for part in parts]
     if len(set(alike)) > 1 or any(part.in_features != first.shape[1] for part in parts):

@@ -45,7 +45,7 @@ def write_targets(
         raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}.")
     source_type, target_type = target_types(model.config.type_vocab_size) if types is None else types
     real = torch.ones_like(input_ids) if attention_mask is None else (attention_mask != 0).long()
-    order = real_last(real.bool())  # targets go on where sources end
+    order = real_last(real.bool())  # targets continue where sources end
     ids, real = input_ids.gather(1, order), real.gather(1, order)
     token_types = torch.full_like(ids, source_type)
     modes = torch.stack([torch.full_like(real.sum(-1), SEQ2SEQ), real.sum(-1)], dim=-1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Masked language modelling and contrastive predictive coding of sentences at once."""
+"""Masked language modeling and contrastive predictive coding of sentences at once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .language import LanguageModel
 
 @register_pretraining("contrastive_prediction")
 class ContrastivePredictionSpec(PretrainingSpec):
-    """weight: of the contrastive loss beside that of masked tokens."""
+    """weight: of the contrastive loss next to that of masked tokens."""
 
     summary = "masked tokens, and vectors of masked sentences told apart (CPC; ETC)"
 

@@ -23,8 +23,8 @@ def allowed_steps(names: Sequence[str]) -> tuple[list[bool], list[list[bool]], l
     """Which tags [C] may begin a sequence, which [C, C] may follow which, and which [C] may end it, where `names` are
     tags of entities in BIO, BIOES or BILOU; None where they are others, of which nothing is known.
 
-    I and E (L) go on with an entity of their type, which B or I began; in BIOES and BILOU an entity that began has to
-    end. `O` stands outside.
+    I and E (L) continue with an entity of their type, which B or I began; in BIOES and BILOU an entity that began has
+    to end. `O` stands outside.
     """
     if not all(_ENTITY_TAG.fullmatch(name) for name in names) or not any(name != "O" for name in names):
         return None

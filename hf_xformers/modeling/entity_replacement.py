@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Masked language modelling, and which names were replaced by others of their type."""
+"""Masked language modeling, and which names were replaced by others of their type."""
 
 from __future__ import annotations
 

@@ -148,5 +148,5 @@ class XFormerForTimeSeriesPrediction(XFormerPreTrainedModel):
         """The time features of the decoder's steps."""
         if past is None or future is None:
             missing = "past" if past is None else "future"
-            raise ValueError(f"`{missing}_time_features` are missing, which the model reads beside the others.")
+            raise ValueError(f"`{missing}_time_features` are missing, which the model reads besides the others.")
         return torch.cat([past[:, past.shape[1] - known :], future], dim=1)

@@ -222,7 +222,7 @@ class _Generative(LanguageModel, GenerationMixin):
         return super().generate_batch(inputs, *args, **kwargs)
 
     def _exit_watch(self, labelled: bool, inputs: dict[str, Any]) -> Any:
-        """What looks at the layers of a call where tokens may leave early, put among its inputs; None elsewhere."""
+        """Attaches the early-exit observer, if the model has one, to the inputs."""
         watch = None if self.exits is None else self.exits.watch(self, labelled and self.training)
         if watch is not None:
             inputs["exit_watch"] = watch
@@ -240,7 +240,7 @@ class _Generative(LanguageModel, GenerationMixin):
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
-        return True  # transformers goes by the class's name, and its own Reformer keeps another kind of cache
+        return True  # transformers goes by the class's name, and its own Reformer keeps another type of cache
 
     def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
         # Inputs that a component asks for are in no signature, where transformers looks for typos.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Masked language modelling and a class of the whole text at once."""
+"""Masked language modeling and a class of the whole text at once."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Masked image modelling: patches are hidden, and the model says what their pixels were."""
+"""Masked image modeling: patches are hidden, and the model says what their pixels were."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class PixelDecoder(Undecayed, nn.Module):
 
 
 class XFormerForMaskedImageModeling(XFormerPreTrainedModel):
-    """Masked image modelling: the pixels of hidden patches, from the others."""
+    """Masked image modeling: the pixels of hidden patches, from the others."""
 
     main_input_name = "pixel_values"
     input_modalities = ["image"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Masked language modelling, and which phrase was masked in a text."""
+"""Masked language modeling, and which phrase was masked in a text."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Masked language modelling and the order of a document's parts at once."""
+"""Masked language modeling and the order of a document's parts at once."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def sample_tokens(logits: Tensor, draws: Tensor, temperature: float, original: T
 
 
 class XFormerForReplacedTokenPreTraining(XFormerForReplacedTokenDetection):
-    """An encoder that learns to find the tokens that a small generator, trained beside it, put into a text.
+    """An encoder that learns to find the tokens that a small generator, trained next to it, put into a text.
 
     loss = L_generator + detection_weight L_detection (Clark et al. 2020, ELECTRA, arXiv 2003.10555, section 2): the
     generator predicts masked tokens, what is drawn from it stands in the text in their place, and the encoder says of

@@ -26,8 +26,8 @@ class ReplacedTokensSpec(PretrainingSpec):
     same way. generator_sharing: `tied`, one token table and one position table for both (ELECTRA);
     `gradient_disentangled`, the model's token vectors are the generator's, whose gradient it leaves alone, and a
     difference of its own (DeBERTaV3); `untied`. generator_temperature: of the draw. generator_avoids_original: whether
-    a token is never drawn in its own place. detection_weight: of the detection's loss beside the generator's.
-    detection_context: whether a token is judged beside the text's first one (DeBERTaV3)."""
+    a token is never drawn in its own place. detection_weight: of the detection's loss next to the generator's.
+    detection_context: whether a token is judged next to the text's first one (DeBERTaV3)."""
 
     summary = "which tokens of a text a small generator has put there (ELECTRA, DeBERTaV3)"
 
@@ -62,7 +62,7 @@ class XFormerForReplacedTokenDetection(Classifier):
 
     D(x, t) = sigmoid(w h_t + b), with a hidden layer before it under `classifier_transform="dense"` (Clark et al.
     2020, ELECTRA, arXiv 2003.10555, section 2, and its released code).
-    With `detection_context` of [`ReplacedTokensSpec`] a token is judged beside the text ([`TextContext`]).
+    With `detection_context` of [`ReplacedTokensSpec`] a token is judged next to the text ([`TextContext`]).
     """
 
     reads_pooler = False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Masked language modelling and the tokens of a span from its two neighbours: SpanBERT's objectives."""
+"""Masked language modeling and the tokens of a span from its two neighbors: SpanBERT's objectives."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from .language import LanguageModel
 
 @register_pretraining("span_boundary")
 class SpanBoundarySpec(PretrainingSpec):
-    """places: tokens of a span that its neighbours tell. place_width: width of the vectors of these places. weight: of
-    that loss beside the masked tokens'."""
+    """places: tokens of a span that its neighbors tell. place_width: width of the vectors of these places. weight: of
+    that loss next to the masked tokens'."""
 
-    summary = "masked tokens, and those of a span from its two neighbours (SpanBERT)"
+    summary = "masked tokens, and those of a span from its two neighbors (SpanBERT)"
 
     places: int = bounded(20, least=1)
     place_width: int = bounded(200, least=1)

@@ -47,7 +47,7 @@ class TellsAdapters:
             if not names:
                 adapter.auto_mapping = {**known, _LABELS: dict(self.config.id2label)}
                 continue
-            for place, module in self.named_modules():  # type: ignore[attr-defined]  # of the class beside this
+            for place, module in self.named_modules():  # type: ignore[attr-defined]  # of the class next to this
                 if isinstance(module, LabelLayer) and place.endswith(f"modules_to_save.{name}"):
                     if module.out_features == self.config.num_labels != len(names):
                         module.resize(len(names))

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slots `normalization` and `residual` (survey 5.2): what normalises a vector, and where in a sublayer."""
+"""Slots `normalization` and `residual` (survey 5.2): what normalizes a vector, and where in a sublayer."""

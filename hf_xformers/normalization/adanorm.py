@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AdaNorm: layer normalisation whose scale depends on the normalised vector, not on parameters."""
+"""AdaNorm: layer normalization whose scale depends on the normalized vector, not on parameters."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class AdaNorm(nn.Module):
 
 @register("normalization", "adanorm")
 class AdaNormSpec(NormSpec):
-    """k: how fast the scale falls with the normalised value. scale: C, tuned by the paper between 0.3 and 2. eps: the
+    """k: how fast the scale falls with the normalized value. scale: C, tuned by the paper between 0.3 and 2. eps: the
     config's `layer_norm_eps`."""
 
     summary = "layer norm with a scale that adapts to the input, no parameters"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A residual sum without normalisation, for sublayers that normalise inside."""
+"""A residual sum without normalization, for sublayers that normalize inside."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class BareSum(Residual):
 
 @register("residual", "bare")
 class BareSpec(ResidualSpec):
-    """final_norm: normalise the residual stream after the last layer."""
+    """final_norm: normalize the residual stream after the last layer."""
 
     supports = frozenset({"context_parallel"})
-    summary = "a plain residual sum, for sublayers that normalise by themselves"
+    summary = "a plain residual sum, for sublayers that normalize by themselves"
     module = BareSum
     additive = True
     enters_as_is = True

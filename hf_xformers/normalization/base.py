@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The normalisation contract."""
+"""The normalization contract."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class NormSpec(Spec):
     """Base of specs of norms, whose `build(config, width=...)` gives a module over [..., width], without a
     width over [..., hidden_size].
 
-    over_tokens: its statistics are over the tokens of a batch, so that its module takes `mask` [...] beside the
+    over_tokens: its statistics are over the tokens of a batch, so that its module takes `mask` [...] next to the
     vectors, True = real. any_width: a norm of any width does the same as one of `hidden_size`; one that knows what the
     channels of a state stand for does not. knows_heads: it has a form with a gain for every head
     ([`NormSpec.build_for_heads`]).
@@ -31,7 +31,7 @@ class NormSpec(Spec):
 
 
 def norm_inputs(norm: NormSpec, context: LayerContext | None) -> dict[str, Any]:
-    """What a norm of this spec is given beside the vectors [B, T, D]: `mask` [B, T] if its statistics are over
+    """What a norm of this spec is given besides the vectors [B, T, D]: `mask` [B, T] if its statistics are over
     tokens."""
     if context is None or not norm.over_tokens:
         return {}

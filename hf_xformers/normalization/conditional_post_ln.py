@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conditional layer normalisation of CA-MTL: the gain of a norm after the sum depends on the task."""
+"""Conditional layer normalization of CA-MTL: the gain of a norm after the sum depends on the task."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ class ConditionalPostNorm(PostNorm):
 
 @register("residual", "conditional_post_ln", aliases=("conditional_layer_norm",))
 class ConditionalPostLNSpec(PostLNSpec):
-    """layers: whose norms know the task: the `upper` half (the paper), or `all`. final_norm: also normalise after the
+    """layers: whose norms know the task: the `upper` half (the paper), or `all`. final_norm: also normalize after the
     last layer, as it always is."""
 
     supports = frozenset()
-    summary = "normalise after the residual sum, with a gain that depends on the task"
+    summary = "normalize after the residual sum, with a gain that depends on the task"
     reads = frozenset({HandOver.TASK})
 
     layers: Literal["upper", "all"] = "upper"

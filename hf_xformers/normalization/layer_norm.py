@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layer normalisation and its variant without mean."""
+"""Layer normalization and its variant without mean."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class RMSNorm(Undecayed, nn.Module):
 
 class HeadNorm(Undecayed, nn.Module):
     """y_h = g_h * n(x_h) for the heads h of queries or keys, n the norm without gain and bias: as RMSNorm, or with
-    `center` as layer normalisation (StableLM 2, Command R+). In float32 at least."""
+    `center` as layer normalization (StableLM 2, Command R+). In float32 at least."""
 
     undecayed = ("weight",)
 

@@ -39,7 +39,7 @@ class NoResidual(Residual):
 @register("residual", "no_residual")
 class NoResidualSpec(ResidualSpec):
     """activation: of what the sublayer gives; the released code of Star-Transformer has leaky_relu. norm: whether the
-    result is normalised."""
+    result is normalized."""
 
     supports = frozenset({"context_parallel"})
     summary = "no residual sum: an activation and a norm of what a sublayer gives"

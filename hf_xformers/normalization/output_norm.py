@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Residual frames that normalise what a sublayer gives."""
+"""Residual frames that normalize what a sublayer gives."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class PeriNorm(PreNorm):
 
 @register("residual", "res_post_ln", aliases=("output_ln",))
 class ResPostLNSpec(ResidualSpec):
-    """final_norm: normalise the residual stream after the last layer."""
+    """final_norm: normalize the residual stream after the last layer."""
 
     supports = frozenset({"context_parallel"})
-    summary = "normalise a sublayer's output, then add it"
+    summary = "normalize a sublayer's output, then add it"
     module = OutputNorm
     additive = True
     enters_as_is = True
@@ -48,10 +48,10 @@ class ResPostLNSpec(ResidualSpec):
 
 @register("residual", "peri_ln", aliases=("peri",))
 class PeriLNSpec(ResidualSpec):
-    """final_norm: normalise the residual stream after the last layer."""
+    """final_norm: normalize the residual stream after the last layer."""
 
     supports = frozenset({"context_parallel"})
-    summary = "normalise a sublayer's input and its output"
+    summary = "normalize a sublayer's input and its output"
     module = PeriNorm
     additive = True
 

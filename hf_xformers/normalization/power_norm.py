@@ -55,7 +55,7 @@ class _RunningPower(torch.autograd.Function):
         new_nu = nu * (1 - (1 - alpha_bwd) * spread) + (1 - alpha_bwd) * slope
         mean = psi2 + (square - psi2) / (steps + 1)
         new_psi2 = torch.where(steps < warmup, mean, alpha_fwd * psi2 + (1 - alpha_fwd) * square)
-        counts = (count > 0) & new_nu.isfinite().all()  # a step that overflowed is skipped, as the optimiser skips it
+        counts = (count > 0) & new_nu.isfinite().all()  # a step that overflowed is skipped, as the optimizer skips it
         nu.copy_(torch.where(counts, new_nu.to(nu.dtype), nu))
         psi2.copy_(torch.where(counts, new_psi2.to(psi2.dtype), psi2))
         steps += counts
@@ -69,7 +69,7 @@ class PowerNorm(Undecayed, nn.Module):
     backward pass replaces what the exact derivative of a batch statistic would need by a running estimate nu:
     dx = (g dy - nu x / psi) / psi. In the first `warmup_iters` steps the batch's own mean square is used, and psi^2 is
     the mean over all steps so far. Evaluation uses the running psi, and a token's output depends on nothing else; so
-    does a frozen norm (its weight needs no gradient, as beside adapters), which keeps its statistics.
+    does a frozen norm (its weight needs no gradient, as next to adapters), which keeps its statistics.
     """
 
     undecayed = ("weight", "bias")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batch normalisation whose statistics are those of real tokens alone."""
+"""Batch normalization whose statistics are those of real tokens alone."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Moving(torch.autograd.Function):
         unbiased = variance * (count / (count - 1).clamp(min=1))
         for running, new in zip(ctx.running, (mean, unbiased), strict=True):
             moved = torch.lerp(running.to(new.dtype), new, ctx.momentum)
-            # A batch of padding alone says nothing, and a step that overflowed is skipped by the optimiser, too.
+            # A batch of padding alone says nothing, and a step that overflowed is skipped by the optimizer, too.
             running.copy_(torch.where((count > 0) & moved.isfinite().all(), moved.to(running.dtype), running))
         return gradient, None, None, None, None, None, None
 
@@ -39,7 +39,7 @@ class RealBatchNorm(Undecayed, nn.Module):
 
     In training mean and variance are those of the real tokens of the batch, in all processes; evaluation takes their
     running means (`momentum` is the part of the newest step, its variance with n - 1), and so does a frozen norm,
-    whose weight needs no gradient, as beside adapters. A batch without padding gives what `torch.nn.BatchNorm1d`
+    whose weight needs no gradient, as next to adapters. A batch without padding gives what `torch.nn.BatchNorm1d`
     does. The names are those of that module.
     """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a sublayer normalises and how its output joins the residual stream."""
+"""Where a sublayer normalizes and how its output joins the residual stream."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Residual(Undecayed, nn.Module):
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def inputs(self, context: LayerContext) -> dict[str, Any]:
-        """What `enter` and `leave` are given of the call beside the vectors, by keyword."""
+        """What `enter` and `leave` are given of the call next to the vectors, by keyword."""
         return {}
 
     def enter(self, hidden_states: Tensor, **inputs: Any) -> Tensor:
@@ -48,7 +48,7 @@ class Residual(Undecayed, nn.Module):
 
 
 class PlainSum(Residual):
-    """y = x + f(x): no norm, wherever the config's residual normalises."""
+    """y = x + f(x): no norm, wherever the config's residual normalizes."""
 
     def leave(self, hidden_states: Tensor, output: Tensor, gate: Tensor | None = None, **inputs: Any) -> Tensor:
         return hidden_states + self.branch(output, gate)
@@ -71,7 +71,7 @@ class PostNorm(Residual):
         return self.norm(self.summed(hidden_states, output, gate), **inputs)
 
     def summed(self, hidden_states: Tensor, output: Tensor, gate: Tensor | None) -> Tensor:
-        """What is normalised."""
+        """What is normalized."""
         stream = hidden_states if self.stream_scale == 1.0 else hidden_states * self.stream_scale
         return stream + self.branch(output, gate)
 
@@ -95,7 +95,7 @@ class PreNorm(Residual):
 
 
 def final_norm(config) -> nn.Module:
-    """The normalisation of what a stack gives."""
+    """The normalization of what a stack gives."""
     return config.normalization.build(config, width=config.stack.output_width(config))
 
 
@@ -115,17 +115,17 @@ class ResidualSpec(Spec):
         return self.module(config, scale=where.get("scale", 1.0))
 
     def build_final(self, config) -> nn.Module | None:
-        """The normalisation after the last layer, or None."""
+        """The normalization after the last layer, or None."""
         return None
 
 
 @register("residual", "post_ln", aliases=("post",))
 class PostLNSpec(ResidualSpec):
-    """final_norm: also normalise after the last layer (off in the paper). stream_scale: factor on the residual stream
+    """final_norm: also normalize after the last layer (off in the paper). stream_scale: factor on the residual stream
     in every sum (DeepNorm's alpha, 1 in the paper; MiniMax)."""
 
     supports = frozenset({"context_parallel"})
-    summary = "normalise after the residual sum"
+    summary = "normalize after the residual sum"
     module: ClassVar[type[PostNorm]] = PostNorm
     enters_as_is = True
 
@@ -141,12 +141,12 @@ class PostLNSpec(ResidualSpec):
 
 @register("residual", "pre_ln", aliases=("pre",))
 class PreLNSpec(ResidualSpec):
-    """final_norm: normalise the residual stream after the last layer. final_dropout: dropout after that norm (T5).
+    """final_norm: normalize the residual stream after the last layer. final_dropout: dropout after that norm (T5).
     first_norm: whether the first sublayer has a norm, which an embedding that ends in one makes needless (ModernBERT).
     branch_scale: factor on what every sublayer adds (Granite)."""
 
     supports = frozenset({"context_parallel"})
-    summary = "normalise a sublayer's input, plus a final norm"
+    summary = "normalize a sublayer's input, plus a final norm"
     module = PreNorm
     additive = True
     shares_input = True

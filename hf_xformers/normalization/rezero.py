@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ReZero: a learned gate that starts at zero in place of any normalisation."""
+"""ReZero: a learned gate that starts at zero in place of any normalization."""
 
 from __future__ import annotations
 

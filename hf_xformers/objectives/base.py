@@ -41,7 +41,7 @@ class Objective(TypedSpec):
     id: its name in `OBJECTIVES`, set by `register`. summary: what it predicts, in one line. corrupts: what it does to
     the text that the model reads, in one line; empty: nothing.
     head: the head of a family that it trains, as in `<Family>For<head>`; settings may choose another one for an
-    instance. component: (slot, name) of a component that it needs beside; None: none. shape: what kind of model that
+    instance. component: (slot, name) of a component that it needs besides; None: none. shape: what kind of model that
     is.
     preferred: whether it is what a model of this shape is trained on where nobody says.
     rows: what its rows are made of, which the data code serves: `blocks`, tokens packed to equal length; `sentences`,
@@ -274,7 +274,7 @@ class Collator(SeededCollator):
     """Turns features (dicts of one row each) into a batch of tensors; works in `Trainer` and in DataLoader workers.
 
     The generator of a row is seeded by a hash of (seed, epoch, ids of the row without padding). So the noise of a row
-    does not depend on its neighbours, on the number of workers or ranks, or on where training was resumed.
+    does not depend on its neighbors, on the number of workers or ranks, or on where training was resumed.
     Two rows with equal ids get equal noise within an epoch.
 
     Trainer drops the columns that the model does not take. When the collator needs one of them (`unit_ids`,
@@ -282,7 +282,7 @@ class Collator(SeededCollator):
     a model takes.
     """
 
-    columns: tuple[str, ...] = tuple(TOKEN_COLUMNS)  # what is read from a feature beside ids and attention mask
+    columns: tuple[str, ...] = tuple(TOKEN_COLUMNS)  # what is read from a feature besides ids and attention mask
     period: int | None = None  # number of different noises of a row; None: a new one in every epoch
 
     def __init__(
@@ -342,7 +342,7 @@ class Collator(SeededCollator):
 
 
 def restarts(position_ids: Tensor, attention_mask: Tensor) -> bool:
-    """Whether a row's real tokens are of several documents: positions [B, T] that do not go on by one."""
+    """Whether a row's real tokens are of several documents: positions [B, T] that do not continue by one."""
     both = attention_mask[:, 1:].bool() & attention_mask[:, :-1].bool()
     return bool((both & (position_ids[:, 1:] != position_ids[:, :-1] + 1)).any())
 

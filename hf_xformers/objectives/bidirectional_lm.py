@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bidirectional language modelling (Peters et al. 2018, ELMo, arXiv 1802.05365, section 3.1): each token from those
+"""Bidirectional language modeling (Peters et al. 2018, ELMo, arXiv 1802.05365, section 3.1): each token from those
 before it, and by another model from those behind it."""
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class BidirectionalLMCollator(Collator):
 
 @register("bidirectional_lm", aliases=("bilm", "elmo"))
 class BidirectionalLMObjective(Objective):
-    """Maximise sum_t log p_F(x_t | x_<t) + log p_G(x_t | x_>t), with two causal models F and G.
+    """Maximize sum_t log p_F(x_t | x_<t) + log p_G(x_t | x_>t), with two causal models F and G.
 
     share_embeddings  one embedding of tokens for both
     share_softmax     one output for both

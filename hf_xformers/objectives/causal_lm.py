@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Causal language modelling: predict each token from those before it (Radford et al. 2018, equation 1)."""
+"""Causal language modeling: predict each token from those before it (Radford et al. 2018, equation 1)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class CausalLMCollator(Collator):
 
 @register("clm")
 class CausalLMObjective(Objective):
-    """Maximise sum_t log p(x_t | x_<t). It has no settings: packing belongs to the data, smoothing to the loss."""
+    """Maximize sum_t log p(x_t | x_<t). It has no settings: packing belongs to the data, smoothing to the loss."""
 
     summary: ClassVar[str] = "each token from those before it (GPT)"
     head: ClassVar[str] = "CausalLM"

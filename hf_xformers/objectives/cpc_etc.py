@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contrastive predictive coding of sentences beside masked words (ETC).
+"""Contrastive predictive coding of sentences next to masked words (ETC).
 
 Source: Ainslie et al. 2020 (ETC, arXiv 2004.08483), section 2.3.
 """
@@ -20,7 +20,7 @@ from .masked_lm import sample_noise as sample_mask
 
 def sample_noise(sentences: int, ratio: float, generator: torch.Generator) -> Tensor:
     """The numbers of the sentences that are masked, in their order: round(ratio * sentences) of them, but at least one
-    and never all; none of a single sentence, which nothing stands beside."""
+    and never all; none of a single sentence, which has no other next to it."""
     count = min(max(round(ratio * sentences), 1), sentences - 1)
     return torch.randperm(sentences, generator=generator)[:count].sort().values
 

@@ -35,7 +35,7 @@ def needs(cls: type[Objective]) -> str:
 
 def setting_meanings(cls: type[Objective]) -> dict[str, str]:
     """What the fields mean: of the docstrings of the class and its bases, lines that begin with the names of
-    fields and go on below, or sentences behind `field: `."""
+    fields and continue below, or sentences behind `field: `."""
     names = {field.name for field in dataclasses.fields(cls)}
     found: dict[str, str] = {}
     for owner in cls.__mro__:

@@ -64,7 +64,7 @@ class EntityPhraseCollator(MaskedLMCollator):
 
 @register("entity_phrase_masking")
 class EntityPhraseObjective(MaskedLMObjective):
-    """Masked language modelling in which a phrase, or the name of an entity, is masked as a whole.
+    """Masked language modeling in which a phrase, or the name of an entity, is masked as a whole.
 
     unit           what is masked as a whole: "word", "phrase" (other words stand alone) or "entity"
     stages         epochs from which phrases, and then entities, are masked, words before: (1, 2) for ERNIE's three

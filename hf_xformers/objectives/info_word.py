@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which phrase was masked in a text, among those of other texts, beside masked tokens: InfoWord.
+"""Which phrase was masked in a text, among those of other texts, besides masked tokens: InfoWord.
 
 Source: Kong et al. 2020 (arXiv 1910.08350), sections 4 and 5.
 """

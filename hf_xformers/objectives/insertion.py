@@ -100,7 +100,7 @@ def boundaries(tokenizer: Any) -> tuple[int, int]:
 
 @register("insertion")
 class InsertionObjective(Objective):
-    """Maximise sum_n log p(y_n, place of y_n | the words before it in the order of generation and their places).
+    """Maximize sum_n log p(y_n, place of y_n | the words before it in the order of generation and their places).
 
     order  in which words are generated: left_to_right, right_to_left, odd_even (every second word, then the others),
            tree (the middle first, then the middle of either half, ...), common_first and rare_first (by id, which

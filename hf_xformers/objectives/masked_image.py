@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Masked image modelling: the pixels of hidden patches from the others (Xie et al. 2022, SimMIM, arXiv 2111.09886)."""
+"""Masked image modeling: the pixels of hidden patches from the others (Xie et al. 2022, SimMIM, arXiv 2111.09886)."""
 
 from __future__ import annotations
 

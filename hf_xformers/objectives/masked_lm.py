@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Masked language modelling with the four selection rules in use, per token or per whole word.
+"""Masked language modeling with the four selection rules in use, per token or per whole word.
 
 Sources: Devlin et al. 2019 (3.1, task 1; appendix A.1 and C.2), Liu et al. 2019 (4.1, dynamic masking), Lan et al.
 2020 (3.1 n-gram masking, equation in 4.1), Cui et al. 2019 (whole words). The rules differ in how many tokens they

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Permuted language modelling (Yang et al. 2019, XLNet, arXiv 1906.08237): predict tokens in a random order.
+"""Permuted language modeling (Yang et al. 2019, XLNet, arXiv 1906.08237): predict tokens in a random order.
 
 Sources: section 2.2 (the order), 2.3 (partial prediction), 2.5 (two halves), appendix A.4 (spans), and the released
 data code, whose order is drawn for the two halves of a row by themselves. transformers' collator puts mask tokens

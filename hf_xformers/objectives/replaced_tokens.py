@@ -104,7 +104,7 @@ class ReplacedTokenCollator(Collator):
 
 @register("replaced_token_detection", aliases=("rtd", "electra"))
 class ReplacedTokenObjective(Objective):
-    """Tell the tokens that a generator, trained beside the model, put into a text from those that stood there.
+    """Tell the tokens that a generator, trained next to the model, put into a text from those that stood there.
 
     mask_prob         share of a row's tokens that the generator predicts (ELECTRA: .15, large .25)
     mask_token_prob   share of these that it does not see; it sees the others, and predicts them all the same
@@ -119,8 +119,8 @@ class ReplacedTokenObjective(Objective):
                       its own; "untied", nothing
     generator_temperature  of the draw from what the generator predicts
     generator_avoids_original  whether a token is never drawn in its own place
-    detection_weight  of the detection's loss beside the generator's
-    detection_context  whether a token is judged beside the text's first one (DeBERTaV3)
+    detection_weight  of the detection's loss next to the generator's
+    detection_context  whether a token is judged next to the text's first one (DeBERTaV3)
     """
 
     mask_prob: float | int = bounded(0.15, above=0, below=1)

@@ -2,7 +2,7 @@
 """Next sentence prediction (Devlin et al. 2019, 3.1 task 2) and sentence order prediction (Lan et al. 2020, 3.1).
 
 `sentence_pairs` turns documents cut in sentences into rows [CLS] A [SEP] B [SEP] with a label; the collator pads them
-and, if asked, masks tokens for a masked LM beside.
+and, if asked, masks tokens for a masked LM besides.
 """
 
 from __future__ import annotations
@@ -277,7 +277,7 @@ def _pair_rows(
 class SentencePairCollator(Collator):
     """Batches with `input_ids`, `attention_mask`, `token_type_ids` [B, T] and the pair label [B].
 
-    Alone the label is called `labels`, as next-sentence heads take it. With a masked LM beside, `labels` [B, T] are
+    Alone the label is called `labels`, as next-sentence heads take it. With a masked LM besides, `labels` [B, T] are
     those of the masked LM and the pair label is `next_sentence_label`, as heads with both losses take it.
     """
 

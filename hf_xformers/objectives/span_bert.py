@@ -79,7 +79,7 @@ def sample_noise(
 def boundary_targets(spans: list[tuple[int, int]], first: int, last: int, most: int) -> tuple[Tensor, Tensor]:
     """(places around it [P, 2], number within its span [P]) of every token of the spans [start, stop).
 
-    A span that begins with the text's first token or ends with its last one has no neighbours; of a longer span the
+    A span that begins with the text's first token or ends with its last one has no neighbors; of a longer span the
     first `most` tokens are told.
     """
     around: list[tuple[int, int]] = []
@@ -160,9 +160,9 @@ class SpanBertObjective(Objective):
     replacement        whether a span is masked, replaced or kept as a whole ("span"), or token by token ("token")
     mask_token_prob    share of spans that are masked
     random_prob        share of spans in whose place random tokens stand; the rest are kept
-    max_pair_targets   tokens of a span that its neighbours tell, at most; further ones are told by themselves alone
+    max_pair_targets   tokens of a span that its neighbors tell, at most; further ones are told by themselves alone
     sbo_position_dim   width of the vectors that stand for a token's place in its span
-    sbo_weight         of the loss of what the neighbours tell
+    sbo_weight         of the loss of what the neighbors tell
     """
 
     mask_prob: float | int = bounded(0.15, above=0, below=1)

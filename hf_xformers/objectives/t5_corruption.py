@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The corruptions that T5 was compared with (Raffel et al. 2020, JMLR 21, section 3.3, table 3), beside its own.
+"""The corruptions that T5 was compared with (Raffel et al. 2020, JMLR 21, section 3.3, table 3), next to its own.
 
-Prefix language modelling, BERT's and MASS's noise, deshuffling, and tokens that are drawn one by one and replaced or
+Prefix language modeling, BERT's and MASS's noise, deshuffling, and tokens that are drawn one by one and replaced or
 dropped. T5's own objective, spans of a given mean length, is `span`.
 """
 

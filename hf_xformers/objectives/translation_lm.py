@@ -62,7 +62,7 @@ def sample_noise(
     the text, for the weights counts^-alpha of `sample_alpha`.
 
     ceil(mask_prob n) tokens without replacement, with alpha 0 each one by itself with probability `mask_prob`; one at
-    least. The official code draws from a batch together; here a row does not depend on its neighbours.
+    least. The official code draws from a batch together; here a row does not depend on its neighbors.
     """
     length = len(free)
     selected = torch.zeros(length, dtype=torch.bool)

@@ -42,7 +42,7 @@ def agreement_routing(votes: Tensor, iterations: int, squashed: bool) -> Tensor:
 
 
 def em_routing(votes: Tensor, iterations: int, beta_u: Tensor, beta_a: Tensor, sharpness: float) -> Tensor:
-    """Routing by expectation maximisation (Hinton, Sabour, Frosst 2018, procedure 1) with inputs that are all active,
+    """Routing by expectation maximization (Hinton, Sabour, Frosst 2018, procedure 1) with inputs that are all active,
     [N, I, O, w] -> act_o mu_o [N, O, w]. beta_u, beta_a [O]; sharpness: lambda, an inverse temperature.
 
     M: mu_o, var_o of the votes with weights r_io; act_o = sigmoid(lambda (beta_a - sum_w (beta_u + log sd_ow)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention with alpha-entmax in the softmax's place, some rows of scores of one head at a time.
 
-What is kept for the backward pass beside the inputs is each row's largest score and its threshold, from which one
+What is kept for the backward pass besides the inputs is each row's largest score and its threshold, from which one
 evaluation makes the weights again: the search for the threshold is not repeated.
 """
 
@@ -18,7 +18,7 @@ from .common.derivatives import LITERAL, first_derivative_only
 from .entmax import distances, normalized, threshold
 
 # Scores of one head that are multiplied together, and those whose threshold is sought together: half a megabyte in
-# float32, as a second-level cache holds beside a copy.
+# float32, as a second-level cache holds next to a copy.
 TILE_SCORES, SEARCH_SCORES = 1 << 18, 1 << 16
 LEAST_ROWS = 16
 # Scores of one head from which on going through heads one by one costs less than laying the scores of all out.
@@ -91,7 +91,7 @@ class _EntmaxAttention(torch.autograd.Function):
         alpha: Tensor,
     ) -> Tensor:
         batch, heads, length, _ = query.shape
-        output = value.new_empty(batch, length, heads, value.shape[3])  # heads of a token beside each other
+        output = value.new_empty(batch, length, heads, value.shape[3])  # heads of a token side by side
         tops, taus = query.new_empty(2, batch, heads, length, 1)
         less = (alpha.double() - 1).expand(heads).tolist()
         for row, head, rows, keys, hidden in _Tiles(visible, last_key, query, key):

@@ -111,7 +111,7 @@ def ridge_solve(matrix: Tensor, right: Tensor, ridge: float) -> Tensor:
 
     A row-stochastic matrix without zeros plus I has an inverse; one whose softmax was rounded to zeros and ones may
     have none (two landmarks that read each other alone), or one that magnifies rounding. So this is a damped
-    least-squares solution, refined twice (iterated Tikhonov regularisation): a direction with the singular value s
+    least-squares solution, refined twice (iterated Tikhonov regularization): a direction with the singular value s
     takes part by 1 - (delta^2 / (s^2 + delta^2))^3, delta^4 being the precision of the numbers. That is all of it
     where there is an inverse to speak of, and nothing where there is none.
     """

@@ -43,7 +43,7 @@ class Grouped:
         return x.gather(2, index)
 
     def group_queries(self, x: Tensor) -> Tensor:
-        """[B, H, T, d] -> [B, H * stride, groups, d]: neighbouring heads have the 1st, 2nd, ... token of each
+        """[B, H, T, d] -> [B, H * stride, groups, d]: neighboring heads have the 1st, 2nd, ... token of each
         group."""
         if self.aligned:
             x = F.pad(x, (0, 0, 0, self.groups * self.stride - self.queries))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sorting of blocks by a relaxed permutation, and attention to the sorted block beside a query's own.
+"""Sorting of blocks by a relaxed permutation, and attention to the sorted block next to a query's own.
 
 Tay, Bahri, Yang, Metzler and Juan 2020, "Sparse Sinkhorn Attention" (arXiv 2002.11296), section 3. Texts come in
 blocks of `b` tokens with real tokens first: only a row's last blocks may hold padding.
@@ -92,7 +92,7 @@ def near_and_sorted(
     if visible is not None:
         there = (chosen.mass > _LEAST_MASS)[..., None, :].expand(*query.shape[:4], -1)
         mask = torch.cat([there, visible.expand(*query.shape[:4], -1)], dim=-1).flatten(1, 2)
-    # The blocks of all heads beside each other are the heads of one call.
+    # The blocks of all heads side by side are the heads of one call.
     query, keys, values = (x.flatten(1, 2) for x in (query, keys, values))
     output = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, dropout_p=dropout, scale=scale)
     if mask is not None:

@@ -169,7 +169,7 @@ class PositionTerms(nn.Module):
 
     content_scale: factor on the attention's own scale. changes_scores: whether scores and values get terms, or
     queries, keys and values alone. Where [`PositionTerms.of_states`] gives [`TokenNumbers`], attention keeps them
-    beside keys (`token_numbers` of its spec's `supports`).
+    next to keys (`token_numbers` of its spec's `supports`).
     """
 
     content_scale: float = 1.0

@@ -52,7 +52,7 @@ class CombinedPosition(Position):
 
 @register("position", "combined")
 class CombinedSpec(PositionSpec):
-    """Absolute positions beside relative ones, as in MPNet (Song et al. 2020, arXiv 2004.09297: learned absolute
+    """Absolute positions next to relative ones, as in MPNet (Song et al. 2020, arXiv 2004.09297: learned absolute
     positions and T5's bias) or DeBERTa with `position_biased_input`.
 
     parts: two positions or more (names, dicts or specs), at most one of which acts inside attention; the others act on

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Score terms that depend on the distance of a pair alone, beside what one of its tokens brings."""
+"""Score terms that depend on the distance of a pair alone, besides what one of its tokens brings."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def pick_rows(vectors: Tensor, table: Tensor, row_at: Tensor) -> Tensor:
     if torch.compiler.is_compiling():  # a graph of any length has no branch
         return pick(torch.matmul(vectors, table.to(vectors.dtype)[:, None].mT), row_at)
     count, some = vectors.shape[-2], max(row_at.shape[-1], LEAST_VECTORS)
-    if count > some:  # neighbours need about the same rows, and few of them
+    if count > some:  # neighbors need about the same rows, and few of them
         parts = zip(vectors.split(some, dim=-2), row_at.split(some, dim=-2))
         return torch.cat([pick_rows(part, table, at) for part, at in parts], dim=-2)
     low, high = int(row_at.min()), int(row_at.max()) + 1  # near tokens need few rows

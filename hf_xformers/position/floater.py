@@ -198,7 +198,7 @@ class FloaterSpec(PositionSpec):
 
     delta: time between two tokens. substeps: solver steps per token. solver: `euler`, `midpoint` or `rk4`. start_std:
     standard deviation that p(0) starts with. translation_invariant: the slope is a function of the state alone, f(p):
-    a text that begins later on the path than another goes on as this one does.
+    a text that begins later on the path than another continues as this one does.
     """
 
     summary = "the path of a learned differential equation added to queries, keys and values of every layer"

@@ -22,7 +22,7 @@ class ForgetTerms(PositionTerms):
     """score_ij += sum_{j < t <= i} log f_t, f_t = sigmoid(w_h x_t + b_h), x_t the attention's input.
 
     Lin et al. 2025 (arXiv 2503.02130), eqs. 4 and 5. The sum is c_i - c_j with c = cumsum(log f), made in tiles of
-    queries; padding forgets nothing. State beside keys and values: one number for each head and token.
+    queries; padding forgets nothing. State next to keys and values: one number for each head and token.
     """
 
     def __init__(self, config, spec: ForgetGateSpec):
@@ -94,7 +94,7 @@ class ForgetGateSpec(PositionSpec):
     def check(self, config) -> None:
         if "token_numbers" not in config.attention.supports:
             raise ValueError(
-                f"position 'forget_gate' keeps a number for each token beside its key, which attention"
+                f"position 'forget_gate' keeps a number for each token next to its key, which attention"
                 f" {config.attention.type!r} has no place for; use 'dense', 'band_attention' or another pattern of"
                 " positions."
             )

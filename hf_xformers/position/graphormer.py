@@ -66,7 +66,7 @@ class GraphormerPosition(Position):
         return bias.permute(0, 3, 1, 2)
 
     def of_path(self, distance: Tensor) -> Tensor:
-        """distance [n] between tokens of a text, a graph in which each is a neighbour of the next, by edges of type 0
+        """distance [n] between tokens of a text, a graph in which each is a neighbor of the next, by edges of type 0
         -> [1, H, n]"""
         steps = distance.abs()
         bias = self.distances(steps.clamp(max=self.spec.num_distances - 1))
@@ -149,7 +149,7 @@ class GraphormerSpec(PositionSpec):
 
     Model inputs: `spatial_pos` [B, T, T], shortest path lengths, -1 where there is no path and -2 for pairs with the
     graph token; `edge_paths` [B, T, T, K], types of the edges along such a path, -1 behind its end. Without them a
-    text is a graph in which each token is a neighbour of the next.
+    text is a graph in which each token is a neighbor of the next.
 
     num_distances: path lengths that are told apart; longer ones count as the longest. edges: whether edges count.
     num_edge_types: types of edges. max_hops: K, edges of a path that count.

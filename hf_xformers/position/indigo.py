@@ -29,7 +29,7 @@ def relations(places: Tensor) -> Tensor:
 
 def insert(relation: Tensor, beside: int, right: bool) -> Tensor:
     """The relations [t + 1, t + 1] after a token was inserted directly right or left of token `beside`, from those
-    before, [t, t] (section 3.1): to all others it stands as its neighbour does."""
+    before, [t, t] (section 3.1): to all others it stands as its neighbor does."""
     row = relation[beside].clone()
     row[beside] = 1 if right else -1
     top = torch.cat((relation, -row[:, None]), dim=1)

@@ -40,7 +40,7 @@ class RotaryTables(Rotation):
 
 class RotaryPosition(Position):
     """Su et al. 2021 (arXiv 2104.09864), eq. 34: each pair of channels of q and k turns by position * theta^(-2i/r),
-    so that a score depends on the distance only. `interleaved` pairs neighbouring channels (the paper, RoFormer);
+    so that a score depends on the distance only. `interleaved` pairs neighboring channels (the paper, RoFormer);
     `half` pairs channel i with i + r/2 (LLaMA and most current models). Scalings give other frequencies
     (`rotary_scaling.py`), and layers whose attention asks for it (`angles="local"`) a theta and scaling of their own.
 
@@ -65,7 +65,7 @@ class RotaryPosition(Position):
             tokens = positions.amax(-1) + 1 if tokens is None else tokens
             plain = scaling.frequencies(theta, self.width, self.length, tokens)
             frequencies, amplitude = both_ways(plain, interleaved), scaling.amplitude(self.length)
-        # Angles in float32: in bfloat16 neighbouring positions beyond 256 would collapse.
+        # Angles in float32: in bfloat16 neighboring positions beyond 256 would collapse.
         angles = positions.to(torch.float32).unsqueeze(1).unsqueeze(-1) * frequencies
         cos, sin = angles.cos(), angles.sin()
         if amplitude != 1.0:

@@ -36,7 +36,7 @@ class ShawTerms(PositionTerms):
 
     def initialize(self, config, init) -> None:
         for table in (self.key_table, self.value_table):
-            if table is not None:  # as the projections of keys and values, which they stand beside
+            if table is not None:  # as the projections of keys and values, which they stand next to
                 init.xavier_uniform_(table)
 
     def score_terms(self, attention: Any, scale: float, context: LayerContext) -> ShawScores:

@@ -38,7 +38,7 @@ class RestartsPositions(Protocol):
 class StackSpec(Spec):
     """Base of stack specs. exits: what leaves at its classifiers inside ([`StackSpec.build_exits`]), `texts`,
     `tokens`, or tokens of a `decoder`; empty: it has none. shares: what of its layers reaches the others: `all`, also
-    what they hand on to the next ones; what they have `prepared`, as all prepare one and the same call; or `nothing`.
+    what they pass on to the next ones; what they have `prepared`, as all prepare one and the same call; or `nothing`.
     keeps_tokens: its layers see the text's tokens, all of them, each in its place. padding_last: it is given padding
     behind the tokens of each row."""
 
@@ -62,8 +62,8 @@ class StackSpec(Spec):
         return None
 
     def memory_slots(self, config: Any) -> int | None:
-        """States beside the segment that a layer reads of a segment memory, and a generation cache has room for; None:
-        there is no such memory, and a cache grows with the text."""
+        """States besides the segment that a layer reads of a segment memory, and a generation cache has room for;
+        None: there is no such memory, and a cache grows with the text."""
         return None
 
     def remembers_parts(self, config: Any) -> bool:

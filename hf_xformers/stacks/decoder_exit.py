@@ -132,7 +132,7 @@ class LanguageExits(nn.Module):
         return token_cross_entropy(logs, best.masked_fill(targets == -100, -100), count)
 
     def log_exits(self, states: list[Tensor]) -> Tensor:
-        """log q [B, T, L] by the states [B, T, D] after layers 1 .. L - 1. It is normalised: a softmax keeps it."""
+        """log q [B, T, L] by the states [B, T, D] after layers 1 .. L - 1. It is normalized: a softmax keeps it."""
         found = [gate(one).squeeze(-1) for gate, one in zip(self.gates, states, strict=True)]
         scores = torch.stack([one if one.dtype == torch.float64 else one.float() for one in found], dim=-1)
         stays = F.pad(F.logsigmoid(-scores).cumsum(-1), (1, 0))

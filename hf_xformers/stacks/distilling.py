@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Informer's encoder: between layers a convolution and a maximum over neighbours halve the sequence."""
+"""Informer's encoder: between layers a convolution and a maximum over neighbors halve the sequence."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class DistillingStack(Stack):
 
     The released code has a BatchNorm between convolution and ELU, which mixes the rows of a batch and which the
     equation lacks; that of a trained model is a factor and a bias of the convolution. Between the first layer and the
-    last padding stands behind each row's tokens; beside a text's ends stand zeros or, `circular`, its other end.
+    last padding stands behind each row's tokens; next to a text's ends stand zeros or, `circular`, its other end.
 
     With `upsample` each final state is repeated over the tokens it stands for and added to the first layer's output.
     """
@@ -80,7 +80,7 @@ class DistillingStack(Stack):
         return pooled.masked_fill(~kept[..., None], 0.0), kept
 
     def with_ends(self, states: Tensor, real: Tensor | None) -> Tensor:
-        """[B, T, D] -> [B, T + 2, D]: the states between what the convolution reads beside a text's ends."""
+        """[B, T, D] -> [B, T + 2, D]: the states between what the convolution reads next to a text's ends."""
         if self.spec.padding_mode == "zeros":
             states = states if real is None else states.masked_fill(~real[..., None], 0.0)
             return F.pad(states, (0, 0, 1, 1))
@@ -95,14 +95,14 @@ class DistillingStack(Stack):
 @register("stack", "distilling")
 class DistillingSpec(StackSpec):
     """halvings: how often the sequence is halved, after the first layers (`None`: after every layer but the last).
-    padding_mode: what the convolution reads beside a text's ends, `zeros` or, as the released code, the other end
+    padding_mode: what the convolution reads next to a text's ends, `zeros` or, as the released code, the other end
     (`circular`). upsample: give states of the full length (`None`: as the only tower, not as the encoder of an
     encoder-decoder)."""
 
     shares = "nothing"
     keeps_tokens = False
 
-    summary = "a convolution and a maximum over neighbours halve the sequence between layers"
+    summary = "a convolution and a maximum over neighbors halve the sequence between layers"
 
     halvings: int | None = bounded(None, least=0)
     padding_mode: Literal["zeros", "circular"] = "zeros"

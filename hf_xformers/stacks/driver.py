@@ -56,7 +56,7 @@ class Pass:
     layers: by depth. hidden_states: [B, T, D], what the first layer is given, then the next one; after
     [`Pass.begin`] of real tokens alone, where layers are given those. context: the call; position: the tower's.
     memory: [B, M, D] of an encoder, or one for each step [B, steps, M, D]; past_key_values: the cache. states: what
-    the next layer is given beside hidden states. losses: auxiliary losses so far, by name. collect: called with each
+    the next layer is given besides hidden states. losses: auxiliary losses so far, by name. collect: called with each
     layer's output.
     """
 
@@ -126,7 +126,7 @@ class Pass:
         return self.hidden_states
 
     def narrow(self, rows: Tensor, context: LayerContext) -> None:
-        """Goes on with some rows [R] alone, whose call `context` is. What no layer has touched is made anew with the
+        """Continues with some rows [R] alone, whose call `context` is. What no layer has touched is made anew with the
         rest; what layers pass on is cut."""
         before, passed = (dict(zip(*flattened(states), strict=True)) for states in (self.context.states, self.states))
         for layer in self.layers:

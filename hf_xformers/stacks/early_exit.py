@@ -52,7 +52,7 @@ class Course:
         raise NotImplementedError
 
     def narrow(self, stay: Tensor) -> None:
-        """Of the running rows those with the indices `stay` go on."""
+        """Of the running rows those with the indices `stay` continue."""
 
     def end(self, hidden_states: Tensor) -> Tensor:
         """The states of the whole batch, where no row was taken out."""
@@ -99,7 +99,7 @@ class EarlyExitStack(PlainStack):
         self.steps = steps
 
     def course(self, watch: Any, context: LayerContext) -> Course:
-        """How a call goes on that `watch` looks at."""
+        """How a call continues that `watch` looks at."""
         return RowCourse(watch)
 
     def run_layer(self, course: Course, layer: XFormerLayer, run: Pass, step: int) -> None:

@@ -105,7 +105,7 @@ class EtcStackSpec(StackSpec):
     keeps_tokens = False
     gives = frozenset({HandOver.SUMMARIES})
 
-    summary = "global tokens that stand for parts of the text pass through all layers beside it"
+    summary = "global tokens that stand for parts of the text pass through all layers next to it"
     inputs = ("sentence_ids",)
 
     tokens_per_global: int = bounded(27, least=1)

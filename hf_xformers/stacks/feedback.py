@@ -204,7 +204,7 @@ class FeedbackSpec(StackSpec):
     """Time outside, depth inside; needs attention 'feedback', which has the window.
 
     share_kv: all layers read the same keys and values; off, each has its own projections of the memories.
-    normalize_memory: normalise a memory before its projections, as layers that normalise their input do (turn it off
+    normalize_memory: normalize a memory before its projections, as layers that normalize their input do (turn it off
     for post-LN layers).
     """
 
@@ -224,6 +224,6 @@ class FeedbackSpec(StackSpec):
         if any(kind != kinds[0] for kind in kinds):
             raise ValueError(
                 "The feedback stack gives all layers the same memories, so `per_layer_config` cannot change the"
-                " attention's window or bias, the head width, the number of key/value heads or the normalisation."
+                " attention's window or bias, the head width, the number of key/value heads or the normalization."
             )
         return FeedbackStack(config, self)

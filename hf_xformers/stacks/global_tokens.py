@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Learned global tokens beside the text (the external nodes of ETC and BigBird-ETC)."""
+"""Learned global tokens next to the text (the external nodes of ETC and BigBird-ETC)."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class GlobalTokensSpec(StackSpec):
 
     keeps_tokens = False
 
-    summary = "learned global tokens pass through all layers beside the text"
+    summary = "learned global tokens pass through all layers next to the text"
     inputs = ("global_attention_mask",)
 
     num_global_tokens: int = bounded(256, "global_tokens", least=1)

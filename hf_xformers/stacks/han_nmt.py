@@ -261,7 +261,7 @@ class HanNmtSpec(StackSpec):
             )
         if config.is_decoder and self.side != "encoder" and not config.attention.keeps_keys_alone:
             raise ValueError(
-                f"stack 'han_nmt' with `side={self.side!r}` keeps states beside keys and values in a decoder, for"
+                f"stack 'han_nmt' with `side={self.side!r}` keeps states next to keys and values in a decoder, for"
                 f" which attention {config.attention.type!r} has no place; use 'dense', or `side='encoder'`."
             )
         if self.side == "decoder" and not config.is_encoder_decoder and not config.is_decoder:

@@ -37,7 +37,7 @@ class MaskModesStack(PlainStack):
 
     Its first number is the mode: 0 bidirectional (what rows are without the input), 1 left-to-right, 2 right-to-left,
     3 sequence-to-sequence; the second how many real tokens the first text of a mode 3 row has, [SOS] S1 [EOS]. With a
-    cache, tokens go on where the text ends, in the modes 1 and 3.
+    cache, tokens continue where the text ends, in the modes 1 and 3.
     """
 
     def forward(self, run: Pass) -> StackOutput:
@@ -72,8 +72,8 @@ class MaskModesStack(PlainStack):
                 raise ValueError(f"`{MODES}` has modes from {low} to {high}; they are 0 to {SEQ2SEQ}.")
             if not context.fresh and bool(((modes == BIDIRECTIONAL) | (modes == RIGHT_TO_LEFT)).any()):
                 raise ValueError(
-                    f"`{MODES}` has rows in which earlier tokens see later ones, so no cache can go on with them; use"
-                    " modes 1 or 3 with a cache."
+                    f"`{MODES}` has rows in which earlier tokens see later ones, so no cache can continue with them;"
+                    " use modes 1 or 3 with a cache."
                 )
             if low == high == BIDIRECTIONAL:
                 return context
@@ -111,7 +111,7 @@ class MaskModesSpec(PlainStackSpec):
             if layer.block.mixes or "unpadding" not in layer.block.supports:
                 raise ValueError(
                     f"stack 'mask_modes' hides tokens in attention alone, and block {layer.block.type!r} reads"
-                    " neighbours beside; set `block='vanilla'`, or `stack='plain'`."
+                    " neighbors as well; set `block='vanilla'`, or `stack='plain'`."
                 )
             if layer.normalization.over_tokens:
                 raise ValueError(

@@ -59,7 +59,7 @@ class RecurrentWindowsStack(Stack):
     A row's windows are counted from its first real token; padding is in no mean. A call begins a window; z comes and
     goes as `segment_memory`, with gradient. Within a call gradients go back through its windows, whose activations are
     made again one window at a time (`checkpoint_windows`), and over several calls with memory replay
-    (`hf_xformers.training.replay`). With a generation cache windows go on from call to call: it holds the keys and
+    (`hf_xformers.training.replay`). With a generation cache windows continue from call to call: it holds the keys and
     values of the current window, z and the mean so far, whatever the length of the text.
     """
 
@@ -203,7 +203,7 @@ class RecurrentWindowsStack(Stack):
 
     @staticmethod
     def slots(cache: Cache | None) -> list[WindowCacheLayer]:
-        """The layers of a generation cache. Raises `ValueError` for one of another kind."""
+        """The layers of a generation cache. Raises `ValueError` for one of another type."""
         found = [] if cache is None else list(cache.layers)
         for slot in found:
             if not isinstance(slot, WindowCacheLayer):

@@ -35,7 +35,7 @@ class ReversibleStack(Stack):
     Gomez et al. 2017 (arXiv 1707.04585), eq. 6; Kitaev et al. 2020 (arXiv 2001.04451), section 3. Both streams start
     as the embedding. The inverse x2 = y2 - g(y1), x1 = y1 - f(x2) gives the backward pass every sublayer's input, so
     that activations take memory for one sublayer, whatever the depth, at the price of running each twice. A layer with
-    other sublayers (cross-attention, two feed-forwards) goes on alternating the streams. The result is (y1 + y2) / 2,
+    other sublayers (cross-attention, two feed-forwards) keeps alternating the streams. The result is (y1 + y2) / 2,
     or [y1; y2] of twice the width, as in the released code (`output`); the paper does not say.
 
     Random states are kept, so that dropout falls on the same places; mechanisms that decide discretely (buckets) keep
@@ -80,7 +80,7 @@ class ReversibleStack(Stack):
 
 @dataclass
 class _Run:
-    """One forward call: what its backward pass needs beside the tensors that autograd keeps."""
+    """One forward call: what its backward pass needs besides the tensors that autograd keeps."""
 
     layers: Sequence[XFormerLayer]
     context: LayerContext
@@ -233,7 +233,7 @@ class ReversibleStackSpec(StackSpec):
         if not config.block.additive:
             raise ValueError(
                 "stack 'reversible' recovers a sublayer's input by a subtraction, and block"
-                f" {config.block.type!r} normalises the stream at the end of a layer; use the block 'vanilla'."
+                f" {config.block.type!r} normalizes the stream at the end of a layer; use the block 'vanilla'."
             )
         if not config.block.in_sequence:
             raise ValueError(

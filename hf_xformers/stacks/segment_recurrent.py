@@ -131,7 +131,7 @@ class SegmentRecurrentStack(Stack):
             earlier, further = states[step] if states else None, None
             if parts is not None:  # all processes are at the same layer, and so are the segments that they hold
                 earlier = parts.before(run.hidden_states, self.memory_length)
-            if earlier is not None and slots:  # it enters as the layer's input does: normalised, where that is
+            if earlier is not None and slots:  # it enters as the layer's input does: normalized, where that is
                 entered = layer.frame(layer.plan[0]).enter(earlier.to(run.hidden_states.dtype))
                 further = one_state(StepMemory(entered))
             run.layer(step, layer, further)
@@ -250,7 +250,7 @@ class SegmentRecurrentSpec(StackSpec):
 
     def cut_length(self, config) -> int | None:
         """Tokens of the segments that a longer text is read in; None: it is read whole."""
-        if config.is_decoder:  # a cache goes on with the text
+        if config.is_decoder:  # a cache continues with the text
             return None
         if self.segment_length is None and self.looks_back(config):
             return config.max_position_embeddings
@@ -261,7 +261,7 @@ class SegmentRecurrentSpec(StackSpec):
         return config.max_position_embeddings if self.memory_length is None else self.memory_length
 
     def memory_slots(self, config) -> int:
-        """States that a layer reads beside the segment: what a generation cache has room for."""
+        """States that a layer reads besides the segment: what a generation cache has room for."""
         return self.length(config)
 
     def remembers_parts(self, config) -> bool:

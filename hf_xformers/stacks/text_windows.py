@@ -126,8 +126,8 @@ class WindowCacheLayer(FollowsRows, DynamicLayer):
 
 
 class ContinuedText(TextSegments):
-    """Texts that go on in windows of which `place` [B] tokens are read: a row's first segment is what is left of its
-    window, the following ones are windows."""
+    """Texts that continue in windows of which `place` [B] tokens are read: a row's first segment is what is left of
+    its window, the following ones are windows."""
 
     def __init__(
         self, hidden_states: Tensor, context: LayerContext, position: Position, length: int, place: Tensor

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Early exit of single tokens, or of sentences, in sequence labelling."""
+"""Early exit of single tokens, or of sentences, in sequence labeling."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ class TransparentEncoderStack(PlainStack):
 
     H_0 .. H_N [B, T, D] are the encoder's input (embedding with position, after dropout) and its layers' outputs, j
     one of the M decoder layers, W [N + 1, M] starts at 0 (a plain mean). Softmax in float32 at least; in training,
-    entries of s are dropped out (lingvo's released code). Where layers normalise their input, H_i is the plain
+    entries of s are dropped out (lingvo's released code). Where layers normalize their input, H_i is the plain
     residual stream; the tower's final norm, if it has one, is applied to each Z_j as it is to H_N, so that all of s on
     H_N gives the memory of the ordinary encoder-decoder. The decoder needs no other stack: each of its layers finds
     its Z_j in the memory [B, M, T, D]. Decoding keeps keys and values of Z_j, as many as ordinarily.

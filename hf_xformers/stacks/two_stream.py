@@ -26,7 +26,7 @@ class TwoStreamStack(Stack):
     """h_i <- layer(Q = h_i, KV = {h_j : j in S_i or j = i}), g_m <- layer(Q = g_m, KV = {h_j : j in S_{p(m)}}).
 
     Yang et al. 2019 (XLNet, arXiv 1906.08237, section 2.3). S_i are the places that come before i in an order of
-    factorisation, by the input `perm_mask` [B, T, T]: 1 where i must not see j (None: everybody sees everybody). The
+    factorization, by the input `perm_mask` [B, T, T]: 1 where i must not see j (None: everybody sees everybody). The
     content stream h begins with the tokens, and a token always sees itself. The query stream g has one state for each
     target m, at the place p(m) that the input `target_mapping` [B, M, T] marks with 1; it begins with one learned
     vector for all of them, runs through the same layers, and reads the h that the layer reads. Without targets, h
@@ -133,7 +133,7 @@ class TwoStreamSpec(StackSpec):
         if config.block.mixes or "unpadding" not in config.block.supports:
             raise ValueError(
                 "stack 'two_stream' hides tokens in attention alone, and a target would learn of them through block"
-                f" {config.block.type!r}, which reads other tokens beside; set `block='vanilla'`, or `stack='plain'`."
+                f" {config.block.type!r}, which reads other tokens as well; set `block='vanilla'`, or `stack='plain'`."
             )
         if config.normalization.over_tokens:
             raise ValueError(

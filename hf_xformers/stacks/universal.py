@@ -47,7 +47,7 @@ class UniversalStack(Stack):
     With ACT a token runs until its halting probabilities p_t = sigmoid(w (H^{t-1} + P^t) + b) are spent ([`Halting`]).
     With u_t = p_t before it halts, R when it does and 0 after, its output is sum_t u_t H^t (`accumulated`: Graves), or
     O <- u_t H^t + (1 - u_t) O (`overwrite`: the code in the Universal Transformer's appendix). A token that still runs
-    at the last step halts there; overwriting, it keeps u_t = p_t. Other tokens go on reading a halted token: its state
+    at the last step halts there; overwriting, it keeps u_t = p_t. Other tokens keep reading a halted token: its state
     stays as it was (`copy`), under the signal of the step at which it is read, or is transformed further
     (`keep_updating`, as in tensor2tensor). Nothing depends on the rest of the batch. Padding has halted before the
     first step. The ponder loss is tau times the mean of N + R over real tokens; N has no gradient.

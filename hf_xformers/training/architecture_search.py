@@ -50,7 +50,7 @@ class SearchTrainer(XFormerTrainer):
     (first-order DARTS: Liu, Simonyan and Yang 2019, arXiv 1806.09055, section 2.3).
 
     Which held-out rows a step reads follows from its number, and the optimizer's state is saved with checkpoints: a
-    search that is resumed goes on as if it had not been stopped.
+    search that is resumed continues as if it had not been stopped.
     """
 
     def __init__(self, *args: Any, searching: Searching, **kwargs: Any):
@@ -110,7 +110,7 @@ class SearchTrainer(XFormerTrainer):
         if checkpoint is not None:
             if not (Path(checkpoint) / _OPTIMIZER_FILE).is_file():
                 raise ValueError(
-                    f"the checkpoint {str(checkpoint)!r} has no {_OPTIMIZER_FILE}, so that the search cannot go on"
+                    f"the checkpoint {str(checkpoint)!r} has no {_OPTIMIZER_FILE}, so that the search cannot continue"
                     " from it; resume from another checkpoint, or begin anew with --overwrite_output_dir"
                 )
             state = torch.load(Path(checkpoint) / _OPTIMIZER_FILE, weights_only=True, map_location="cpu")

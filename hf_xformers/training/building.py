@@ -43,7 +43,7 @@ def language_objective(name: str) -> type[Objective]:
 
 
 def objectives_for_heads(heads: Iterable[str], rows: str | None = None) -> list[str]:
-    """Names of the objectives that train one of these heads (`ForMaskedLM`, ...) and need nothing beside, the usual
+    """Names of the objectives that train one of these heads (`ForMaskedLM`, ...) and need nothing besides, the usual
     ones first. rows: those alone whose rows are of this kind."""
     heads = list(heads)
     return [
@@ -64,7 +64,7 @@ def shape_of_head(head: str) -> dict[str, bool]:
 
 
 def objectives_for(config_class: type[XFormerConfig]) -> list[str]:
-    """Names of the language objectives that a variant has the head for, and what they need beside."""
+    """Names of the language objectives that a variant has the head for, and what they need besides."""
     return [name for name, cls in language_objectives().items() if _serves(config_class, cls)]
 
 

@@ -131,17 +131,17 @@ _NOT_SHOWN = ("perplexity", "tokens", "runtime", "samples_per_second", "steps_pe
 
 def log_line(logs: dict[str, Any], state: TrainerState, called: Mapping[str, str] | None = None) -> str:
     """What Trainer logged, as a line for people: held-out figures (loss and accuracy first, then a task's others), by
-    the names that they are `called`, beside the floor, what token frequencies alone reach."""
+    the names that they are `called`, next to the baseline, what token frequencies alone reach."""
     names = called or {}
     parts = [f"step {state.global_step}/{state.max_steps}"]
     held_out = {name.removeprefix("eval_"): value for name, value in logs.items() if name.startswith("eval_")}
     if held_out:
-        others = [name for name in held_out if name not in _NOT_SHOWN and not name.startswith(("floor_", "aux_"))]
+        others = [name for name in held_out if name not in _NOT_SHOWN and not name.startswith(("baseline_", "aux_"))]
         figures = []
         for name in dict.fromkeys(("loss", "accuracy", *others)):
             form = ".1%" if name.endswith("accuracy") else {"loss": ".3f"}.get(name, ".4g")
-            value, floor = held_out.get(name), held_out.get(f"floor_{name}")
-            beside = "" if floor is None else f" (floor {floor:{form}})"
+            value, baseline = held_out.get(name), held_out.get(f"baseline_{name}")
+            beside = "" if baseline is None else f" (baseline {baseline:{form}})"
             figures += [] if value is None else [f"{names.get(name, name.replace('_', ' '))} {value:{form}}{beside}"]
         parts.append(f"held out: {', '.join(figures)}" if figures else "held out")
         prefix = "eval_"

@@ -85,7 +85,7 @@ def misfit(report: Mapping[str, Any], keep: Callable[[str], bool] = lambda key: 
 
 
 def check_processes(checkpoint: str | Path, world_size: int) -> None:
-    """Refuses to go on from a checkpoint with another number of processes: a step would have other rows.
+    """Refuses to continue from a checkpoint with another number of processes: a step would have other rows.
 
     Raises:
         ValueError: a complete checkpoint has the random states of more or fewer processes than `world_size`.
@@ -116,7 +116,7 @@ def newest_complete(run: str | Path, world_size: int = 1) -> Path | None:
 
 
 def where_it_stands(run: str | Path, world_size: int = 1) -> str:
-    """How to go on with a run, or one in stages, that was stopped, in words; nothing for a folder of no run."""
+    """How to continue with a run, or one in stages, that was stopped, in words; nothing for a folder of no run."""
     run = Path(run)
     if not (run / SUMMARY_FILE).is_file() and not checkpoints(run):
         return ""
@@ -125,7 +125,7 @@ def where_it_stands(run: str | Path, world_size: int = 1) -> str:
     if not whole:
         return "no checkpoint is whole yet, so the same command has to begin anew (--save_steps saves more often)"
     newest = max(whole, key=lambda path: (path / STATE_FILE).stat().st_mtime)
-    return f"{str(newest)!r} is whole: the same command with --resume_from_checkpoint goes on from there"
+    return f"{str(newest)!r} is whole: the same command with --resume_from_checkpoint continues from there"
 
 
 def checkpoint_to_resume(value: str | bool | None, run: str | Path, world_size: int = 1) -> Path | None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a run is divided over its processes, beside the rows that each reads."""
+"""How a run is divided over its processes, besides the rows that each reads."""
 
 from __future__ import annotations
 

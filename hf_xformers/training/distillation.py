@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training with a teacher: a frozen model whose predictions and states the student follows beside its own
+"""Training with a teacher: a frozen model whose predictions and states the student follows next to its own
 objective."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Distillation:
     """The loss becomes task + logit_weight * t^2 * KL(teacher || student) + hidden_weight * state error, t the
     temperature.
 
-    KL is that of the predictions at temperature t, a mean over labelled tokens (Hinton et al. 2015, arXiv 1503.02531,
+    KL is that of the predictions at temperature t, a mean over labeled tokens (Hinton et al. 2015, arXiv 1503.02531,
     section 2). The state error is the mean over layers of |student - teacher|^2 / |teacher|^2 at real tokens, the
     states before the first layer included.
     """
@@ -38,7 +38,7 @@ class Distillation:
     teacher: str | None = field(
         default=None,
         metadata={
-            "help": "Model to learn from beside the objective: the source of a swap, say. A folder or a Hub id."
+            "help": "Model to learn from besides the objective: the source of a swap, say. A folder or a Hub id."
         },
     )
     logit_weight: float = field(default=1.0, metadata={"help": "Weight of the teacher's predictions in the loss."})
@@ -126,7 +126,7 @@ def refuse_other_tokens(teacher: str, student: str) -> None:
 
 
 class TeacherTerms(LossTerms):
-    """The two terms of a [`Distillation`]: `logits`, over the labelled tokens of the step, and `states`."""
+    """The two terms of a [`Distillation`]: `logits`, over the labeled tokens of the step, and `states`."""
 
     def __init__(self, teacher: PreTrainedModel, settings: Distillation) -> None:
         self.teacher, self.settings = teacher, settings
@@ -170,7 +170,7 @@ class DistillationTrainer(XFormerTrainer):
 def prediction_divergence(
     student: Tensor, teacher: Tensor, labels: Tensor, temperature: float, *, next_token: bool
 ) -> tuple[Tensor, Tensor]:
-    """Sum over labelled tokens of t^2 KL(softmax(teacher / t) || softmax(student / t)) in nats, and their number.
+    """Sum over labeled tokens of t^2 KL(softmax(teacher / t) || softmax(student / t)) in nats, and their number.
 
     student, teacher [B, T, V]; labels [B, T], -100 where there is none; next_token: logits at t are for label t + 1.
     """

@@ -18,7 +18,7 @@ def encoder_only(model: PreTrainedModel | str | Path) -> PreTrainedModel:
     """The bare encoder (`<Family>Model`) of an encoder-decoder, or of one that is saved in a folder: the same outputs,
     with its embedding, its positions and no parameter of the decoder.
 
-    Raises ValueError for a model that has no encoder beside a decoder.
+    Raises ValueError for a model that has no encoder besides a decoder.
     """
     from transformers import AutoModelForSeq2SeqLM
 

@@ -30,7 +30,7 @@ def scored(outputs: Mapping[str, Any], labels: Tensor) -> tuple[Tensor, Tensor]:
 def scored_beside(
     kinds: Mapping[str, tuple[str, str]], outputs: Mapping[str, Any], inputs: Mapping[str, Any]
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """By kind (logits [B, M, C], labels [B, M]) of what a batch has to predict beside tokens; kinds: names of the
+    """By kind (logits [B, M, C], labels [B, M]) of what a batch has to predict besides tokens; kinds: names of the
     labels, which come in or were made by the model, and of the scores of their classes."""
     found = {}
     for kind, (label, scores) in kinds.items():
@@ -50,7 +50,7 @@ def one_for_each(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def token_statistics(logits: Tensor, labels: Tensor, *, next_token: bool) -> Tensor:
-    """Per row: summed negative log-likelihood (nats), number of labelled tokens, number predicted right. [B, 3].
+    """Per row: summed negative log-likelihood (nats), number of labeled tokens, number predicted right. [B, 3].
 
     logits [B, T, V]; labels [B, T], -100 where there is no target. next_token: the logits at t are about the label at
     t + 1 (causal models); otherwise about the label at t.
@@ -60,7 +60,7 @@ def token_statistics(logits: Tensor, labels: Tensor, *, next_token: bool) -> Ten
     labels = labels.to(logits.device)
     target = labels != IGNORE_INDEX
     result = torch.zeros(labels.shape[0], 3, device=logits.device, dtype=torch.float32)
-    # Only labelled positions: masked LM labels a seventh of them, and the vocabulary is the large axis.
+    # Only labeled positions: masked LM labels a seventh of them, and the vocabulary is the large axis.
     rows = target.nonzero()[:, 0]
     chosen, wanted = logits[target], labels[target]
     if not len(rows):
@@ -82,13 +82,13 @@ def label_counts(labels: Tensor, vocab_size: int, *, next_token: bool) -> Tensor
 def frequency_floor(counts: Tensor) -> dict[str, float]:
     """What knowing nothing but how often each token is a target would reach on these very targets.
 
-    counts: [V], how often each id is one. `floor_accuracy`: always the most frequent token; `floor_loss`: their shares
-    as probabilities, the entropy in nats per token. No guess that leaves the text unread is better, and a model that
-    has not learned more ends there, or above: of N targets of K kinds, who knew their law but not them would lose
+    counts: [V], how often each id is one. `baseline_accuracy`: always the most frequent token; `baseline_loss`: their
+    shares as probabilities, the entropy in nats per token. No guess that leaves the text unread is better, and a model
+    that has not learned more ends there, or above: of N targets of K kinds, who knew their law but not them would lose
     about K / 2N more, which is much where targets are few.
     """
     share = counts.double() / counts.sum().clamp(min=1)
-    return {"floor_accuracy": share.max().item(), "floor_loss": -torch.special.xlogy(share, share).sum().item()}
+    return {"baseline_accuracy": share.max().item(), "baseline_loss": -torch.special.xlogy(share, share).sum().item()}
 
 
 def perplexity(loss: float) -> float:
@@ -102,7 +102,7 @@ def summarise(
     """`loss` (nats per token), `perplexity`, `accuracy` and `tokens` from the rows of [`token_statistics`].
 
     statistics: [N, 3 + 3 len(kinds) + len(names)]; the columns after the third are three of the same for each of
-    `kinds`, of which come `<kind>_loss` and `<kind>_accuracy`, and then what is averaged over labelled tokens under
+    `kinds`, of which come `<kind>_loss` and `<kind>_accuracy`, and then what is averaged over labeled tokens under
     `names`, means over the batch of a row that stand in each of its rows.
     """
     rows = np.asarray(statistics, dtype=np.float64)
@@ -125,7 +125,7 @@ def summarise(
 
 @contextlib.contextmanager
 def only_measured(model: Any) -> Iterator[None]:
-    """Inside the block a Trainer can be made for a model whose weights are quantised: transformers refuses that, as
+    """Inside the block a Trainer can be made for a model whose weights are quantized: transformers refuses that, as
     these cannot be trained, also where they are measured alone. None: nothing is changed."""
     quantized = getattr(model, "is_quantized", False)
     if quantized:

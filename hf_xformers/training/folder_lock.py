@@ -30,7 +30,7 @@ def folder_lock(folder: str | Path, *, writes: bool = True, option: str = "--out
     Raises:
         ValueError: another process has the folder, or it is a file.
         OSError: nothing can be written there.
-        KeyboardInterrupt: with how to go on, where the block was interrupted.
+        KeyboardInterrupt: with how to continue, where the block was interrupted.
     """
     folder = Path(folder).expanduser()
     place = folder.absolute()

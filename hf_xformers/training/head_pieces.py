@@ -31,7 +31,7 @@ def reads_in_pieces(model: Any, tokens: int) -> bool:
 @contextlib.contextmanager
 def head_left_out(model: Any) -> Iterator[list[Tensor]]:
     """Inside the block the head reads the first token alone, and what it would have read, [B, T, D], is in the list:
-    for calls without labels. Auxiliary losses are reported as beside a loss."""
+    for calls without labels. Auxiliary losses are reported as with a loss."""
     kept: list[Tensor] = []
 
     def first_token(_: Any, given: tuple[Tensor, ...]) -> tuple[Tensor]:

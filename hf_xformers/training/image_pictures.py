@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of what a model of images has learned: held-out images beside what it makes of a part of them."""
+"""Pictures of what a model of images has learned: held-out images next to what it makes of a part of them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def sheet(rows: Sequence[Sequence[Image]], gap: int = 4) -> Image:
 
 @torch.no_grad()
 def reconstructions(model: Any, batch: dict[str, Tensor]) -> Image:
-    """A row for each image: as it is, with its hidden patches grey, and with what the model puts there."""
+    """A row for each image: as it is, with its hidden patches gray, and with what the model puts there."""
     images, hidden = batch["pixel_values"], batch["bool_masked_pos"].bool()
     made = model(**{name: value.to(model.device) for name, value in batch.items()}).reconstruction.float().cpu()
     tall, wide = model.config.patch_shape
@@ -68,7 +68,7 @@ def continuations(
     model: Any, rows: Tensor, clusters: Any, size: tuple[int, int], grid: TokenGrid | None, seed: int
 ) -> Image:
     """A row for each image of `rows` [B, T], the tokens of whole images: as it is, its first half, and that half as
-    the model goes on, with colours that are drawn as it finds them probable."""
+    the model continues, with colors that are drawn as it finds them probable."""
     pixels, colours = size[0] * size[1], len(clusters)
     first = rows.shape[1] - pixels  # the token that starts an image, where there is one
     half = first + pixels // 2

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pretraining on images: by patches, of which some are hidden, or by colours of pixels, which are tokens."""
+"""Pretraining on images: by patches, of which some are hidden, or by colors of pixels, which are tokens."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class ImageData:
         default=None,
         metadata={"nargs": "+", "help": "Height and width to give to all images, in pixels."},
     )
-    colours: int | None = field(default=None, metadata={"help": "Clusters of colours that are tokens. Default: 512."})
+    colours: int | None = field(default=None, metadata={"help": "Clusters of colors that are tokens. Default: 512."})
 
     def size(self) -> tuple[int, int] | None:
         """Height and width to give to images. Raises ValueError for what is no size."""
@@ -140,7 +140,7 @@ class Beginnings:
 
 
 class NoSpecialTokens:
-    """What a collator asks of a tokenizer: rows of colours are of one length and hold nothing else."""
+    """What a collator asks of a tokenizer: rows of colors are of one length and hold nothing else."""
 
     pad_token_id = None
     eos_token_id = None
@@ -157,7 +157,7 @@ def drawn_pixels(rows: Dataset, size: tuple[int, int], seed: int) -> Tensor:
 
 
 def processor_of_colours(rows: Dataset, size: tuple[int, int], colours: int | None, seed: int) -> Any:
-    """An image processor with clusters of the colours of training images. colours: how many; None: the usual number,
+    """An image processor with clusters of the colors of training images. colors: how many; None: the usual number,
     or as many as there are."""
     pixels = drawn_pixels(rows, size, seed)
     count = colours or min(USUAL_COLOURS, len(pixels.unique(dim=0)))
@@ -177,10 +177,10 @@ class DecidedByColours(NamedTuple):
 
 
 def refuse_decided(fields: Mapping[str, Any]) -> None:
-    """Raises ValueError for given fields that follow from colours."""
+    """Raises ValueError for given fields that follow from colors."""
     for name in ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id"):
         if name in fields:
-            raise ValueError(f"--{name} follows from the colours of the images; give --colours in its place")
+            raise ValueError(f"--{name} follows from the colors of the images; give --colours in its place")
 
 
 @runtime_checkable
@@ -239,7 +239,7 @@ def median_picture(rows: Any, collator: Any) -> Tensor:
 
 @dataclass
 class PreparedImages(Prepared):
-    """size: of the images, height and width. `tokenizer` is the image processor. clusters: the colours of tokens; None
+    """size: of the images, height and width. `tokenizer` is the image processor. clusters: the colors of tokens; None
     where patches are read."""
 
     size: tuple[int, int] = (0, 0)
@@ -261,7 +261,8 @@ class PreparedImages(Prepared):
         return functools.partial(MaskedImageTrainer, median_picture=picture, patch=config.patch_shape)
 
     def write_pictures(self, seed: int, folder: Path) -> Path:
-        """Draws held-out images (training ones, where none are held out) beside what the saved model makes of them."""
+        """Draws held-out images (training ones, where none are held out) next to what the saved model makes of
+        them."""
         from ..variants import family
 
         rows = self.train if self.validation is None else self.validation
@@ -317,7 +318,7 @@ class ImagePreparation(Request):
                 raise ValueError(f"--{name} is about text, and this run reads images; leave it out")
         if self.by_patches and self.images.colours is not None:
             raise ValueError(
-                f"--colours is for models whose tokens are colours, and {self.config_class.model_type!r} reads"
+                f"--colours is for models whose tokens are colors, and {self.config_class.model_type!r} reads"
                 " patches; leave it out"
             )
         if not self.by_patches:
@@ -366,7 +367,7 @@ class ImagePreparation(Request):
             )
         if config.num_channels not in (1, 3):
             raise ValueError(
-                f"images have 1 channel (grey) or 3 (red, green, blue), and the model reads `num_channels`"
+                f"images have 1 channel (gray) or 3 (red, green, blue), and the model reads `num_channels`"
                 f" {config.num_channels}; set --num_channels to 1 or 3"
             )
         self.objective = self.objective.bound_to(config)
@@ -424,7 +425,7 @@ class ImagePreparation(Request):
         if config.head.num_outputs(config) < colours or config.vocab_size < colours + 1:
             raise ValueError(
                 f"the model predicts {config.head.num_outputs(config)} of {config.vocab_size} ids, and there are"
-                f" {colours} colours and a start; start from the model that these clusters were saved with"
+                f" {colours} colors and a start; start from the model that these clusters were saved with"
             )
         return config, plane_of(config, size)
 

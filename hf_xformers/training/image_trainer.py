@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trainer of masked image modelling: the held-out error of hidden pixels beside that of one picture for all."""
+"""Trainer of masked image modeling: the held-out error of hidden pixels compared with that of one picture for all."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def patches_of(images: Tensor, patch: tuple[int, int]) -> Tensor:
 
 class MaskedImageTrainer(XFormerTrainer):
     """[`XFormerTrainer`] whose evaluation says how far the pixels of hidden patches are off (mean absolute error), and
-    how far those of `median_picture` [C, H, W] are, put in place of them (`floor_loss`). patch: height and width."""
+    how far those of `median_picture` [C, H, W] are, put in place of them (`baseline_loss`). patch: height and
+    width."""
 
     def __init__(self, *args: Any, median_picture: Tensor, patch: tuple[int, int], **kwargs: Any) -> None:
         self.median_picture, self.patch = median_picture, patch
@@ -52,12 +53,12 @@ class MaskedImageTrainer(XFormerTrainer):
         columns = [losses[name].detach().float().mean().expand(len(rows), 1) for name in names]
         rows = torch.cat([rows, *columns], dim=1)
         loss = rows[:, 0].sum() / rows[:, 2].sum().clamp(min=1)
-        return loss, rows, torch.zeros_like(rows[:, 0])  # Trainer wants labels beside predictions
+        return loss, rows, torch.zeros_like(rows[:, 0])  # Trainer wants labels besides predictions
 
     def _summarise(self, prediction: EvalPrediction) -> dict[str, float]:
         rows = np.asarray(prediction.predictions, dtype=np.float64)
         count = max(rows[:, 2].sum(), 1.0)
-        figures = {"loss": rows[:, 0].sum() / count, "floor_loss": rows[:, 1].sum() / count}
+        figures = {"loss": rows[:, 0].sum() / count, "baseline_loss": rows[:, 1].sum() / count}
         further = {name: rows[:, 3 + place].mean() for place, name in enumerate(self._eval_names)}
         return {name: float(value) for name, value in {**figures, **further}.items()}
 

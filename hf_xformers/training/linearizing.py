@@ -90,7 +90,7 @@ class Linearizer:
         config = source_config(choice.model)
         if config.is_encoder_decoder:
             raise ValueError(
-                f"{choice.model!r} is an encoder-decoder, whose two towers are not linearised; take an encoder or a"
+                f"{choice.model!r} is an encoder-decoder, whose two towers are not linearized; take an encoder or a"
                 " decoder, or swap its attention with `hf-xformers convert` and train it with `hf-xformers uptrain`"
             )
         own = objective_of_shape("decoder" if config.is_decoder else "encoder")
@@ -132,7 +132,7 @@ class Linearizer:
             start, first = self.folder / SWAPPED, next(stage for stage in STAGES if self.choice.steps(stage))
             if not self.record.layer_errors:
                 with self.this_run.in_place_of(FILE, (SWAPPED, *STAGES)):
-                    with self.this_run.turns("linearising"):
+                    with self.this_run.turns("linearizing"):
                         if self.this_run.writes:
                             self._write_swapped()
                     self._measure(self._prepare(start, first)[0])
@@ -157,7 +157,7 @@ class Linearizer:
     def _open(self) -> None:
         """Takes up the run that is in the folder, or makes room for a new one, which the main process does."""
         run = self.this_run
-        with run.turns("linearising"):
+        with run.turns("linearizing"):
             if run.writes:
                 self._make_room()
         before = read_linearization(self.folder) if run.resumes else None
@@ -175,11 +175,11 @@ class Linearizer:
             for name in (SWAPPED, *STAGES):
                 if (self.folder / name).exists():
                     raise ValueError(
-                        f"{str(self.folder / name)!r} is there already and of no linearisation; take another"
+                        f"{str(self.folder / name)!r} is there already and of no linearization; take another"
                         " --output_dir"
                     )
         elif not self.this_run.resumes:
-            self.this_run.refuse_loss("a linearisation")
+            self.this_run.refuse_loss("a linearization")
             put_aside(self.folder, FILE, (SWAPPED, *STAGES))
 
     def _write_swapped(self) -> None:
@@ -239,7 +239,7 @@ class Linearizer:
             named = (("the source's held-out loss", source), ("the swap's held-out loss", swapped))
             found = [_held_out(model, prepared, args, MeasuringLines(self.say, what)) for what, model in named]
             self.record.source_loss, self.record.swapped_loss = (metrics["eval_loss"] for metrics in found)
-            self.record.floor_loss = found[0].get("eval_floor_loss")
+            self.record.floor_loss = found[0].get("eval_baseline_loss")
             self.say(
                 f"held-out loss {self.record.source_loss:.3f} of the source, {self.record.swapped_loss:.3f} after the"
                 " swap"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a linearisation is asked for: the model, its layers, and how long each stage trains."""
+"""What a linearization is asked for: the model, its layers, and how long each stage trains."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STAGES = tuple(TITLES)
 class Linearizing:
     """Which model becomes linear, where, and how long each stage trains."""
 
-    _argument_group_name = "linearisation"
+    _argument_group_name = "linearization"
 
     model: str = field(metadata={"help": "Trained model: a folder or a Hub id, of this package or one that converts."})
     layers: str = field(default="all", metadata={"help": "Layers that change, from 0 on, such as '0-9,12', or 'all'."})
@@ -41,7 +41,7 @@ class Linearizing:
     )
     distillation_learning_rate: float | None = field(default=None, metadata={"help": "Default: --learning_rate."})
     logit_weight: float = field(
-        default=1.0, metadata={"help": "Weight of the source's predictions beside the objective."}
+        default=1.0, metadata={"help": "Weight of the source's predictions next to the objective."}
     )
     temperature: float = field(default=1.0, metadata={"help": "Softens both predictions before they are compared."})
     lora_steps: int = field(
@@ -51,7 +51,7 @@ class Linearizing:
     lora_rank: int = field(default=8, metadata={"help": "Rank of the adapters on the attention's projections."})
     lora_alpha: int = field(default=16, metadata={"help": "Their factor is this over the rank."})
     overwrite_output_dir: bool = field(
-        default=False, metadata={"help": "Remove an earlier linearisation in --output_dir."}
+        default=False, metadata={"help": "Remove an earlier linearization in --output_dir."}
     )
 
     def check(self) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Terms of a loss beside that of the task, such as what a teacher adds."""
+"""Terms of a loss besides that of the task, such as what a teacher adds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 class Term(NamedTuple):
-    """A part of the loss, weighted as it enters it: a mean over a micro-batch, or a sum over so many labelled
+    """A part of the loss, weighted as it enters it: a mean over a micro-batch, or a sum over so many labeled
     `tokens`, which count alike in the whole step."""
 
     value: Tensor
@@ -42,7 +42,7 @@ class LossTerms:
     """What a `XFormerTrainer(terms=...)` adds to its loss in training; evaluation is without. Terms are logged as
     `distill_<name>`, as means since the last log."""
 
-    columns: tuple[str, ...] = ()  # of the rows that these terms read beside what the model does
+    columns: tuple[str, ...] = ()  # of the rows that these terms read besides what the model does
 
     def begin(self, trainer: Any) -> None:
         """Once the trainer has its model."""
@@ -64,7 +64,7 @@ class LossTerms:
         return 1.0
 
     def loss(self, trainer: Any, model: nn.Module, inputs: dict[str, Any], count: Any) -> tuple[Tensor, Any]:
-        """The loss of a micro-batch and the model's outputs. count: labelled tokens of the step, where Trainer knows
+        """The loss of a micro-batch and the model's outputs. count: labeled tokens of the step, where Trainer knows
         them."""
         batch = dict(inputs)
         with self.watching(trainer.accelerator.unwrap_model(model)) as seen:

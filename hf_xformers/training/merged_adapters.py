@@ -17,7 +17,7 @@ class PutIn(Protocol):
     """What stands in a model while it trains, and leaves a plain model."""
 
     def put(self, model: Any) -> None:
-        """Before the optimiser is made, and before a checkpoint is read."""
+        """Before the optimizer is made, and before a checkpoint is read."""
 
     def merge(self, model: Any) -> None:
         """At the end, before the model is saved."""

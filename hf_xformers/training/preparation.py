@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class ModelChoice:
-    """What to train; component and configuration options come beside it."""
+    """What to train; component and configuration options come besides it."""
 
     _argument_group_name = "model"
 
@@ -70,7 +70,7 @@ class ModelChoice:
         default=None, metadata={"help": "Tokenizer to use, a folder or a Hub id. Default: trained on the data."}
     )
     tokenizer_kind: str = field(
-        default="bpe", metadata={"help": "Kind of a tokenizer that is trained: bpe, wordpiece or unigram."}
+        default="bpe", metadata={"help": "Type of a tokenizer that is trained: bpe, wordpiece or unigram."}
     )
     init_from: str | None = field(
         default=None, metadata={"help": "Folder of a saved model of the same variant to take the weights from."}
@@ -119,7 +119,7 @@ class Prepared:
 
 
 class Further(TypedDict, total=False):
-    """What a request has beside its dataclasses: by slot a component's name or its fields, fields of the
+    """What a request has besides its dataclasses: by slot a component's name or its fields, fields of the
     configuration, and settings of the objective."""
 
     components: Mapping[str, Any] | None

@@ -39,11 +39,10 @@ def train(
     """Trains, evaluates and saves; returns the content of `training_summary.json`.
 
     callbacks: further Trainer callbacks. make_trainer: a subclass of `XFormerTrainer`, or what calls one. adapters:
-    what is put into the model, trained with it or in place of its own weights, and merged into them before it is
-    saved. last: whether the processes of the run have nothing more to do together. recipe: further options of
-    training. partial: checkpoints hold a part of the model ([`TrainedAlone`]), the rest is that of `init_from`.
-    devices: options of the trainer that divide the run over processes (`sequence_parallel`, `expert_parallel`).
-    Resumes from `prepared.checkpoint` where there is one.
+    adapters to inject, train (with the model or alone) and merge before saving. last: whether to tear down the process
+    group afterwards. recipe: further options of training. partial: checkpoints hold a part of the model
+    ([`TrainedAlone`]), the rest is that of `init_from`. devices: options of the trainer that divide the run over
+    processes (`sequence_parallel`, `expert_parallel`). Resumes from `prepared.checkpoint` where there is one.
     """
     from .callbacks import EpochCallback, ExactSaves
     from .trainer import XFormerTrainer

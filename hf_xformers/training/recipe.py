@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The training recipe of the original Transformer (Vaswani et al. 2017, arXiv 1706.03762, section 5).
 
-It stands beside Trainer's own options: Adam's are `--adam_beta1 0.9 --adam_beta2 0.98 --adam_epsilon 1e-9`, smoothing
+It stands next to Trainer's own options: Adam's are `--adam_beta1 0.9 --adam_beta2 0.98 --adam_epsilon 1e-9`, smoothing
 is `--label_smoothing_factor 0.1`.
 """
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Recipe:
-    """What of the recipe Trainer has no option for."""
+    """Options of the recipe that Trainer lacks."""
 
     _argument_group_name = "recipe"
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all runs do alike, whatever they train or make: take a folder, go on where it was stopped, train, finish."""
+"""What all runs do alike, whatever they train or make: take a folder, continue where it was stopped, train, finish."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Run:
 
     @property
     def resumes(self) -> bool:
-        """Whether a run that is there goes on."""
+        """Whether a run that is there continues."""
         return str(self.args.resume_from_checkpoint).lower() not in NOT_GIVEN
 
     @property
@@ -52,7 +52,7 @@ class Run:
 
     @cached_property
     def checkpoint(self) -> Path | None:
-        """What training goes on from. Raises ValueError as [`checkpoint_to_resume`] does."""
+        """What training continues from. Raises ValueError as [`checkpoint_to_resume`] does."""
         return checkpoint_to_resume(self.args.resume_from_checkpoint, self.folder, self.args.world_size)
 
     @cached_property
@@ -73,7 +73,7 @@ class Run:
         return self.args.main_process_first(local=self.args.save_on_each_node, desc=what)
 
     def make_room(self, *, removes: bool = True) -> None:
-        """Removes what an earlier run has left, unless it goes on. Raises ValueError where that may not be lost.
+        """Removes what an earlier run has left, unless it continues. Raises ValueError where that may not be lost.
         removes: whether all that is refused has been."""
         if self.checkpoint is not None or (self.overwrite and not removes):
             return
@@ -88,7 +88,7 @@ class Run:
             shutil.rmtree(checkpoint)
 
     def refuse_loss(self, what: str) -> None:
-        """Raises ValueError where the folder holds something that neither goes on nor may go."""
+        """Raises ValueError where the folder holds something that neither continues nor may go."""
         if not self.resumes and not self.overwrite:
             raise ValueError(
                 f"{str(self.folder)!r} holds {what} already; continue it with --resume_from_checkpoint, replace it"
@@ -112,7 +112,7 @@ class Run:
             check_same_run(plan, self.checkpoint)
 
     def check_settings(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-        """Raises ValueError for another setting than the run that goes on was started with."""
+        """Raises ValueError for another setting than the run that continues was started with."""
         for name, value in now.items():
             if before.get(name) != value:
                 raise ValueError(
@@ -121,7 +121,7 @@ class Run:
                 )
 
     def stage(self, name: str, **changes: Any) -> Any:
-        """The arguments, with `changes`, of a run in a folder of this one that goes on where this one does."""
+        """The arguments, with `changes`, of a run in a folder of this one that continues where this one does."""
         args = copy.copy(self.args)
         place = self.folder / name
         args.output_dir = str(place)

@@ -35,7 +35,7 @@ _SAME = {
 
 def read_summary(folder: str | Path) -> dict[str, Any]:
     """`training_summary.json` of a run, or of the run that a checkpoint folder belongs to; empty if there is none.
-    Raises ValueError for one that is damaged: the run would go on with other settings."""
+    Raises ValueError for one that is damaged: the run would continue with other settings."""
     for place in (Path(folder), Path(folder).parent):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             return read_object(place / SUMMARY_FILE)

@@ -196,7 +196,7 @@ def evaluate(
     if args.world_size > 1:
         trainer.accelerator.end_training()
     figures = {name.removeprefix("eval_"): value for name, value in metrics.items()}
-    beside = ("aux_", *(f"{floor}{kind}_" for kind in FURTHER_LABELS for floor in ("", "floor_")))
+    beside = ("aux_", *(f"{floor}{kind}_" for kind in FURTHER_LABELS for floor in ("", "baseline_")))
     kept = {name: value for name, value in figures.items() if name.startswith(beside)}
     return {
         "model": score.model,
@@ -210,8 +210,8 @@ def evaluate(
         "loss": figures["loss"],
         "perplexity": figures["perplexity"],
         "accuracy": figures["accuracy"],
-        "floor_loss": figures["floor_loss"],
-        "floor_accuracy": figures["floor_accuracy"],
+        "baseline_loss": figures["baseline_loss"],
+        "baseline_accuracy": figures["baseline_accuracy"],
         **kept,
         "seconds": figures["runtime"],
     }

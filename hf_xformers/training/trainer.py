@@ -44,11 +44,11 @@ class XFormerTrainer(MeasuringTrainer):
     - With several processes, the rows that fill up the last batch of an epoch, which were in the first, are padding
       where the loss is one over the tokens of the whole step, and count neither in it nor in statistics: what is
       learned does not depend on the number of processes.
-    - Evaluation reports loss, perplexity and accuracy over all labelled tokens, what token frequencies alone would
-      reach (`floor_loss`, `floor_accuracy`), the same of what a model predicts beside tokens (`FURTHER_LABELS`),
-      auxiliary losses apart, with the collator `eval_collator`, and does not move the random generators: training is
-      the same however often it is evaluated.
-    - Weight decay leaves alone what components declare beside biases and norms: frequencies, spans, gates and the
+    - Evaluation reports loss, perplexity and accuracy over all labeled tokens, what token frequencies alone would
+      reach (`baseline_loss`, `baseline_accuracy`), the same of what a model predicts besides tokens
+      (`FURTHER_LABELS`), auxiliary losses apart, with the collator `eval_collator`, and does not move the random
+      generators: training is the same however often it is evaluated.
+    - Weight decay leaves alone what components declare besides biases and norms: frequencies, spans, gates and the
       like.
     - Losses that are NaN or infinite, which Trainer leaves out of the mean that it logs, are counted as
       `non_finite_losses` and warned of; a checkpoint with such weights is not resumed.
@@ -204,7 +204,7 @@ class XFormerTrainer(MeasuringTrainer):
     def compute_task_loss(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
     ) -> tuple[Tensor, Any]:
-        """The loss of a micro-batch as it counts in the step, without the terms beside it, and the outputs."""
+        """The loss of a micro-batch as it counts in the step, without the terms besides it, and the outputs."""
         if self.segments is not None:
             inputs = self.segments.enter(inputs, model.training)
         labels = inputs.get("labels")  # which are taken out where the loss is made of logits
@@ -279,7 +279,7 @@ class XFormerTrainer(MeasuringTrainer):
         return counts and num_items_in_batch is not None
 
     def _counted(self, mean: Tensor, labels: Tensor | None, num_items_in_batch: Tensor | int | None) -> Tensor:
-        """A mean over a micro-batch, as the loss beside it counts in the step."""
+        """A mean over a micro-batch, as the loss next to it counts in the step."""
         share = step_share(labels, num_items_in_batch, shifted=self._predicts_next_token)
         if share is None:
             return mean
@@ -347,8 +347,8 @@ class XFormerTrainer(MeasuringTrainer):
                 logs["non_finite_losses"] = broken
                 logger.warning(
                     f"{broken} training losses up to step {self.state.global_step} were NaN or infinite and are not in"
-                    " the loss that is logged: if that goes on, the model has diverged; take a smaller learning rate,"
-                    " clip gradients (`max_grad_norm`), or train in bf16 or fp32 in place of fp16."
+                    " the loss that is logged: if that continues, the model has diverged; take a smaller learning"
+                    " rate, clip gradients (`max_grad_norm`), or train in bf16 or fp32 in place of fp16."
                 )
         super().log(logs, start_time)
 

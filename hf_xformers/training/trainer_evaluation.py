@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a Trainer measures: losses and accuracies over all labelled tokens, beside what their frequencies reach."""
+"""What a Trainer measures: losses and accuracies over all labeled tokens, compared with what their frequencies
+reach."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ from .readers import Readers, gather_for_metrics
 from .sequence_parts import SequenceParts, real_rows
 from .trainer_files import KeepingTrainer
 
-# Labels beside those of tokens, of rows or parts of these: what figures call them -> (label, scores of its classes).
+# Labels besides those of tokens, of rows or parts of these: what figures call them -> (label, scores of its classes).
 FURTHER_LABELS = {
     "sentence": ("next_sentence_label", "seq_relationship_logits"),
     "order": ("reordering_labels", "reordering_logits"),
@@ -43,9 +44,9 @@ class MeasuringTrainer(KeepingTrainer):
 
     sequence: SequenceParts | None = None
     eval_collator: Any
-    _eval_names: tuple[str, ...] = ()  # of the columns beside sums
-    _eval_kinds: tuple[str, ...] = ()  # of labels beside those of tokens, with sums of their own
-    _eval_targets: dict[str, Tensor]  # by kind of label: how often each value is a target
+    _eval_names: tuple[str, ...] = ()  # of the columns besides sums
+    _eval_kinds: tuple[str, ...] = ()  # of labels besides those of tokens, with sums of their own
+    _eval_targets: dict[str, Tensor]  # by type of label: how often each value is a target
 
     @property
     def _predicts_next_token(self) -> bool:
@@ -129,7 +130,7 @@ class MeasuringTrainer(KeepingTrainer):
         sums = [token_statistics(scores, wanted, next_token=False) for scores, wanted in further.values()]
         self._eval_names, self._eval_kinds = tuple(f"aux_{name}" for name in names), tuple(further)
         rows = torch.cat([rows, *sums, *columns], dim=1)
-        return loss, rows, torch.zeros_like(rows[:, 0])  # Trainer wants labels beside predictions
+        return loss, rows, torch.zeros_like(rows[:, 0])  # Trainer wants labels besides predictions
 
     def _in_pieces(self, inputs: dict[str, Any]) -> bool:
         """Whether the logits of a batch are too many to be made at once, and need not be."""
@@ -175,7 +176,7 @@ class MeasuringTrainer(KeepingTrainer):
 
     def _summarise(self, prediction: EvalPrediction) -> dict[str, float]:
         floors = {
-            name.replace("floor_", f"floor_{kind}"): value
+            name.replace("baseline_", f"baseline_{kind}"): value
             for kind, counts in self._eval_targets.items()
             for name, value in frequency_floor(counts).items()
         }

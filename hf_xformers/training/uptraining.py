@@ -112,7 +112,7 @@ def uptrain(
                 " one of them out"
             )
         for name in devices.devices():
-            devices.refuse(name, "divides the model alone, and a --teacher reads whole texts beside it")
+            devices.refuse(name, "divides the model alone, and a --teacher reads whole texts next to it")
         preparation.segment_streams = False
         head = f"For{preparation.objective.head}"
         teacher = open_teacher(distillation, preparation.config, head, preparation.block_size)

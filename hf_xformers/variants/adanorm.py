@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AdaNorm (Xu et al. 2019): layer normalisation whose scale depends on its input and which has no parameters."""
+"""AdaNorm (Xu et al. 2019): layer normalization whose scale depends on its input and which has no parameters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..families import ALL_HEADS, VariantInfo, make_family
 
 
 class XFAdaNormConfig(XFormerConfig):
-    """AdaNorm (Xu et al. 2019): layer normalisation whose scale depends on its input and which has no parameters."""
+    """AdaNorm (Xu et al. 2019): layer normalization whose scale depends on its input and which has no parameters."""
 
     model_type = "xf_adanorm"
 
@@ -20,7 +20,7 @@ class XFAdaNormConfig(XFormerConfig):
 
 INFO = VariantInfo(
     section="5.2",
-    summary="layer norm without parameters, scaled by a function of the normalised value",
+    summary="layer norm without parameters, scaled by a function of the normalized value",
     paper="Xu et al. 2019",
     url="https://arxiv.org/abs/1911.07013",
     equation=(
@@ -35,7 +35,7 @@ INFO = VariantInfo(
   year={2019}
 }""",
     notes=(
-        "Normalises before the sublayer, as the released models do. sigma is the biased deviation with eps inside "
+        "Normalizes before the sublayer, as the released models do. sigma is the biased deviation with eps inside "
         "the root; the released code takes the unbiased one and adds eps to it."
     ),
 )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""BERT (Devlin et al. 2019): a bidirectional encoder pretrained by masked language modelling and sentence pairs."""
+"""BERT (Devlin et al. 2019): a bidirectional encoder pretrained by masked language modeling and sentence pairs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..families import ENCODER_HEADS, SENTENCE_PAIR_HEADS, VariantInfo, make_fam
 
 
 class XFBertConfig(XFormerConfig):
-    """BERT (Devlin et al. 2019): a bidirectional encoder pretrained by masked language modelling and sentence
+    """BERT (Devlin et al. 2019): a bidirectional encoder pretrained by masked language modeling and sentence
     pairs."""
 
     model_type = "xf_bert"

@@ -35,7 +35,7 @@ class XFBigBirdConfig(XFormerConfig):
 
 INFO = VariantInfo(
     section="4.1",
-    summary="each block of tokens reads its neighbours, a few random blocks and the global blocks",
+    summary="each block of tokens reads its neighbors, a few random blocks and the global blocks",
     paper="Zaheer et al. 2020",
     url="https://arxiv.org/abs/2007.14062",
     equation=(

@@ -21,7 +21,7 @@ class XFBPTransformerConfig(XFormerConfig):
 
 INFO = VariantInfo(
     section="4.1",
-    summary="a token reads its neighbours, and spans that are the longer the farther away they are",
+    summary="a token reads its neighbors, and spans that are the longer the farther away they are",
     paper="Ye et al. 2019",
     url="https://arxiv.org/abs/1911.04070",
     equation=(
@@ -36,7 +36,7 @@ INFO = VariantInfo(
   year={2019}
 }""",
     notes=(
-        "The spans of a text have states of their own, and go through all layers beside the tokens; a text is"
+        "The spans of a text have states of their own, and go through all layers next to the tokens; a text is"
         " classified by the root, the span of the whole. A decoder reads spans of past tokens alone. The decoder of an"
         " encoder-decoder reads the encoder's tokens, where the released code reads its spans, too. `nodes_per_level`"
         " is k."

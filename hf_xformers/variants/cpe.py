@@ -25,7 +25,7 @@ class XFCpeConfig(XFormerConfig):
 
 INFO = VariantInfo(
     section="5.1",
-    summary="positions from a depthwise convolution over neighbours after the first layer",
+    summary="positions from a depthwise convolution over neighbors after the first layer",
     paper="Chu et al. 2021",
     url="https://arxiv.org/abs/2102.10882",
     equation=r"x + \mathrm{DWConv}_k(x)",

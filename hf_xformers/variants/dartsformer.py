@@ -14,7 +14,7 @@ from ..families import ALL_HEADS, VariantInfo, make_family
 class XFDartsformerConfig(XFormerConfig):
     """DARTSformer (Zhao et al. 2021): parts of the channels change in turn, by operations that a search has chosen.
 
-    The operations of the preset are attention and feed-forward, beside which a decoder reads its memory; `hf-xformers
+    The operations of the preset are attention and feed-forward, besides which a decoder reads its memory; `hf-xformers
     search` finds others.
     """
 
@@ -33,7 +33,7 @@ class XFDartsformerConfig(XFormerConfig):
     initializer: Initializer = "xavier"
     embedding: SpecLike = field(default_factory=lambda: {"type": "token", "scale": True})
     position: SpecLike = "sinusoidal_absolute"
-    # Operations normalise what they give, not the stream that it is added to.
+    # Operations normalize what they give, not the stream that it is added to.
     residual: SpecLike = field(default_factory=lambda: {"type": "post_ln", "final_norm": True})
     feedforward: SpecLike = "relu"
     block: SpecLike = "dartsformer"

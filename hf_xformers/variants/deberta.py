@@ -65,7 +65,7 @@ class XFDebertaConfig(XFormerConfig):
 
 INFO = VariantInfo(
     section="5.1",
-    summary="disentangled attention, and an enhanced mask decoder for masked language modelling",
+    summary="disentangled attention, and an enhanced mask decoder for masked language modeling",
     paper="He et al. 2021",
     url="https://arxiv.org/abs/2006.03654",
     equation=r"\frac{q_i k_j^\top + q_i K^{r\top}_{\delta(i,j)} + k_j Q^{r\top}_{\delta(i,j)}}{\sqrt{3d}}",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSeekMoE (Dai et al. 2024): many narrow experts beside a shared one, balanced without a loss."""
+"""DeepSeekMoE (Dai et al. 2024): many narrow experts next to a shared one, balanced without a loss."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..families import ALL_HEADS, VariantInfo, make_family
 
 
 class XFDeepSeekMoEConfig(XFormerConfig):
-    """DeepSeekMoE (Dai et al. 2024): many narrow experts beside a shared one, balanced without a loss."""
+    """DeepSeekMoE (Dai et al. 2024): many narrow experts next to a shared one, balanced without a loss."""
 
     model_type = "xf_deepseek_moe"
 

@@ -39,7 +39,7 @@ INFO = VariantInfo(
         r"x \leftarrow \mathrm{LN}(x + \mathrm{SHA}(\mathrm{DExTra}(x))), \qquad h_l = \mathrm{GLT}_l([h_0 ;"
         r" h_{l-1}])"
     ),
-    cost="attention O(T^2 D / 2); parameters 1.25 D^2 of attention and D^2 / 2 of the FFN, beside DExTra's",
+    cost="attention O(T^2 D / 2); parameters 1.25 D^2 of attention and D^2 / 2 of the FFN, next to DExTra's",
     notes=(
         "Layer b of B has 4 + 4 b / (B - 1) group linear layers, and its widest point grows alike. Channels are"
         " exchanged between groups as in the paper; the released recipes leave that out (`shuffle: false`)."

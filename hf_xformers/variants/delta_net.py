@@ -50,7 +50,7 @@ INFO = VariantInfo(
         " embeddings, sinusoids), without its adaptive softmax. `--attention.feature_map elu` and `favor` are the"
         " variants with elu(x) + 1 and with FAVOR+, `--attention.attention_normalize true` those that divide by sums"
         " of weights. Computed in chunks as in Yang et al. 2024 (arXiv 2406.06484). Their DeltaNet layer is another"
-        " model (SiLU, l2-normalised keys, short convolutions, a norm on the output)."
+        " model (SiLU, l2-normalized keys, short convolutions, a norm on the output)."
     ),
 )
 

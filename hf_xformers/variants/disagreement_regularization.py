@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Disagreement regularisation (Li et al. 2018): heads are paid for reading different things."""
+"""Disagreement regularization (Li et al. 2018): heads are paid for reading different things."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..families import ALL_HEADS, VariantInfo, make_family
 
 
 class XFDisagreementRegularizationConfig(XFormerConfig):
-    """Disagreement regularisation (Li et al. 2018): heads are paid for reading different things.
+    """Disagreement regularization (Li et al. 2018): heads are paid for reading different things.
 
     The loss is that on what heads have read (`of=("output",)`); any attention that hands out its heads takes it as
     `losses=["disagreement_regularization"]`.

@@ -20,7 +20,7 @@ class XFDpfpConfig(XFormerConfig):
 
 INFO = VariantInfo(
     section="4.2",
-    summary="linear attention with deterministic sparse features: products of neighbouring channels",
+    summary="linear attention with deterministic sparse features: products of neighboring channels",
     paper="Schlag et al. 2021",
     url="https://arxiv.org/abs/2102.11174",
     equation=r"o_i = \frac{\phi(q_i) \sum_j \phi(k_j)^\top v_j}{\phi(q_i) \sum_j \phi(k_j)^\top}, \qquad "

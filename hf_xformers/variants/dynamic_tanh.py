@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dynamic tanh (Zhu et al. 2025): a Transformer without normalisation."""
+"""Dynamic tanh (Zhu et al. 2025): a Transformer without normalization."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..families import ALL_HEADS, VariantInfo, make_family
 
 
 class XFDynamicTanhConfig(XFormerConfig):
-    """Dynamic tanh (Zhu et al. 2025): a Transformer without normalisation."""
+    """Dynamic tanh (Zhu et al. 2025): a Transformer without normalization."""
 
     model_type = "xf_dynamic_tanh"
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ETC (Ainslie et al. 2020): a long text beside global tokens that stand for its parts."""
+"""ETC (Ainslie et al. 2020): a long text next to global tokens that stand for its parts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..families import ENCODER_HEADS, VariantInfo, make_family
 
 
 class XFETCConfig(XFormerConfig):
-    """ETC (Ainslie et al. 2020): a long text beside global tokens that stand for its parts.
+    """ETC (Ainslie et al. 2020): a long text next to global tokens that stand for its parts.
 
     `pretraining` has the settings `contrastive_prediction` of `ForContrastivePrediction`.
     """

@@ -42,9 +42,10 @@ INFO = VariantInfo(
     ),
     cost="time O(T^2 D) and 21.5 D^2 parameters in an encoder layer, which stands for two",
     notes=(
-        "The equation is the encoder's cell. A decoder's has attention with 16 heads beside cross-attention, separable"
-        " convolutions of 11 and 7 tokens and then of 7, attention, cross-attention, and a feed-forward with a Swish"
-        " and a norm. Convolutions of a decoder end at their token, and generation keeps their last inputs alone."
+        "The equation is the encoder's cell. A decoder's has attention with 16 heads next to cross-attention,"
+        " separable convolutions of 11 and 7 tokens and then of 7, attention, cross-attention, and a feed-forward"
+        " with a Swish and a norm. Convolutions of a decoder end at their token, and generation"
+        " keeps their last inputs alone."
     ),
     bibtex="""@inproceedings{so2019evolved,
   title={The Evolved Transformer},

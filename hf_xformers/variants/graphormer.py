@@ -50,7 +50,7 @@ INFO = VariantInfo(
     notes=(
         "`hf_xformers.data.graphs.GraphCollator` makes batches of graphs: `input_ids` are types of nodes behind a"
         " token for the graph, which classifiers read; `in_degree`, `out_degree`, `spatial_pos` and `edge_paths` are"
-        " further inputs. Without `spatial_pos` a text is a graph in which each token is a neighbour of the next."
+        " further inputs. Without `spatial_pos` a text is a graph in which each token is a neighbor of the next."
     ),
 )
 

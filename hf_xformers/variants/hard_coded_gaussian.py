@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hard-coded Gaussian attention (You et al. 2020): every head looks at a neighbour, with fixed weights around it."""
+"""Hard-coded Gaussian attention (You et al. 2020): every head looks at a neighbor, with fixed weights around it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..families import ALL_HEADS, VariantInfo, make_family
 
 
 class XFHardCodedGaussianConfig(XFormerConfig):
-    """Hard-coded Gaussian attention (You et al. 2020): every head looks at a neighbour, with fixed weights around
+    """Hard-coded Gaussian attention (You et al. 2020): every head looks at a neighbor, with fixed weights around
     it."""
 
     model_type = "xf_hard_coded_gaussian"

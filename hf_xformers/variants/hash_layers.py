@@ -36,7 +36,7 @@ INFO = VariantInfo(
         " like vectors share an expert, with `hash: dispersed` they have different ones: `cluster(model, vectors)` of"
         " the same module makes that table by k-means, from vectors or from a trained model's embeddings. With `hash:"
         " position` the token's place chooses. `multi_hash: N` puts each token's network together from N slices that N"
-        " hashes choose. In masked language modelling all masked positions share one expert."
+        " hashes choose. In masked language modeling all masked positions share one expert."
     ),
 )
 

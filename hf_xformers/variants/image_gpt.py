@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Image GPT (Chen et al. 2020): a causal decoder over the colours of an image's pixels."""
+"""Image GPT (Chen et al. 2020): a causal decoder over the colors of an image's pixels."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def _size(width: int, layers: int, heads: int, positions: int) -> dict[str, Any]
 
 
 class XFImageGPTConfig(XFormerConfig):
-    """Image GPT (Chen et al. 2020): a causal decoder over the colours of an image's pixels.
+    """Image GPT (Chen et al. 2020): a causal decoder over the colors of an image's pixels.
 
-    An image is a text of colours, row by row: the ids below `vocab_size - 1` are clusters of colours, the last one
+    An image is a text of colors, row by row: the ids below `vocab_size - 1` are clusters of colors, the last one
     starts an image and is never predicted. `max_position_embeddings` is the number of pixels that can be written.
     Presets have the sizes of the published models, for images of 32 x 32 pixels.
     """
@@ -57,7 +57,7 @@ class XFImageGPTConfig(XFormerConfig):
 
 INFO = VariantInfo(
     section="8",
-    summary="a causal decoder over the colours of an image's pixels",
+    summary="a causal decoder over the colors of an image's pixels",
     paper="Chen et al. 2020",
     url="https://openai.com/index/image-gpt/",
     equation=(
@@ -66,7 +66,7 @@ INFO = VariantInfo(
     ),
     cost="time O(T^2 D) for T = H W pixels, memory O(T D) with fused kernels",
     notes=(
-        "A token is the colour of a pixel, the nearest of 512 clusters (k-means); the last id starts an image."
+        "A token is the color of a pixel, the nearest of 512 clusters (k-means); the last id starts an image."
         " `hf-xformers pretrain --variant image_gpt --data FOLDER` finds the clusters and saves them with the model,"
         " in the image processor of transformers' ImageGPT. Norms neither subtract the mean nor add a bias, the"
         " feed-forward's GELU is x sigmoid(1.702 x), and the output is not tied. Classifiers read the mean of the last"

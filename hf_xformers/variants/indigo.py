@@ -157,7 +157,7 @@ class XFIndigoForCausalLM(_CausalLM):
         input_ids: [B, T], texts between their boundary tokens, as `[CLS] ... [SEP]`; words that stand there are given,
         and the others are inserted between and around them. attention_mask: [B, T], padding on either side.
         eos_token_id: what ends a row when it is predicted, and is not inserted (default: the config's). Returns the
-        finished texts [B, length], boundaries included, padded on the right; what a tokenizer makes beside ids and
+        finished texts [B, length], boundaries included, padded on the right; what a tokenizer makes besides ids and
         mask is not read.
 
         Raises:

@@ -38,8 +38,8 @@ INFO = VariantInfo(
 }""",
     notes=(
         "Its relative form is the position `learnable_sinusoidal_relative`. XFormerTrainer leaves the frequencies out"
-        " of weight decay. The factor sqrt(D) on token vectors is ours: beside sinusoids of amplitude one BERT's small"
-        " vectors would not be heard."
+        " of weight decay. The factor sqrt(D) on token vectors is ours: next to sinusoids of amplitude one BERT's"
+        " small vectors would not be heard."
     ),
 )
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Localness modelling (Yang et al. 2018): every query predicts a window of the text, which scores fall away from."""
+"""Localness modeling (Yang et al. 2018): every query predicts a window of the text, which scores fall away from."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..families import ALL_HEADS, VariantInfo, make_family
 
 
 class XFLocalnessConfig(XFormerConfig):
-    """Localness modelling (Yang et al. 2018): every query predicts a window of the text, which scores fall away
+    """Localness modeling (Yang et al. 2018): every query predicts a window of the text, which scores fall away
     from."""
 
     model_type = "xf_localness"
@@ -28,7 +28,7 @@ class XFLocalnessConfig(XFormerConfig):
 
 INFO = VariantInfo(
     section="4.5",
-    summary="the weights of lower layers are multiplied by a Gaussian with predicted centre and width",
+    summary="the weights of lower layers are multiplied by a Gaussian with predicted center and width",
     paper="Yang et al. 2018",
     url="https://arxiv.org/abs/1810.10182",
     equation=(

@@ -12,7 +12,7 @@ class XFMemformerConfig(XFormerConfig):
     """Memformer (Wu et al. 2022): memory slots that are read in every layer and written after each segment.
 
     A model output's `segment_memory` is the next segment's input of the same name; in an encoder-decoder it is the
-    encoder's. The stack's `num_slots` is the size of the memory. Sublayers are normalised before they read (the paper
+    encoder's. The stack's `num_slots` is the size of the memory. Sublayers are normalized before they read (the paper
     leaves open where): with `residual="post_ln"` small models hardly learn in their first hundreds of steps.
     """
 

@@ -44,7 +44,7 @@ INFO = VariantInfo(
         " groups divide its channels); `group_num=None` leaves it out, as the paper's equations do. Only real tokens"
         " count. In the first `warmup_iters` training steps the batch's own statistic is used, so an output then"
         " depends on the whole batch and, in a decoder, on later tokens; afterwards, and always in evaluation, on the"
-        " running statistic alone. The paper's translation models have it in the encoder, with layer normalisation in"
+        " running statistic alone. The paper's translation models have it in the encoder, with layer normalization in"
         " the decoder, which is the default of an encoder-decoder here. Statistics move once for each backward pass,"
         " also under activation checkpointing and for each micro-batch of gradient accumulation; under"
         " DistributedDataParallel every process starts each step from the first one's. The training step stands apart"

@@ -27,7 +27,7 @@ INFO = VariantInfo(
     ),
     cost=(
         "time O(T^2 (D + k^2 H^2)) for kernels of k x k and H heads; memory O(H T^2) in every layer; generation keeps"
-        " the last k - 1 rows of scores of every layer beside keys and values"
+        " the last k - 1 rows of scores of every layer next to keys and values"
     ),
     bibtex="""@inproceedings{wang2021evolving,
   title={Evolving Attention with Residual Convolutions},

@@ -38,9 +38,9 @@ INFO = VariantInfo(
 }""",
     notes=(
         "The k best of the n^2 sums are found exactly from the k best of each half. Queries pass batch "
-        "normalisation over the batch's real tokens, so in training an output depends on the batch, later tokens "
+        "normalization over the batch's real tokens, so in training an output depends on the batch, later tokens "
         "included; evaluation uses the running statistics and depends on the token alone (`query_norm: layer` does "
-        "so in training too). The paper trains the values with a constant rate of 1e-3 beside the model's schedule; "
+        "so in training too). The paper trains the values with a constant rate of 1e-3 next to the model's schedule; "
         "`sparse_gradients` gives their gradient as a sparse tensor."
     ),
 )

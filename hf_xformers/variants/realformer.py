@@ -24,7 +24,7 @@ INFO = VariantInfo(
     url="https://arxiv.org/abs/2012.11747",
     equation=r"Z^l = \frac{Q^l (K^l)^\top}{\sqrt d} + Z^{l-1}, \qquad O^l = \mathrm{softmax}(Z^l) \, V^l",
     cost=(
-        "time O(T^2 D); the scores handed on take O(T^2) memory up to T = (L + 1) d, with L layers of head width d;"
+        "time O(T^2 D); the scores passed on take O(T^2) memory up to T = (L + 1) d, with L layers of head width d;"
         " beyond, O(T) memory, and Q K^T costs up to L times as much"
     ),
     bibtex="""@inproceedings{he2021realformer,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ReZero (Bachlechner et al. 2020): residual branches gated by a scalar that starts at zero, without normalisation."""
+"""ReZero (Bachlechner et al. 2020): residual branches gated by a scalar that starts at zero, without normalization."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ..families import ALL_HEADS, VariantInfo, make_family
 
 class XFReZeroConfig(XFormerConfig):
     """ReZero (Bachlechner et al. 2020): residual branches gated by a scalar that starts at zero, without
-    normalisation."""
+    normalization."""
 
     model_type = "xf_rezero"
 
     initializer: Initializer = "xavier"
-    # Nothing normalises what comes in, so it has to start at the size of what layers add.
+    # Nothing normalizes what comes in, so it has to start at the size of what layers add.
     embedding: SpecLike = field(default_factory=lambda: {"type": "token", "scale": True})
     residual: SpecLike = "rezero"
 

@@ -35,7 +35,7 @@ INFO = VariantInfo(
     ),
     cost=(
         "time O(T^{1.5} D) in sqrt(T) clusters of sqrt(T) tokens, as many as each text needs; no trained parameters"
-        " beside the projections"
+        " besides the projections"
     ),
     bibtex="""@article{roy2021routing,
   title={Efficient Content-Based Sparse Attention with Routing Transformers},

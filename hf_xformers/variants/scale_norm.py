@@ -28,7 +28,7 @@ class XFScaleNormConfig(XFormerConfig):
 
 INFO = VariantInfo(
     section="5.2",
-    summary="one learned length replaces layer normalisation; token vectors have unit length",
+    summary="one learned length replaces layer normalization; token vectors have unit length",
     paper="Nguyen and Salazar 2019",
     url="https://arxiv.org/abs/1910.05895",
     equation=(

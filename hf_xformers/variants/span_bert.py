@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SpanBERT (Joshi et al. 2020): BERT's encoder, trained on spans that their two neighbours have to tell."""
+"""SpanBERT (Joshi et al. 2020): BERT's encoder, trained on spans that their two neighbors have to tell."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..families import ENCODER_HEADS, VariantInfo, make_family
 
 
 class XFSpanBertConfig(XFormerConfig):
-    """SpanBERT (Joshi et al. 2020): BERT's encoder, trained on spans that their two neighbours have to tell.
+    """SpanBERT (Joshi et al. 2020): BERT's encoder, trained on spans that their two neighbors have to tell.
 
     `pretraining` has the settings `span_boundary` of `ForSpanBoundary`.
     """

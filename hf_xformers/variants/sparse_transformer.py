@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sparse Transformer (Child et al. 2019): factorised attention in O(T sqrt(T))."""
+"""Sparse Transformer (Child et al. 2019): factorized attention in O(T sqrt(T))."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..families import ALL_HEADS, VariantInfo, make_family
 
 
 class XFSparseTransformerConfig(XFormerConfig):
-    """Sparse Transformer (Child et al. 2019): factorised attention in O(T sqrt(T))."""
+    """Sparse Transformer (Child et al. 2019): factorized attention in O(T sqrt(T))."""
 
     model_type = "xf_sparse_transformer"
 

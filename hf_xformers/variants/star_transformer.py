@@ -35,7 +35,7 @@ class XFStarTransformerConfig(XFormerConfig):
 
 INFO = VariantInfo(
     section="4.1",
-    summary="each token reads its two neighbours, its embedding and one relay, which reads all tokens",
+    summary="each token reads its two neighbors, its embedding and one relay, which reads all tokens",
     paper="Guo et al. 2019",
     url="https://arxiv.org/abs/1902.09113",
     equation=(

@@ -43,7 +43,7 @@ INFO = VariantInfo(
     cost="time O(N^2 D + N m^2 c) for N patches of m pixel vectors of width c",
     notes=(
         "Takes `pixel_values` from transformers' `ViTImageProcessor`. The convolution over pixels sees one patch at a"
-        " time and a norm stands on either side of W, as in timm's `tnt_s_patch16_224`, whose weights fit."
+        " time and a norm is on either side of W, as in timm's `tnt_s_patch16_224`, whose weights fit."
     ),
     bibtex="""@inproceedings{han2021transformer,
   title={Transformer in Transformer},

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""XLNet (Yang et al. 2019): permuted language modelling with two streams over relative positions."""
+"""XLNet (Yang et al. 2019): permuted language modeling with two streams over relative positions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..families import ENCODER_HEADS, VariantInfo, make_family
 
 
 class XFXLNetConfig(XFormerConfig):
-    """XLNet (Yang et al. 2019): permuted language modelling with two streams over relative positions.
+    """XLNet (Yang et al. 2019): permuted language modeling with two streams over relative positions.
 
     The sizes are those of `xlnet-base-cased`. The inputs `perm_mask` [B, T, T] (1 where a token must not see another)
     and `target_mapping` [B, M, T] (1 where a target stands) make the second stream, and `labels` are then [B, M].

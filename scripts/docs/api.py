@@ -25,7 +25,7 @@ ROOMS: dict[str, tuple[str, str, tuple[tuple[str, tuple[str, ...]], ...]]] = {
     ),
     "training": (
         "Training",
-        "Pretraining, continued training, linearisation and what they are built of. On the command line:"
+        "Pretraining, continued training, linearization and what they are built of. On the command line:"
         " `hf-xformers pretrain`, `uptrain`, `linearize`, `search`.",
         (("hf_xformers.training", ()),),
     ),
@@ -51,7 +51,7 @@ ROOMS: dict[str, tuple[str, str, tuple[tuple[str, tuple[str, ...]], ...]]] = {
     ),
     "benchmark": (
         "Benchmark",
-        "Time, memory and quality of variants beside dense attention. On the command line: `hf-xformers benchmark`.",
+        "Time, memory and quality compared with dense attention. On the command line: `hf-xformers benchmark`.",
         (
             ("hf_xformers.benchmark.runner", ()),
             ("hf_xformers.benchmark.entries", ()),
@@ -187,7 +187,7 @@ def components() -> str:
     here = "api/components.md"
     return page(
         "Components",
-        "A component is described by a spec: a small dataclass that stands in the file of the module that it builds."
+        "A component is described by a spec: a small dataclass in the file of the module that it builds."
         " Fields of all are on the pages of the slots: "
         + ", ".join(link(slot, here, catalog.component_page(slot)) for slot in catalog.SLOT_NAMES)
         + ".",

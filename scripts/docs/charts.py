@@ -58,7 +58,7 @@ _RATIOS = {
     "memory ratio": "peak memory / dense attention's",
 }
 _DENSE = "as dense attention"
-_HELD_OUT = {"held out": "held out", "floor": "without a model"}
+_HELD_OUT = {"held out": "held out", "baseline": "trivial baseline"}
 PLANS: dict[str, list[Plan]] = {
     "mechanisms": [Plan("lines", ("case",), _RATIOS, group=("section",), log=True, even=_DENSE)],
     "stacks": [
@@ -210,7 +210,7 @@ PLANS: dict[str, list[Plan]] = {
         Plan(
             "dots",
             ("objective",),
-            {"loss": "held-out loss", "trivial floor": "frequencies of targets"},
+            {"loss": "held-out loss", "trivial baseline": "frequencies of targets"},
             axis="nats per target",
             title="What was learned",
         ),
@@ -227,7 +227,7 @@ PLANS: dict[str, list[Plan]] = {
             },
             axis="accuracy on SST-2, percent",
             group=("objective", "steps"),
-            title="by labelled sentences",
+            title="by labeled sentences",
         ),
     ],
     "exits": [
@@ -252,7 +252,7 @@ PLANS: dict[str, list[Plan]] = {
         Plan(
             "dots",
             ("method",),
-            {"test": "test", "floor": "without a model"},
+            {"test": "test", "baseline": "trivial baseline"},
             axis="percent",
             group=("task", "metric"),
         )
@@ -261,7 +261,7 @@ PLANS: dict[str, list[Plan]] = {
         Plan(
             "dots",
             ("variant", "epochs", "rate"),
-            {"test": "test", "validation": "validation", "baseline": "without a model"},
+            {"test": "test", "validation": "validation", "baseline": "trivial baseline"},
             axis="percent",
             group=("task", "metric"),
         )
@@ -270,7 +270,7 @@ PLANS: dict[str, list[Plan]] = {
         Plan(
             "dots",
             ("method",),
-            {"test": "test", "floor": "without a model"},
+            {"test": "test", "baseline": "trivial baseline"},
             axis="percent",
             group=("task", "metric"),
         )

@@ -10,7 +10,7 @@ from .charts import Chart
 
 INK, GRID = "#24292f", "#d0d4d9"
 DARK = {INK: "#e2e4e9", GRID: "#4a5160"}
-# Told apart by eyes that see few colours, on light and on dark grounds alike (after Okabe and Ito).
+# Told apart by eyes that see few colors, on light and on dark grounds alike (after Okabe and Ito).
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#56a4d9", "#8f5fbf", "#7f7f7f", "#a0522d")
 MARKS = "os^Dv<>PX"
 WIDTH = 4.4  # inches; narrow, so that a phone shows its letters in a legible size

@@ -80,7 +80,7 @@ def _rows(source: str) -> list[dict[str, Any]]:
 
 
 def _chosen(rows: Sequence[Mapping[str, Any]], conditions: Mapping[str, str]) -> list[Mapping[str, Any]]:
-    """The rows that fulfil all conditions; those of a condition with several values in the order of these."""
+    """The rows that fulfill all conditions; those of a condition with several values in the order of these."""
     found = list(rows)
     for name, wanted in conditions.items():
         column = _column(name, rows)

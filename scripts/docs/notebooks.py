@@ -14,7 +14,7 @@ _PICTURES = {"image/svg+xml": "svg", "image/png": "png"}
 
 
 def pages() -> tuple[Pages, dict[str, bytes]]:
-    """The pages, and the pictures beside them."""
+    """The pages, and the pictures next to them."""
     made: Pages = {}
     pictures: dict[str, bytes] = {}
     for path in sorted(FOLDER.glob("*.ipynb")):

@@ -41,7 +41,7 @@ def not_trained() -> list[str]:
 
 
 def alike() -> list[dict[str, Any]]:
-    """A row of each variant that was trained, beside the dense model of the same objective; decoders first, and in
+    """A row of each variant that was trained, next to the dense model of the same objective; decoders first, and in
     each kind the lowest loss."""
     rows = []
     for key, found in trained().items():
@@ -51,7 +51,7 @@ def alike() -> list[dict[str, Any]]:
             "kind": {"clm": "decoders", "mlm": "encoders"}.get(found.get("objective", ""), "not trained"),
             "loss": found.get("loss"),
             "dense loss": dense.get("loss"),
-            "token frequencies": found.get("floor"),
+            "token frequencies": found.get("baseline"),
             "accuracy": found.get("accuracy"),
             "dense accuracy": dense.get("accuracy"),
             "residual paths": found.get("residual"),
@@ -68,7 +68,7 @@ def of_run(found: dict[str, Any]) -> str:
     return (
         f"The last layer of {kind} of two layers, trained for {found['steps']} steps on the documentation of Python's"
         f" standard library{f', with {cut}' if cut else ''}, on {LENGTH} tokens of held-out text; mean over heads."
-        f" Held-out loss {found['loss']:.2f} nats per token, with token frequencies alone {found['floor']:.2f}."
+        f" Held-out loss {found['loss']:.2f} nats per token, with token frequencies alone {found['baseline']:.2f}."
     )
 
 

@@ -6,8 +6,11 @@ import functools
 import json
 import re
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
+from textwrap import indent
 from typing import Any
+
+from hf_xformers.hub.result_tables import parted
 
 from . import catalog, pictures
 from .charts import charts_of
@@ -15,7 +18,7 @@ from .markup import REPOSITORY, ROOT, Pages, code, link, page, table
 
 FOLDER = ROOT / "benchmarks" / "results"
 INDEX = "results/index.md"
-LONG = 60  # characters of a cell that would make a table unreadable: such columns stand below it
+LONG = 60  # characters of a cell that would make a table unreadable: such columns are listed below it
 Row = dict[str, Any]
 
 # What a column means wherever it appears; notes of a file say what is special about it.
@@ -27,7 +30,7 @@ MEANINGS = {
     "memory ratio": "peak memory by that of dense attention: below 1 is less",
     "ms": "milliseconds of a step, forward and backward",
     "peak MiB": "peak memory of a step, in MiB",
-    "others busy": "share of the time in which other processes used the machine",
+    "others busy": "how many of the machine's processors other programs kept busy: above 0.2 ratios may be too high",
     "peer time ratio": "the other implementation's time by dense attention's",
     "peer memory ratio": "the other implementation's peak memory by dense attention's",
     "time / peer": "time by the other implementation's: below 1 is faster than it",
@@ -36,16 +39,15 @@ MEANINGS = {
     "loss": "held-out loss in nats per token, after the same number of steps",
     "dense loss": "that of dense attention after the same number of steps",
     "dense, at equal time": "that of dense attention after the same time",
-    "plain twin": "that of the same configuration with the plain part in place of the variant's own",
+    "control": "that of the same configuration with the plain part in place of the variant's own",
     "loss at start": "before training",
     "token frequencies": "what is reached by knowing how frequent tokens are, and nothing else",
-    "floor": "what is reached without a model",
     "against transformers": "tokens per second by those of transformers' model that the note names: above 1 is faster",
     "cache MiB": "what a cache holds after the context, in MiB",
     "reading s": "seconds for the context",
-    "baseline": "what is reached without a model, as `of` says",
-    "trivial floor": "the loss that is reached by knowing how frequent targets are, and nothing else",
-    "above the floor": "whether the model learned more than that",
+    "baseline": "what a trivial rule reaches, without a model; where there is a column `of`, it says which rule",
+    "trivial baseline": "the loss that is reached by knowing how frequent targets are, and nothing else",
+    "beats the baseline": "whether the model learned more than that",
     "probe": "accuracy on SST-2 of a linear classifier of frozen states",
     "majority": "accuracy of always naming the most frequent class",
     "mean layers": "passed by a row, of as many as `of` says",
@@ -73,7 +75,7 @@ def files() -> dict[str, dict[str, Any]]:
 
 
 def tables_of(name: str) -> dict[str, list[Row]]:
-    """The lists of rows in a result file, by their keys; beside those of pretraining the runs of the trained maps."""
+    """The lists of rows in a result file, by their keys; next to those of pretraining the runs of the trained maps."""
     found = {key: value for key, value in files()[name].items() if isinstance(value, list)}
     if name == "pretraining" and pictures.alike():
         found[ALIKE] = pictures.alike()
@@ -104,7 +106,7 @@ def page_of(name: str) -> str:
 
 @functools.cache
 def said(name: str) -> tuple[str, str]:
-    """Title and note of a result file, as its benchmark wrote them beside it."""
+    """Title and note of a result file, as its benchmark wrote them next to it."""
     path = FOLDER / f"{name}.md"
     if not path.exists():
         return name.replace("_", " ").capitalize(), ""
@@ -145,7 +147,7 @@ def overview() -> str:
         " hand. `benchmarks/` has the program of each, which writes the file anew.",
         table(rows),
         "Most were measured on one thread of a small CPU. Ratios carry over to other machines better than times; a"
-        " result stands beside its floor or its dense counterpart, measured in turn with it.",
+        " result is next to its baseline or its dense counterpart, measured alternately with it.",
     )
 
 
@@ -166,7 +168,8 @@ def result(name: str) -> str:
         if key != "rows":
             parts += [f"## {key}", about_alike() if key == ALIKE else ""]
         for heading, group in _groups(name, key, rows):
-            parts += [f"### {heading}" if heading else "", *_table(group, here)]
+            column = GROUPS.get(_place(name, key), "") if heading else ""  # which the heading says
+            parts += [f"### {heading}" if heading else "", *_table(group, here, _place(name, key), {column})]
     known = [f"- {code(column)}: {MEANINGS[column]}." for column in MEANINGS if column in columns]
     if known:
         parts.append("## What the columns mean\n\n" + "\n".join(known))
@@ -196,9 +199,14 @@ def section_of(row: Row) -> str:
     return catalog.section_title(catalog.variants()[name].info.section) if name in catalog.variants() else "Others"
 
 
+def _place(name: str, part: str) -> str:
+    """What a table of a file is called in `GROUPS` and `results.toml`."""
+    return name if part == "rows" else f"{name}/{part}"
+
+
 def _groups(name: str, part: str, rows: list[Row]) -> Iterator[tuple[str, list[Row]]]:
     """Headings and rows of the table `part` of a file."""
-    column = GROUPS.get(name if part == "rows" else f"{name}/{part}")
+    column = GROUPS.get(_place(name, part))
     if name != "mechanisms" and column is None:
         yield "", rows
         return
@@ -211,15 +219,25 @@ def _groups(name: str, part: str, rows: list[Row]) -> Iterator[tuple[str, list[R
         yield heading, [row for row in rows if key(row) == heading]
 
 
-def _table(rows: list[Row], here: str) -> list[str]:
+def _table(rows: list[Row], here: str, name: str, drop: Container[str] = ()) -> list[str]:
+    """Rows as a table with the columns that are shown of `name`; the others are folded below it."""
+    shown, others = parted(rows, name, drop)
+    parts = _whole(shown, here)
+    if others:
+        inside = "\n\n".join(_whole(others, here))
+        parts.append('??? note "Settings and further figures"\n\n' + indent(inside, "    "))
+    return parts
+
+
+def _whole(rows: list[Row], here: str) -> list[str]:
     """Rows as a table; columns with long text become a list below it."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
     long = [key for key in columns if any(len(str(row.get(key) or "")) > LONG for row in rows)]
-    shown = [
+    table_rows = [
         ({"#": number} if long else {}) | {key: _linked(key, row.get(key), here) for key in columns if key not in long}
         for number, row in enumerate(rows, 1)
     ]
-    parts = [table(shown)]
+    parts = [table(table_rows)]
     for key in long:
         lines = [f"    {number}. `{_short(row[key])}`" for number, row in enumerate(rows, 1) if row.get(key)]
         parts.append(f'??? note "{key} of each row"\n\n' + "\n".join(lines))
@@ -259,10 +277,10 @@ def _rows_of(chosen: Callable[[Row], bool], here: str, drop: tuple[str, ...]) ->
     parts = []
     for name in files():
         for part, rows in tables_of(name).items():
-            found = [{key: value for key, value in row.items() if key not in drop} for row in rows if chosen(row)]
+            found = [row for row in rows if chosen(row)]
             if found:
                 title = part if part == ALIKE else said(name)[0]
-                parts += [f"### {title}", *_table(found, here), _more(name, here)]
+                parts += [f"### {title}", *_table(found, here, _place(name, part), drop), _more(name, here)]
     return ["## Measured", *parts] if parts else []
 
 

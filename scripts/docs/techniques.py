@@ -103,7 +103,7 @@ TECHNIQUES = (
         "`attn_implementation`: SDPA, FlexAttention, FlashAttention; engines of this package (`ops/`)",
         ("tests/common/test_outputs.py::test_eager_equals_fast",),
         "every component",
-        "all: the fast path beside the literal equation",
+        "all: the fast path next to the literal equation",
     ),
     Technique(
         "Batched reductions of softmax and layer norm",
@@ -162,7 +162,7 @@ TECHNIQUES = (
         "an allocator that knows the length, in pieces of 2 MB",
         "torch's caching allocator; nothing stays alive between calls",
         ("tests/inference/test_reuse.py::test_memory_is_given_back",),
-        "every kind of state",
+        "every type of state",
         "all",
     ),
     Technique(
@@ -191,9 +191,9 @@ TECHNIQUES = (
         "A prefix read once for several texts",
         "",
         "",
-        "`past_key_values`, `batch_repeat_interleave` of every kind of state",
+        "`past_key_values`, `batch_repeat_interleave` of every type of state",
         ("tests/inference/test_reuse.py::test_one_prefix_for_several_texts",),
-        "every kind of state",
+        "every type of state",
         "all decoders",
     ),
     Technique(
@@ -202,7 +202,7 @@ TECHNIQUES = (
         "",
         "`generate(assistant_model=...)`, `prompt_lookup_num_tokens`: where a state can forget its last tokens",
         ("tests/inference/test_reuse.py::test_speculative_decoding",),
-        "every kind of state",
+        "every type of state",
         counts=lambda can: can.rolls_back,
         among="decoders",
     ),
@@ -212,7 +212,7 @@ TECHNIQUES = (
         "",
         "`generate_batch`, `transformers serve --continuous-batching`: keys and values in pages",
         ("tests/inference/test_continuous_batching.py::test_equals_generate",),
-        "every kind of score that pages serve",
+        "every type of score that pages serve",
         counts=lambda can: not can.no_pages,
         among="decoders",
     ),
@@ -237,7 +237,7 @@ TECHNIQUES = (
             "tests/inference/test_step_export.py::test_greedy_tokens_are_those_of_generate",
             "tests/inference/test_step_export.py::test_an_encoder_before_the_decoder",
         ),
-        "15 kinds of state; BART, T5 and a linear encoder-decoder",
+        "15 types of state; BART, T5 and a linear encoder-decoder",
         "decoders, with an encoder or without, whose state grows by one rule; others are refused with the reason",
     ),
     Technique(
@@ -272,10 +272,10 @@ def pages() -> Pages:
 def techniques() -> str:
     return page(
         "Techniques of inference",
-        "What the runtimes Faster-Transformer (NVIDIA) and TurboTransformers (Tencent) did for speed, by what it is"
-        " done today, and for which families. But for rounding (bfloat16, 8 bits) no result changes: the test beside"
-        " each shows it, over what the last column says. How to use them: [serve](serve.md). Measured beside"
-        " transformers' models: [results](../results/index.md).",
+        "What the runtimes Faster-Transformer (NVIDIA) and TurboTransformers (Tencent) did for speed, what does"
+        " it today, and for which families. Apart from rounding (bfloat16, 8 bits) no result changes: the test next"
+        " to each shows it, over what the last column says. How to use them: [serve](serve.md). Figures compared"
+        " with transformers' models: [results](../results/index.md).",
         table(_row(technique) for technique in TECHNIQUES),
         "## What is not taken over, and why",
         "\n".join(f"- {reason}" for reason in NOT_APPLICABLE),

@@ -5,9 +5,9 @@
 Trains each (by default all that were not yet trained) as a causal language model of the documentation inside Python's
 standard library, or by masked LM where a variant has no decoder (no network, about half a minute each on one core).
 `VARIANT/mlm` trains one that has a decoder as an encoder, as whom the others are compared with: `bert/mlm`. What the
-runs found goes to `docs/zoo/trained_maps/about.json`, the maps to `<model type>.svg` beside it; they are of a piece of
-held-out text, at the same cut-down windows and blocks as the untrained maps. A model that has learned nothing beyond
-the frequencies of tokens gets no map, and `about.json` says so.
+runs found goes to `docs/zoo/trained_maps/about.json`, the maps to `<model type>.svg` next to it; they are of a piece
+of held-out text, at the same cut-down windows and blocks as the untrained maps. A model that has learned nothing
+beyond the frequencies of tokens gets no map, and `about.json` says so.
 """
 
 from __future__ import annotations
@@ -83,9 +83,9 @@ def train(name: str, decoder: bool, folder: Path) -> dict[str, Any]:
         "residual": residual,
         "steps": report["steps"],
         "loss": report["eval_loss"],
-        "floor": report["eval_floor_loss"],
+        "baseline": report["eval_baseline_loss"],
         "accuracy": report["eval_accuracy"],
-        "floor accuracy": report["eval_floor_accuracy"],
+        "baseline accuracy": report["eval_baseline_accuracy"],
         "seconds": report["seconds"],
         "cut": {field: list(value) if isinstance(value, tuple) else value for field, value in attention.items()},
     }
@@ -125,7 +125,7 @@ def main(names: list[str]) -> None:
         with tempfile.TemporaryDirectory() as folder:
             try:
                 found = train(name, decoder, Path(folder))
-                if found["loss"] >= found["floor"] - CLEAR:
+                if found["loss"] >= found["baseline"] - CLEAR:
                     raise ValueError("it learned nothing beyond the frequencies of tokens")
                 if not objective:
                     drawn = picture(Path(folder), decoder)

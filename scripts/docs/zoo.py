@@ -9,6 +9,7 @@ from hf_xformers.cli.descriptions import own_components, own_defaults, replaced
 from hf_xformers.core.components import SLOTS, build_spec
 from hf_xformers.families import SURVEY, survey_number
 from hf_xformers.hub.model_card import PIPELINES, caption, example, shapes
+from hf_xformers.hub.purposes import purposes
 
 from . import catalog, pictures, results
 from .fields import config_fields, spec_fields
@@ -16,15 +17,15 @@ from .markup import Pages, code, link, page, prose, source_link, table
 
 ABOUT_SLOTS = {
     "embedding": "What tokens, pixels or values become before the first layer.",
-    "position": "How a model knows where a token stands: added to the input, as a rotation or bias of scores, or as a"
+    "position": "How a model encodes where a token is: added to the input, as a rotation or bias of scores, or as a"
     " layer of its own.",
     "attention": "How tokens read one another. The same components serve as `cross_attention`, where a decoder reads"
     " an encoder.",
     "normalization": "What keeps activations at one scale.",
-    "residual": "Where the norm stands, and how a sublayer's output joins what came in.",
+    "residual": "Where the norm is, and how a sublayer's output joins what came in.",
     "feedforward": "What every token does by itself between two attentions.",
     "block": "How sublayers are arranged in a layer.",
-    "stack": "Which layers run, in which order and how often, and what travels beside the tokens.",
+    "stack": "Which layers run, in which order and how often, and what travels next to the tokens.",
     "head": "From hidden states to predictions.",
 }
 CAPABILITIES = {
@@ -54,7 +55,7 @@ def pages() -> Pages:
 def variant(name: str) -> str:
     """The page of a variant."""
     cls = catalog.variants()[name]
-    info, here = cls.info, catalog.variant_page(name)
+    info, here, purpose = cls.info, catalog.variant_page(name), purposes()[name]
     first = " ".join((cls.__doc__ or "").strip().split("\n\n")[0].split())
     main = next((head for head in PIPELINES if head in cls.heads), "Model")
     prefix = cls.__name__.removesuffix("Config")
@@ -64,8 +65,8 @@ def variant(name: str) -> str:
         where = f"section {number} of the survey, {where}"
     facts = [
         ("Changes", info.summary),
-        ("Kind", link(where, here, "zoo/index.md")),
-        ("Shapes", ", ".join(shapes(cls))),
+        ("Section", link(where, here, "zoo/index.md")),
+        ("Architectures", ", ".join(shapes(cls))),
         ("Cost", prose(f"{info.cost} (T tokens, width D)")),
         ("Paper", f"[{info.paper}]({info.url})"),
         ("Source", source_link(catalog.file_of(cls))),
@@ -74,12 +75,14 @@ def variant(name: str) -> str:
     return page(
         catalog.variant_title(name),
         prose(first) if name != "xformer" else "The plain Transformer with any component in any slot.",
+        purpose.markdown(lambda other: link(catalog.variant_title(other), here, catalog.variant_page(other))),
         "\n".join(f"- **{key}:** {text}" for key, text in facts if text),
         f"```console\nhf-xformers pretrain --variant {name} --data stdlib --output_dir runs/{name}\n```"
         if cls.modality == "text" and name != "xformer"
         else "",
         "## Equation",
         f"$$\n{info.equation}\n$$",
+        prose(purpose.symbols),
         info.notes,
         pictures.of_variant(name, caption(cls)),
         "## Components",

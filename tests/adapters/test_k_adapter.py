@@ -153,7 +153,7 @@ def test_what_is_refused(tmp_path):
         (lambda: add_adapter(model, "a", "k_adapter", adapter_hidden=9), "9 is not divided by its 2 heads"),
         (lambda: KAdapterConfig(layers=[2, 1]), "states in ascending order"),
         (lambda: KAdapterConfig(adapter_layers=0), "`adapter_layers` of a K-Adapter must be at least 1"),
-        (lambda: add_adapter(make("gpt2", "ForCausalLM"), "a", "k_adapter"), "reads whole texts beside an encoder"),
+        (lambda: add_adapter(make("gpt2", "ForCausalLM"), "a", "k_adapter"), "reads whole texts next to an encoder"),
         (lambda: add_adapter(make("t5", "ForSeq2SeqLM"), "a", "k_adapter"), "has more than one tower"),
         (lambda: add_adapter(make("funnel_transformer"), "a", "k_adapter"), "differ in length or width"),
     ):

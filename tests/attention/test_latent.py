@@ -152,7 +152,7 @@ def test_generation():
         ({"position": "deberta"}, "has no place for"),
         ({"attention": {**SPEC, "qk_rope_head_dim": 3}}, "head width 3 is 3; choose an even"),
         ({"attention": {**SPEC, "kv_lora_rank": 0}}, "`kv_lora_rank` >= 1, got 0"),
-        ({"attention": {**SPEC, "query_key_norm": "head"}}, "cannot normalise them"),
+        ({"attention": {**SPEC, "query_key_norm": "head"}}, "cannot normalize them"),
     ],
 )
 def test_refusals(fields, words):

@@ -70,7 +70,7 @@ SETTINGS = [
      "from 0 to 2, those of the tower"),
     ("dense", {"losses": ("attention_guidance", "attention_guidance")}, "2 times; give each loss once"),
     ("dense", {"losses": ("guidance",)}, "Unknown loss on heads 'guidance'"),
-    ("linformer", {"query_key_norm": "head"}, "cannot normalise them"),
+    ("linformer", {"query_key_norm": "head"}, "cannot normalize them"),
     ("performer", {"score_cap": 3.0}, "attention 'performer' has no place for `score_cap`"),
     ("dense", {"score_cap": 0}, "positive `score_cap`"),
     ("dense", {"angles": "local"}, "give a rotary position its"),

@@ -102,6 +102,6 @@ def test_keeps_sums_beside_keys():
     config = XFormerConfig(**GEOMETRY, is_decoder=True, attention=SPECS["plain"])
     model = XFormerForCausalLM(config).eval()
     ids = torch.randint(config.vocab_size, (1, 5))
-    with pytest.raises(ValueError, match="running sums beside keys and values, which the given StaticCache"):
+    with pytest.raises(ValueError, match="running sums next to keys and values, which the given StaticCache"):
         model(ids, past_key_values=StaticCache(config=config, max_cache_len=8))
     assert stateful_part(config) == "attention 'sinkhorn_transformer'" and make_cache(config).is_croppable

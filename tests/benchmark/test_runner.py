@@ -101,7 +101,7 @@ def test_dense_attention_stands_in_the_recipe_of_each_entry(monkeypatch, tmp_pat
     write_report(comparison)
     text = (tmp_path / "results.md").read_text()
     assert "- `narrow`: xf_longformer, attention {'attention_window': 8}\n" in text
-    assert "`dense` is xf_gpt2, beside entries whose other parts refuse dense attention" in text
+    assert "`dense` is xf_gpt2, next to entries whose other parts refuse dense attention" in text
 
 
 def test_a_cell_that_fails_stops_no_other(monkeypatch, tmp_path):

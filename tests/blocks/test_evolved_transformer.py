@@ -165,7 +165,7 @@ def test_a_vanilla_layer_remains():
         ({"block": {"decoder_kernels": (3, 0, 1)}}, "3 sizes of 1 or more under `decoder_kernels`"),
         ({"block": {"encoder_kernels": (3, 4)}}, "odd `encoder_kernels`"),
         ({"block": {"wide_heads": 5}, "is_decoder": True}, "5 heads cannot share"),
-        ({"normalization": "power_norm"}, "normalises its branches"),
+        ({"normalization": "power_norm"}, "normalizes its branches"),
         ({"residual": "post_ln", "is_decoder": True}, "use 'pre_ln'"),
         ({"position": "alibi", "is_decoder": True}, "4 heads of width 4"),
         ({"position": "deberta", "is_decoder": True}, "has two in a decoder"),

@@ -25,7 +25,7 @@ REFUSED = [
     ("unknown operation", dict(block={"type": "dartsformer", "operations": (("cross_attention", "ffn"),)})),
     ("two different `candidates` or more", dict(block={"type": "dartsformer", "candidates": ("glu",)})),
     ("in 3 parts", dict(hidden_size=32, num_attention_heads=2, block="dartsformer", is_encoder_decoder=True)),
-    ("normalises parts", dict(block="dartsformer", normalization="power_norm")),
+    ("normalizes parts", dict(block="dartsformer", normalization="power_norm")),
     ("not made for", dict(block="dartsformer", attention="longformer")),
     ("no place for in a decoder", dict(block="dartsformer", attention="linear_transformer", is_decoder=True)),
     # delight
@@ -34,7 +34,7 @@ REFUSED = [
     ("`width_mult` of 1 / `proj_factor`", dict(block={"type": "delight", "width_mult": 0.25})),
     ("unknown activation 'wavy'", dict(block={"type": "delight", "activation": "wavy"})),
     ("up to 8 groups", dict(hidden_size=24, block="delight")),
-    ("normalises groups of channels", dict(block="delight", normalization="power_norm")),
+    ("normalizes groups of channels", dict(block="delight", normalization="power_norm")),
     ("`aggregation`", dict(block="delight", attention={"type": "dense", "aggregation": "capsule_heads"})),
     ("not made for", dict(block="delight", attention="longformer")),
     ("set `head_dim=16`", dict(hidden_size=32, num_attention_heads=1, position="rotary", block="delight")),

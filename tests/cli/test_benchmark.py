@@ -7,6 +7,8 @@ import json
 import pytest
 
 from hf_xformers.benchmark import runner
+from hf_xformers.benchmark.plots import can_plot
+from hf_xformers.benchmark.sweep import best_of_sweep
 from hf_xformers.cli import main
 from hf_xformers.cli.benchmark import make_parser, read_entries, read_settings
 from tests.forks import forks
@@ -124,6 +126,11 @@ def test_training_only(tmp_path, forked):
             "argument --level: there is no 'block'. Choose from layer, model",
         ),
         (["--lengths", "16"], "the following arguments are required: --variants"),
+        (["--variants", "t5", "--suite", "recall"], "'xf_t5' has no decoder class"),
+        (["--variants", "t5", "--train", "--tasks", "parity"], "a task is for models of the shape decoder, and"),
+        (["--variants", "bert", "--train_hidden_size", "64,9"], "--train_hidden_size 9 cannot be divided among"),
+        (["--variants", "bert", "--learning_rate", "0.1,0"], "argument --learning_rate: 0 must be greater than 0"),
+        (["--variants", "bert", "--seed", "1,x"], "argument --seed: "),
     ],
 )
 def test_refusals(tmp_path, capsys, arguments, message):
@@ -146,11 +153,55 @@ def test_options_reach_the_settings(tmp_path):
     settings = read_settings(options)
     assert (settings.lengths, settings.level, settings.size, settings.batch_size) == ((8, 4), "model", "small", 3)
     assert (settings.dtype, settings.shape, settings.max_memory) == ("bfloat16", "seq2seq", 100.0)
-    assert settings.tasks == ("copy", "mqar", "listops", "retrieval", "text")
+    assert settings.tasks == ("copy", "mqar", "recall", "two_hop", "listops", "retrieval", "text")
     assert (settings.training.steps, settings.training.learning_rate, settings.training.seed) == (7, 0.5, 5)
+    assert not settings.sweep and settings.points() == [{}]
     entry = read_entries(
         "mix=xformer", ["mix.attention=performer", "mix.attention.num_features=32", "mix.hidden_size=64"]
     )[0]
     assert entry.components == {"attention": {"type": "performer", "num_features": 32}} and entry.fields == {
         "hidden_size": 64
     }
+
+
+@pytest.mark.slow
+def test_the_suite_for_recall(tmp_path, forked):
+    """Every width with every rate and seed, resumed where it was left, and the best rate of each width in the table."""
+    command = ["benchmark", "--suite", "recall", "--variants", "linear_transformer", "--output_dir", str(tmp_path)]
+    command += (
+        "--steps 2 --train_length 16 --train_layers 1 --train_hidden_size 8,16 --learning_rate 1e-3,1e-2".split()
+    )
+    assert main([*command, "--seed", "0"]) == 0
+    assert main([*command, "--seed", "0,1", "--resume"]) == 0
+    stored = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert len(stored) == len(forked) == 2 * 2 * 2 * 2  # dense attention as well
+    assert {row["at"] for row in stored} == {"recall"} and {row["status"] for row in stored} == {"ok"}
+    by_width = {
+        row["point"]["hidden_size"]: row["state size"] for row in stored if row["label"] == "linear_transformer"
+    }
+    assert by_width == {8: 2 * (4 * 4 + 4), 16: 2 * (8 * 8 + 8)}  # of each of 2 heads: S and z
+    assert {row["state size"] for row in stored if row["label"].startswith("dense")} == {2 * 16 * 8, 2 * 16 * 16}
+    best = best_of_sweep(stored)
+    assert [
+        (row["label"], row["hidden size"], row["runs"]) for row in best if row["label"] == "linear_transformer"
+    ] == [
+        ("linear_transformer", 8, 4),
+        ("linear_transformer", 16, 4),
+    ]
+    text = (tmp_path / "results.md").read_text()
+    assert (
+        "2 layers" not in text and "1 layers, 8/16 wide" in text and "| recall | linear_transformer | 8 | 40 |" in text
+    )
+    assert (tmp_path / "state.svg").exists() or not can_plot()
+
+
+def test_a_sweep_shows_the_rate_with_the_highest_mean():
+    def row(rate, accuracy, status="ok"):
+        point = {"hidden_size": 8, "learning_rate": rate, "seed": 0}
+        about = {"at": "recall", "label": "a", "shape": "decoder", "status": status, "state size": 5}
+        return {**about, "point": point, "accuracy": accuracy, "chance accuracy": 0.1}
+
+    rows = [row(0.1, 0.9), row(0.1, 0.1), row(0.2, 0.6), row(0.2, 0.7), row(0.3, 1.0, "failed")]
+    (found,) = best_of_sweep(rows)
+    assert found["learning rate"] == 0.2 and found["accuracy"] == pytest.approx(0.65) and found["runs"] == 4
+    assert (found["lowest"], found["highest"], found["state size"]) == (0.6, 0.7, 5)

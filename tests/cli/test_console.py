@@ -70,8 +70,8 @@ def test_figures_in_words(capsys):
 
     figures = {
         "model": "runs/x", "objective": {"type": "mlm"}, "data": ["a.txt", "b.txt"], "block_size": 16, "loss": 2.5,
-        "perplexity": 12.18, "accuracy": 0.0006677, "floor_loss": 5.0, "floor_accuracy": 0.07, "aux_balance": 1.5,
-    }  # fmt: skip
+        "perplexity": 12.18, "accuracy": 0.0006677, "baseline_loss": 5.0, "baseline_accuracy": 0.07, "aux_balance":
+    1.5, }  # fmt: skip
     evaluated(figures)
     lines = [line.split("  ", 1) for line in capsys.readouterr().out.replace("\n  ", "\n").splitlines()]
     assert [[name, *(part.strip() for part in rest)] for name, *rest in lines] == [
@@ -88,7 +88,7 @@ def test_figures_in_words(capsys):
         ["balance (held out)", "1.5"],
     ]
     summary = {"variant": "v", "objective": {"type": "mlm"}, "parameters": 1, "steps": 1, "seconds": 1.0}
-    pretrained({**summary, "train_loss": None, "eval_accuracy": 0.0006677, "eval_floor_accuracy": 0.5}, "runs/x")
+    pretrained({**summary, "train_loss": None, "eval_accuracy": 0.0006677, "eval_baseline_accuracy": 0.5}, "runs/x")
     out = capsys.readouterr().out
     assert "0.1%" in out and "50.0%" in out and "0.0006677" not in out
 

@@ -53,7 +53,7 @@ def test_a_classifier(method, teacher, rows, tmp_path, capsys):
     assert "before and after" in shown and "size on disk" in shown
     step = json.loads((out / "compression.json").read_text())["steps"][-1]
     assert step["command"] == "distill" and step["after"]["parameters"] < step["before"]["parameters"]
-    assert step["after"]["quality"] >= step["after"]["floor"] + 0.2
+    assert step["after"]["quality"] >= step["after"]["baseline"] + 0.2
     assert not any("distillation" in name for name in weights(out))
     facts = read_record(out).facts  # of its card: what the run starts from is the teacher's
     assert facts["teacher"] == teacher.name and "started from" not in facts
@@ -109,7 +109,7 @@ def test_a_run_that_was_stopped_ends_with_the_same_weights(method, teacher, rows
 def test_the_table_is_of_as_many_rows_as_are_asked_for(teacher, rows, tmp_path):
     out = distill(teacher, rows, tmp_path / "out", max_steps=1, max_eval_rows=5)
     step = json.loads((out / "compression.json").read_text())["steps"][-1]
-    assert all((5 * step[when]["floor"]) % 1 == 0 for when in ("before", "after"))  # of all 24 it is 14/24
+    assert all((5 * step[when]["baseline"]) % 1 == 0 for when in ("before", "after"))  # of all 24 it is 14/24
 
 
 @pytest.mark.parametrize("method", ["distilbert", "pkd"])

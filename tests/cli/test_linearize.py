@@ -231,7 +231,7 @@ def test_the_result_is_a_plain_checkpoint(text, source, tmp_path, capsys):
     assert (
         "## Linearisation" in card and "The attention of layer 1 is `hedgehog`" in card and str(tmp_path) not in card
     )
-    with pytest.raises(ValueError, match="holds a linearisation already"):
+    with pytest.raises(ValueError, match="holds a linearization already"):
         linearize(text, source, out, layers="1", lora_steps=2)
     with pytest.raises(ValueError, match="had transfer_steps 4, and this command gives 5"):
         linearize(text, source, out, "--resume_from_checkpoint", layers="1", lora_steps=2, transfer_steps=5)
@@ -321,7 +321,7 @@ def test_what_is_overwritten_is_kept_until_the_data_is_read(text, source, tmp_pa
     names = (SWAPPED, *STAGES)
     put_aside(out, FILE, names)  # as a run does that is killed before it has read its data
     (out / "swapped").mkdir()
-    with pytest.raises(ValueError, match="holds a linearisation already"):
+    with pytest.raises(ValueError, match="holds a linearization already"):
         linearize(text, source, out, attention="t2r")
     assert {str(path): path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
     linearize(text, source, out, "--overwrite_output_dir", attention="t2r", distillation_steps=0)

@@ -70,8 +70,8 @@ def test_evaluate_gives_the_figures_of_the_run(task, runs, capsys, tmp_path):
     if task == "question-answering":  # its loss is over the padding, too, which batches by length have less of
         del metrics["loss"]
     assert metrics and {key: figures[key] for key in metrics} == pytest.approx(metrics, rel=1e-4, abs=1e-3)
-    floor = figures["floor"]
-    assert floor.pop("rule") == summary["trivial"]["rule"] and floor == summary["floor_validation"]
+    floor = figures["baseline"]
+    assert floor.pop("rule") == summary["trivial"]["rule"] and floor == summary["baseline_validation"]
     rows = [json.loads(line) for line in (tmp_path / "p.jsonl").read_text().splitlines()]
     for row, before in zip(rows, predictions(folder), strict=True):
         same = pytest.approx(before["prediction"], abs=1e-5) if task == "regression" else before["prediction"]
@@ -111,9 +111,9 @@ def test_figures_of_predictions_have_names_and_floors(runs, capsys, tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "p.jsonl").read_text().splitlines()]
     right = np.mean([row["prediction"] == row["reference"] for row in rows])
     figures = said.partition("measured on these rows: ")[2].rstrip()
-    floor = summary["floor_validation"]["accuracy"]
-    assert f"accuracy {right:.1%} (floor {floor:.1%})" in figures and "matthews correlation " in figures
-    assert figures.startswith("loss ") and figures.endswith(f"; floor: {summary['trivial']['rule']}")
+    floor = summary["baseline_validation"]["accuracy"]
+    assert f"accuracy {right:.1%} (baseline {floor:.1%})" in figures and "matthews correlation " in figures
+    assert figures.startswith("loss ") and figures.endswith(f"; baseline: {summary['trivial']['rule']}")
 
 
 def test_f1_names_its_class(runs, capsys):
@@ -133,21 +133,23 @@ def test_the_floor_of_classes_and_of_numbers(runs):
     most = max("01", key=[row["label"] for row in train].count)
     share = np.mean([row["label"] == most for row in dev])
     assert summary["trivial"] == {"rule": f"always {most!r}", "answer": most}
-    assert summary["floor_validation"]["accuracy"] == pytest.approx(share)
+    assert summary["baseline_validation"]["accuracy"] == pytest.approx(share)
     folder, _, summary = runs("regression")
     gold = np.array([row["reference"] for row in predictions(folder)])
-    assert summary["floor_validation"] == {"mse": pytest.approx(np.mean((gold - summary["trivial"]["answer"]) ** 2))}
+    assert summary["baseline_validation"] == {
+        "mse": pytest.approx(np.mean((gold - summary["trivial"]["answer"]) ** 2))
+    }
 
 
 def test_the_floor_of_other_tasks(runs):
     folder, _, summary = runs("token-classification")
     tags = [tag for row in predictions(folder) for tag in row["reference"]]
-    assert summary["floor_validation"]["accuracy"] == pytest.approx(np.mean([tag == "O" for tag in tags]))
-    assert summary["floor_validation"]["f1"] == 0
+    assert summary["baseline_validation"]["accuracy"] == pytest.approx(np.mean([tag == "O" for tag in tags]))
+    assert summary["baseline_validation"]["f1"] == 0
     _, _, summary = runs("translation")
-    assert summary["trivial"]["rule"] == "the text to translate, copied" and summary["floor_validation"]["bleu"] < 5
+    assert summary["trivial"]["rule"] == "the text to translate, copied" and summary["baseline_validation"]["bleu"] < 5
     _, _, summary = runs("language-modeling")
-    assert 0 < summary["floor_validation"]["accuracy"] < 0.5
+    assert 0 < summary["baseline_validation"]["accuracy"] < 0.5
     tokenizer = AutoTokenizer.from_pretrained(runs("language-modeling")[0])
     token = summary["trivial"]["answer"]
     assert summary["trivial"]["rule"] == f"always the token {tokenizer.convert_ids_to_tokens(token)!r}"
@@ -319,7 +321,7 @@ def test_a_model_without_a_record(runs, tmp_path, capsys):
     AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "bare")
     known = evaluated(capsys, "--model", folder, "--data", data[1])
     bare = evaluated(capsys, "--model", tmp_path / "bare", "--data", data[1])
-    assert bare["accuracy"] == known["accuracy"] and bare["floor"]["rule"].endswith(", by these rows")
+    assert bare["accuracy"] == known["accuracy"] and bare["baseline"]["rule"].endswith(", by these rows")
     message = run(capsys, "evaluate", "--model", tmp_path / "bare", code=2)[1]
     assert "does not say what data it was trained with; give --data" in message
 
@@ -329,6 +331,6 @@ def test_the_report_of_a_run_shows_the_floor(capsys, tmp_path):
 
     summary = {"task": "t", "variant": "v", "parameters": 1, "trained_parameters": 1, "steps": 1, "seconds": 1.0}
     summary |= {"best_checkpoint": None, "peft": None, "trivial": {"rule": "always 'x'", "answer": "x"}}
-    report({**summary, "eval_accuracy": 0.75, "floor_validation": {"accuracy": 0.5}}, "runs/x")
+    report({**summary, "eval_accuracy": 0.75, "baseline_validation": {"accuracy": 0.5}}, "runs/x")
     shown = " ".join(capsys.readouterr().out.split())
-    assert "75.0% (floor 50.0%)" in shown and "always 'x'" in shown
+    assert "75.0% (baseline 50.0%)" in shown and "always 'x'" in shown

@@ -671,23 +671,24 @@ def test_metadata(folders, tmp_path):
     card = prepare_upload(tmp_path / "m", "user/m").card
     assert "| teacher | big-teacher |" in card and "/secret" not in card
     assert front(card)["metrics"] == ["perplexity", "accuracy"]
-    assert "floor" not in card
+    assert "baseline" not in card
 
 
+@pytest.mark.parametrize("name", ["baseline", "floor"])  # the second is that of 0.1.0
 @pytest.mark.parametrize("kind", ["language", "task"])
-def test_figures_stand_beside_their_floor(kind, folders, tmp_path):
-    """A language model's floors are among its figures, a task's apart; neither is a score of the model."""
+def test_figures_stand_beside_their_baseline(kind, name, folders, tmp_path):
+    """A language model's baselines are among its figures, a task's apart; neither is a score of the model."""
     shutil.copytree(folders / "run", tmp_path / "m")
     path = tmp_path / "m" / "training_summary.json"
     floors = {
-        "language": {"eval_floor_loss": 6.5},
-        "task": {"floor_validation": {"loss": 6.5}, "trivial": {"rule": "always 'gut'", "answer": "gut"}},
+        "language": {f"eval_{name}_loss": 6.5},
+        "task": {f"{name}_validation": {"loss": 6.5}, "trivial": {"rule": "always 'gut'", "answer": "gut"}},
     }[kind]
     path.write_text(json.dumps({**json.loads(path.read_text()), **floors}))
     card = prepare_upload(tmp_path / "m", "user/m").card
-    assert "| split | metric | value | floor |" in card
+    assert "| split | metric | value | baseline |" in card
     assert "| validation | loss | 5.25 | 6.5 |" in card and "| validation | perplexity | 190.5 |  |" in card
-    assert ("*The floor is what can be said without the model: always 'gut'.*" in card) == (kind == "task")
+    assert ("*The baseline is what can be said without the model: always 'gut'.*" in card) == (kind == "task")
     scores = front(card)["model-index"][0]["results"][0]["metrics"]
     assert {score["type"] for score in scores} == {"loss", "perplexity"} and 6.5 not in [s["value"] for s in scores]
     assert 'AutoTokenizer.from_pretrained("user/m")' in card

@@ -150,7 +150,7 @@ def test_what_is_quantised_is_used_as_it_is(source, tmp_path, capsys):
     assert quantize(source, out, weights="int4", activations="int8") == 0, capsys.readouterr()
     assert main(["predict", "--model", str(out), "--text", "it was a fine day", "--use_cpu", "--no_progress"]) == 0
     assert quantize(out, tmp_path / "twice") == 2
-    assert "is quantised already (torchao)" in " ".join(capsys.readouterr().err.split())
+    assert "is quantized already (torchao)" in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "twice").exists()
     assert quantize(source, out) == 2 and "holds a model already" in capsys.readouterr().err
     command = ["finetune", "--task", "text-classification", "--model", str(out), "--data", "x.csv"]
@@ -181,7 +181,7 @@ def test_with_a_training_that_knows_of_it(source, data, tmp_path, capsys):
     assert all(tensor.dtype == torch.float32 for tensor in weights(out / "trained").values())
     step = json.loads((out / "compression.json").read_text())["steps"][-1]
     assert step["settings"]["quantization_aware"] is True
-    assert (5 * step["after"]["floor"]) % 1 == 0  # of all 24 rows it is 14/24
+    assert (5 * step["after"]["baseline"]) % 1 == 0  # of all 24 rows it is 14/24
 
 
 def test_each_kind_by_itself():
@@ -198,7 +198,7 @@ REFUSED = {
     "no model": ({"model": "nowhere"}, "nowhere"),
     "bits": ({"weights": "int2"}, "int2"),
     "group": ({"weights": "int4", "group_size": 1}, "--group_size must be at least 2"),
-    "nothing left": ({"weights": "int4", "group_size": 48}, "nothing of the model can be quantised"),
+    "nothing left": ({"weights": "int4", "group_size": 48}, "nothing of the model can be quantized"),
     "keep": ({"keep": "nothing"}, "--keep nothing names no linear module"),
     "no rows": ({"quantization_aware": True}, "name them with --data"),
 }

@@ -229,7 +229,7 @@ def test_heads_that_share_keys_leave_together():
     [
         ({"attention": "talking_heads"}, "know of each other"),
         ({"position": "alibi"}, "know of each other or of their number"),
-        ({"attention": {"type": "dense", "query_key_norm": "projection"}}, "normalises them together"),
+        ({"attention": {"type": "dense", "query_key_norm": "projection"}}, "normalizes them together"),
         ({"attention": {"type": "dense", "query_key_norm": "each_head"}}, "has a gain for each of them"),
         ({"attention": {"type": "dense", "aggregation": "routing_aggregation"}}, "joins all of them"),
     ],

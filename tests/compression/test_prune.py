@@ -81,7 +81,7 @@ def test_heads_of_a_classifier(classifier, tmp_path, capsys):
     assert after["bytes"] < before["bytes"] and after["metric"] == "accuracy"
     record = json.loads((classifier / "training_summary.json").read_text())
     assert before["quality"] == pytest.approx(record["eval_accuracy"])
-    assert before["floor"] == pytest.approx(record["floor_validation"]["accuracy"])
+    assert before["baseline"] == pytest.approx(record["baseline_validation"]["accuracy"])
     left = [len(rows[0]) for rows in step["settings"]["kept_heads"].values()]
     model = open_model(tmp_path / "out")
     assert sum(left) == 5 and sum(layer.attention.num_heads for layer in model.model.trunk.layers) == 5
@@ -113,7 +113,7 @@ def test_the_record_and_the_card_are_those_of_the_smaller_model(classifier, tmp_
     before, after = step["before"], step["after"]
     assert f"| before | {before['parameters']:,} | {before['nonzero']:,} |" in card
     assert f"| `prune`: weights by magnitude | {after['parameters']:,} | {after['nonzero']:,} |" in card
-    assert f"accuracy {after['quality']:.4g} (floor {after['floor']:.4g})" in card
+    assert f"accuracy {after['quality']:.4g} (baseline {after['baseline']:.4g})" in card
 
 
 def test_a_tagger_loses_layers_by_what_its_loss_says(tagger, tmp_path):
@@ -126,7 +126,7 @@ def test_a_tagger_loses_layers_by_what_its_loss_says(tagger, tmp_path):
 def test_a_language_model_generates_without_its_heads(decoder, tmp_path):
     (step,) = prune(decoder, tmp_path / "out", method="heads", share=0.25, by_layer=True, rows=16)
     assert step["before"]["metric"] == "loss" and step["before"]["less_is_better"]
-    assert step["before"]["floor"] > 0
+    assert step["before"]["baseline"] > 0
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     ids = torch.tensor([[7, 8, 9]])
     with_cache = model.generate(ids, max_new_tokens=4, do_sample=False)

@@ -46,7 +46,7 @@ def test_clusters_are_the_means_of_their_pixels():
     assert sorted(order.tolist()) == [0, 1, 2]
     torch.testing.assert_close(clusters[order], pixels.view(3, 50, 3).mean(1), rtol=0, atol=1e-5)
     assert torch.equal(colour_clusters(pixels, 3), clusters)
-    with pytest.raises(ValueError, match="have 2 colours, fewer than 3 clusters; take at most 2"):
+    with pytest.raises(ValueError, match="have 2 colors, fewer than 3 clusters; take at most 2"):
         colour_clusters(torch.tensor([[0.0, 0, 0], [1, 1, 1], [1, 1, 1]]), 3)
 
 

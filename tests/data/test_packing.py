@@ -301,7 +301,7 @@ def test_refusals(tokenizer):
     for given in (dataset, dataset.to_iterable_dataset()):
         with pytest.raises(ValueError, match=r"no column 'word_ids', only .*tokenize_dataset\(..., word_ids=True\)"):
             pack(given, 8, tokenizer=tokenizer, word_ids=True)
-        with pytest.raises(ValueError, match="no column 'text' to tokenise; its columns are"):
+        with pytest.raises(ValueError, match="no column 'text' to tokenize; its columns are"):
             tokenize_dataset(given, tokenizer)
 
     bare = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0, "?": 1}, unk_token="?")))

@@ -1,5 +1,7 @@
 """Synthetic tasks: every label is the one answer that the row itself gives."""
 
+import itertools
+
 import numpy as np
 import pytest
 from datasets import Dataset
@@ -11,6 +13,8 @@ from hf_xformers.data import (
     disjoint,
     list_operations,
     needle_retrieval,
+    state_tracking,
+    two_hop_recall,
 )
 
 
@@ -45,6 +49,39 @@ def test_associative_recall(length, num_pairs, vocab_size):
         assert sorted(row[p - 1] for p in asked) == sorted(memory)
         rest = set(range(2 * num_pairs + 1, length)) - {q for p in asked for q in (p - 1, p)}
         assert all(row[position] == 0 for position in rest)
+
+
+@pytest.mark.parametrize("num_pairs, vocab_size", [(1, 5), (6, 20), (5, 50)])
+def test_two_hop_recall(num_pairs, vocab_size):
+    ids, labels = columns(two_hop_recall(60, num_pairs, vocab_size, seed=1))
+    assert ids.shape == labels.shape == (60, 6 * num_pairs + 1)
+    each, met = (vocab_size - 2) // 3, set()
+    for row, target in zip(ids.tolist(), labels.tolist(), strict=True):
+        links = dict(zip(row[0 : 4 * num_pairs : 2], row[1 : 4 * num_pairs : 2], strict=True))
+        assert len(links) == 2 * num_pairs and row[4 * num_pairs] == 1
+        keys = row[4 * num_pairs + 1 :: 2]
+        assert sorted(keys) == sorted(key for key in links if key < 2 + each)
+        answers = [links[links[key]] for key in keys]
+        assert len(set(answers)) == num_pairs and min(answers) >= 2 + 2 * each
+        assert row[4 * num_pairs + 2 :: 2] == answers == [label for label in target if label != -100]
+        assert all(target[place] == row[place] for place in range(4 * num_pairs + 2, len(row), 2))
+        met.add(row.index(links[keys[0]]) % 2)  # as a value, behind its key, or as a key before
+    assert num_pairs == 1 or met == {0, 1}
+
+
+@pytest.mark.parametrize("elements", [2, 3, 5])
+def test_state_tracking(elements):
+    ids, labels = columns(state_tracking(40, 9, elements, seed=2))
+    group = list(itertools.permutations(range(elements)))
+    for row, target in zip(ids.tolist(), labels.tolist(), strict=True):
+        assert row[-1] == 0 and target[0] == -100
+        state = tuple(range(elements))
+        for token, label in zip(row[:-1], target[1:], strict=True):
+            state = tuple(group[token - 2][element] for element in state)
+            assert group[label - 2] == state
+    assert set(ids[:, :-1].ravel()) == set(range(2, 2 + len(group))) or elements == 5
+    if elements == 2:
+        assert (labels[:, 1:] - 2 == (ids[:, :-1] - 2).cumsum(1) % 2).all()
 
 
 def test_queries_come_soon_after_the_pairs_or_evenly():
@@ -90,6 +127,8 @@ def test_a_seed_means_the_same_rows():
         lambda seed: associative_recall(20, 33, 4, 20, seed),
         lambda seed: list_operations(20, 33, seed),
         lambda seed: needle_retrieval(20, 33, seed=seed),
+        lambda seed: two_hop_recall(20, 4, 20, seed),
+        lambda seed: state_tracking(20, 9, 5, seed),
     ):
         first, again, other = (np.array(make(seed)["input_ids"][:]) for seed in (0, 0, 1))
         assert (first == again).all() and (first != other).any()
@@ -112,6 +151,11 @@ def test_refusals(tmp_path):
         (lambda: list_operations(1, 9, max_arguments=1), "max_arguments=1"),
         (lambda: needle_retrieval(1, 3), "length=3"),
         (lambda: needle_retrieval(1, 9, num_values=1), "num_values=1 is too small; take at least 2"),
+        (lambda: two_hop_recall(1, 0, 20), "num_pairs=0"),
+        (lambda: two_hop_recall(1, 7, 22), "vocab_size=22 gives 6 keys for num_pairs=7 .*at least 23"),
+        (lambda: state_tracking(1, 1, 2), "length=1"),
+        (lambda: state_tracking(1, 9, 1), "elements=1"),
+        (lambda: state_tracking(1, 9, 7), "elements=7 have 5040 permutations; take at most 6"),
         (lambda: byte_dataset(tmp_path / "a.txt", 0), "block_size=0"),
         (lambda: byte_dataset(tmp_path / "a.txt", 9), "has 8 bytes .* less than one block of block_size=9"),
         (lambda: byte_dataset(tmp_path / "a.txt", 4, start=0.5, stop=0.5), "start=0.5, stop=0.5"),
@@ -176,5 +220,5 @@ def test_disjoint_parts():
     assert not set(rows) & {tuple(row) for row in train["input_ids"]}
     again = disjoint(lambda n, seed: copy_task(n, 4, 5, seed), 40, 30, seed=3)[1]
     assert again["input_ids"][:] == held_out["input_ids"][:]
-    with pytest.raises(ValueError, match="no 30 rows beside the 40 of training"):
+    with pytest.raises(ValueError, match="no 30 rows besides the 40 of training"):
         disjoint(lambda n, seed: copy_task(n, 2, 5, seed), 40, 30)

@@ -1,5 +1,5 @@
-"""The notebooks run from top to bottom, what they train stands clear of its floor, and the outputs that are stored in
-them are those of their cells."""
+"""The notebooks run from top to bottom, what they train stands clear of its baseline, and the outputs that are stored
+in them are those of their cells."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 
 
 def mixes_learn(names, printed):
-    floor = 1 / names["MODULUS"]
-    assert all(right > 4 * floor for _, right in names["results"].values()), printed
+    baseline = 1 / names["MODULUS"]
+    assert all(right > 4 * baseline for _, right in names["results"].values()), printed
 
 
 def swaps_keep(names, printed):
-    floor = names["floor"]()
+    baseline = names["baseline"]()
     shares = [float(share) / 100 for share in re.findall(r"(?:source|uptrained) (\d+\.\d)%", printed)]
-    assert len(shares) == 3 and min(shares) > 4 * floor, printed
+    assert len(shares) == 3 and min(shares) > 4 * baseline, printed
 
 
 def maps_show_the_copy(names, printed):

@@ -7,6 +7,7 @@ import xml.etree.ElementTree as tree
 
 import pytest
 
+from hf_xformers.hub.result_tables import MOST, result_tables
 from hf_xformers.variants import model_types
 from scripts.docs import pictures, results
 from scripts.docs.charts import PLANS, charts_of
@@ -38,10 +39,29 @@ def test_every_figure_stands_in_the_json(name):
     }
     text = results.result(name)
     for line in text.splitlines():
-        if line.startswith("| ") and "---" not in line:
+        if line.lstrip().startswith("| ") and "---" not in line:
             for figure in set(FIGURE.findall(re.sub(r"\]\([^)]*\)", "]", line))) - words:
                 assert any(stands_for(figure, number) for number in numbers), (figure, line)
     assert text.count("\n| ") >= len(rows)
+
+
+@pytest.mark.parametrize("name", results.files())
+def test_tables_show_few_columns(name):
+    """What is folded away is indented; every column is in one of the two."""
+    text = results.result(name)
+    shown = [line for line in text.splitlines() if line.startswith("| ") and "---" not in line]
+    assert all(line.replace("\\|", "").count("|") - 1 <= MOST + 1 for line in shown)  # one for the number of a row
+    rows = [row for table in results.tables_of(name).values() for row in table]
+    grouped = {column for place, column in results.GROUPS.items() if place.partition("/")[0] == name}
+    for key in {key for row in rows for key, value in row.items() if value not in (None, "")} - grouped:
+        assert re.search(rf"\| {re.escape(key)} \||note \"{re.escape(key)} of each", text), key
+
+
+def test_columns_that_are_named_first_exist():
+    for place, known in result_tables().items():
+        name, _, part = place.partition("/")
+        rows = results.tables_of(name)[part or "rows"]
+        assert set(known.columns) <= {key for row in rows for key in row} and len(known.columns) <= MOST, place
 
 
 @pytest.mark.parametrize("name", results.files())
@@ -73,7 +93,7 @@ def test_variants_that_were_trained_alike():
         assert drawn != ("no map" in run), key
         if "loss" in run:
             assert run["steps"] == pictures.STEPS and run["objective"] in pictures.DENSE
-            assert ("no map" in run) or run["loss"] < run["floor"]
+            assert ("no map" in run) or run["loss"] < run["baseline"]
     rows = pictures.alike()
     text = results.result("pretraining").partition(f"## {results.ALIKE}")[2]
     missing = pictures.not_trained()

@@ -60,7 +60,7 @@ def run(folder, pretrained, tmp_path_factory):
 def test_it_learns_and_stands_beside_its_floor(run):
     summary = json.loads((run / "training_summary.json").read_text())
     assert summary["variant"] == "xf_image_gpt" and summary["labels"] == ["large", "small"]
-    assert summary["test_accuracy"] >= 0.9 and summary["floor_test"]["accuracy"] == 0.5
+    assert summary["test_accuracy"] >= 0.9 and summary["baseline_test"]["accuracy"] == 0.5
 
 
 def ids_by_hand(image, clusters):
@@ -149,10 +149,10 @@ REFUSED = {
     "colours of a saved model": "has those that it has learnt; leave it out",
     "no processor": "has no image processor (preprocessor_config.json) with the clusters that its tokens are",
     "sizes that differ": "have 2 sizes (8 x 8, 9 x 8 pixels); resize them to one",
-    "a vocabulary": "--vocab_size follows from the colours of the images; give --colours in its place",
+    "a vocabulary": "--vocab_size follows from the colors of the images; give --colours in its place",
     "blocks": "goes through an image block by block, and image processors write it row by row",
     "too few colours": "--colours 1 must be at least 2",
-    "patches": "--colours 4 is for models whose tokens are colours, such as image_gpt",
+    "patches": "--colours 4 is for models whose tokens are colors, such as image_gpt",
     "few positions": "are 64 tokens, and the model has positions for 63",
 }
 

@@ -160,13 +160,13 @@ def test_the_probe_in_one_call(places, tmp_path, capsys):
     assert features(places, tmp_path / "out", probe="label", layers=["embedding", "last"]) == 0
     figures = json.loads((tmp_path / "out" / "probe.json").read_text())
     labels = [label for _, label in sentences(24, 1)]
-    floor = figures["validation"]["floor"]
+    floor = figures["validation"]["baseline"]
     assert floor in (pytest.approx(sum(labels) / 24), pytest.approx(1 - sum(labels) / 24))
     # Good and bad words are words: their embeddings tell them apart.
     assert figures["train"]["accuracy"]["embedding"] > floor + 0.2
     assert figures["validation"]["accuracy"]["embedding"] > floor
     shown = capsys.readouterr().out
-    assert "accuracy of embedding (validation)" in shown and "floor" in shown
+    assert "accuracy of embedding (validation)" in shown and "baseline" in shown
 
 
 def test_a_learned_mix_finds_the_layer_that_knows():

@@ -195,7 +195,7 @@ def test_split_in_time(trained):
 
 def test_better_than_the_floor(trained):
     _, run, _, summary = trained
-    floor = summary["floor_validation"]
+    floor = summary["baseline_validation"]
     assert summary["eval_mse"] < floor["mse"] <= floor["mse_of_last_value"]
     rows = [json.loads(line) for line in (run / "predictions_validation.jsonl").read_text().splitlines()]
     errors = [

@@ -56,7 +56,7 @@ def test_a_folder_of_classes_is_learnt_and_stands_beside_its_floor(run):
     summary = json.loads((run / "training_summary.json").read_text())
     assert (summary["train_rows"] + summary["validation_rows"], summary["test_rows"]) == (60, 12)
     assert summary["labels"] == ["lying", "standing"]
-    assert summary["test_accuracy"] >= 0.9 and summary["floor_test"]["accuracy"] == 0.5
+    assert summary["test_accuracy"] >= 0.9 and summary["baseline_test"]["accuracy"] == 0.5
     rows = [json.loads(line) for line in (run / "predictions_test.jsonl").read_text().splitlines()]
     assert len(rows) == 12 and all(row["image"].endswith(".png") and row["reference"] in row["image"] for row in rows)
 

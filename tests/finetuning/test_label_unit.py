@@ -74,7 +74,7 @@ def test_a_saved_regression_answers_in_the_unit_of_its_labels(tmp_path):
     runs = {"fresh": {}, "lora": {"model": tmp_path / "base", "peft": "lora", "new_head": True}}
     for name, options in runs.items():
         summary = finetune("regression", data, tmp_path / name, max_steps=2, learning_rate=1e-4, **options)
-        assert summary["eval_mse"] < 1.5 * 20.0**2 and summary["floor_validation"]["mse"] < 1.5 * 20.0**2
+        assert summary["eval_mse"] < 1.5 * 20.0**2 and summary["baseline_validation"]["mse"] < 1.5 * 20.0**2
         output = tmp_path / f"{name}.jsonl"
         command = ["predict", "--model", str(tmp_path / name), "--data", *data, "--output", str(output), "--use_cpu"]
         assert hf_xformers.cli.main(command) == 0

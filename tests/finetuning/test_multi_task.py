@@ -139,7 +139,7 @@ def run(places, tmp_path_factory):
 def test_both_tasks_are_learned(run):
     folder, summary = run
     assert summary["tasks"]["a"]["eval_accuracy"] > 0.85 and summary["tasks"]["b"]["eval_f1"] > 0.85
-    floor = summary["tasks"]["a"]["floor_validation"]["accuracy"]
+    floor = summary["tasks"]["a"]["baseline_validation"]["accuracy"]
     assert floor < 0.7 and summary["steps"] == 6 * (8 + 6)
     assert summary["status"] == "finished" and all("status" not in about for about in summary["tasks"].values())
     history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
@@ -389,7 +389,7 @@ def test_a_file_of_several_tasks(places, tmp_path, capsys):
 
 
 REFUSED = [
-    ({"a": "classification"}, ["--task", "tagging"], {}, "--task tagging has no name beside the named tasks a"),
+    ({"a": "classification"}, ["--task", "tagging"], {}, "--task tagging has no name besides the named tasks a"),
     ({"a": "classification"}, ["--task", "a=tagging"], {}, "there is a task 'a' already"),
     ({"a": "classification"}, ["--task", "a/b=tagging"], {}, "'a/b' is to be the name of a folder"),
     ({"a": "classification"}, ["--task", "d=tagging"], {}, "task 'd' has no rows; give them with --data d=FILE"),

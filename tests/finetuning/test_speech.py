@@ -53,7 +53,7 @@ def run(folders, tmp_path_factory):
 def test_words_are_learnt_and_stand_beside_their_floor(run):
     summary = json.loads((run / "training_summary.json").read_text())
     assert (summary["train_rows"], summary["test_rows"]) == (96, 24)
-    floor = summary["floor_test"]["wer"]
+    floor = summary["baseline_test"]["wer"]
     assert summary["test_wer"] < 0.25 < 0.7 < floor <= 1.2, (summary["test_wer"], floor)
     assert summary["test_cer"] < summary["test_wer"] and summary["test_loss"] > 0
     rows = [json.loads(line) for line in (run / "predictions_test.jsonl").read_text().splitlines()]
@@ -134,7 +134,7 @@ def test_what_is_refused(run, folders, tmp_path, capsys):
     (place / "c.txt").write_text("bad " * 20)
     assert "have room for one character each" in refused([*base, str(place)], capsys)
     (place / "c.txt").unlink()
-    assert "has no transcript beside it" in refused([*base, str(place)], capsys)
+    assert "has no transcript next to it" in refused([*base, str(place)], capsys)
     (place / "c.txt").write_text("bad")
 
     with wave.open(str(place / "c.wav"), "wb") as file:

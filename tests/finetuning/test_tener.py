@@ -12,7 +12,7 @@ LEARN = {"learning_rate": 0.02, "num_train_epochs": 3, "hidden_dropout_prob": 0,
 def test_from_files_to_the_pipeline(tmp_path, capsys):
     data = tagging(tmp_path, count=96)
     summary = finetune("token-classification", data, tmp_path / "run", variant="tener", **LEARN)
-    assert summary["eval_f1"] >= 0.9 and summary["floor_validation"]["f1"] == 0
+    assert summary["eval_f1"] >= 0.9 and summary["baseline_validation"]["f1"] == 0
     assert 0 < summary["eval_loss"] < 1
     model = AutoModelForTokenClassification.from_pretrained(tmp_path / "run")
     assert model.crf is not None

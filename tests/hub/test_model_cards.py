@@ -12,10 +12,12 @@ from huggingface_hub import ModelCard
 
 from hf_xformers.hub.attention_map import attention_maps, draw
 from hf_xformers.hub.model_card import measured_rows, variant_card
+from hf_xformers.hub.result_tables import MOST, result_tables
 from hf_xformers.variants import config_class, model_types
 
 ROOT = Path(__file__).resolve().parents[2]
 CARDS = ROOT / "model_cards"
+FOLDED = "<details><summary>Settings and further figures</summary>\n\n"
 
 
 @pytest.mark.parametrize("model_type", model_types())
@@ -35,6 +37,7 @@ def test_metadata_is_valid(model_type):
     card = ModelCard((CARDS / f"{model_type}.md").read_text(encoding="utf-8"))
     assert card.data.library_name == "transformers" and card.data.license == "apache-2.0"
     assert model_type in card.data.tags
+    assert card.data.pipeline_tag is None and card.data.language is None  # there are no weights that could do it
 
 
 @pytest.mark.parametrize("model_type", ["xf_gpt2", "xf_bert"])
@@ -66,17 +69,28 @@ def test_every_card_begins_with_a_whole_sentence():
         assert first.endswith("."), f"{model_type}: {first}"
 
 
+@pytest.mark.parametrize("model_type", model_types())
+def test_measured_tables_show_few_columns(model_type):
+    """Those that are folded away may have more."""
+    measured = (CARDS / f"{model_type}.md").read_text(encoding="utf-8").partition("\n## Measured\n")[2]
+    shown = re.sub(r"<details>.*?</details>", "", measured.partition("\n## ")[0], flags=re.DOTALL)
+    assert all(line.count("|") - 1 <= MOST for line in shown.splitlines() if line.startswith("|"))
+    assert shown.count("\n### ") == len(re.findall(r"^### .+\n\n[^|\n].+\n\n\|", shown, flags=re.MULTILINE))
+
+
 def test_measured_values_are_legible(tmp_path):
     """Small rates, absent values, and files whose figures are of another unit."""
     for name, row in (
-        ("few_labels", {"variant": "xf_bert", "set-up": "a", "probe": 59.79, "twin": None}),
+        ("few_labels", {"variant": "xf_bert", "set-up": "a", "probe": 59.79, "control": None}),
         ("objectives", {"variant": "xf_bert", "set-up": "a", "probe": 0.62, "learning rate": 0.003, "loss": 0.0}),
     ):
         (tmp_path / f"{name}.json").write_text(json.dumps({"rows": [row]}))
     text = variant_card("xf_bert", measured_rows("xf_bert", tmp_path))
-    measured = text.partition("## Measured\n\n")[2].partition("\n\n## ")[0]
+    measured, known = text.partition("## Measured\n\n")[2].partition("\n\n## ")[0], result_tables()
     assert measured == (
-        "Few labels:\n\n| variant | set-up | probe | twin |\n|---|---|---|---|\n| xf_bert | a | 59.79 |  |\n\n"
-        "Objectives:\n\n| variant | set-up | probe | learning rate | loss |\n|---|---|---|---|---|\n"
-        "| xf_bert | a | 0.62 | 0.003 | 0.00 |"
+        f"### Few labels\n\n{known['few_labels'].caption}\n\n| probe |\n|---|\n| 59.79 |\n\n{FOLDED}"
+        "| probe | set-up |\n|---|---|\n| 59.79 | a |\n\n</details>\n\n"
+        f"### Pretraining objectives\n\n{known['objectives'].caption}\n\n"
+        f"| loss | probe |\n|---|---|\n| 0.00 | 0.62 |\n\n{FOLDED}"
+        "| loss | set-up | learning rate |\n|---|---|---|\n| 0.00 | a | 0.003 |\n\n</details>"
     )

@@ -164,4 +164,4 @@ def test_a_run_goes_on_exactly(tmp_path, capsys):
     capsys.readouterr()
     assert hf_xformers.cli.main(["evaluate", "--model", str(out), "--data", str(text), "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
-    assert figures["tokens"] == figures["rows"] and 0 < figures["floor_loss"] <= math.log(8) + 1e-6
+    assert figures["tokens"] == figures["rows"] and 0 < figures["baseline_loss"] <= math.log(8) + 1e-6

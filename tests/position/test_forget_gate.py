@@ -78,7 +78,7 @@ def test_generation(attention, cache):
     [
         ({"is_decoder": False}, "only works in a causal decoder"),
         ({"attention": "linear_transformer"}, "has no place for"),
-        ({"attention": "routing_transformer"}, "beside its key, which attention 'routing_transformer'"),
+        ({"attention": "routing_transformer"}, "next to its key, which attention 'routing_transformer'"),
         ({"attention": "multi_head_latent_attention"}, "has no place for"),
     ],
 )

@@ -54,11 +54,11 @@ REFUSALS = (
     ),
     r"position '\w+' only works in a causal decoder",
     r"position '\w+' .*only works in an encoder",
-    r"position '\w+' keeps a number for each token beside its key, which attention '\w+' has no place for",
+    r"position '\w+' keeps a number for each token next to its key, which attention '\w+' has no place for",
     r"attention '\w+' has no causal form and cannot stand in a decoder",
     r"attention '\w+' is causal only and cannot stand in an encoder",
     r"The stack 'etc' (reads the whole text and cannot stand in a decoder|needs attention that takes any number of)",
-    r"block '\w+' keeps a window of inputs beside the keys and values of attention 'dense'",
+    r"block '\w+' keeps a window of inputs besides the keys and values of attention 'dense'",
 )
 
 

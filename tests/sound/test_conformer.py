@@ -271,7 +271,7 @@ def test_what_is_refused():
         XFConformerConfig(block={"type": "conformer", "conv_kernel": 32})
     with pytest.raises(ValueError, match="set `conv_norm` to 'layer' there"):
         XFConformerConfig(is_decoder=True)
-    with pytest.raises(ValueError, match="normalises the stream at the end of a layer"):
+    with pytest.raises(ValueError, match="normalizes the stream at the end of a layer"):
         XFConformerConfig(stack="reversible", attention="dense")
     with pytest.raises(ValueError, match="`num_mel_bins` must be at least 1, got 0"):
         XFConformerConfig(num_mel_bins=0)

@@ -61,7 +61,7 @@ REFUSED = [
     ("Unknown|unknown|does not make", dict(stack={"type": "plain", "segment_length": 4})),
     # mask_modes
     ("attention 'performer' does not take; set `attention='dense'`", dict(stack="mask_modes", attention="performer")),
-    ("block 'lite_transformer' reads neighbours", dict(stack="mask_modes", block="lite_transformer")),
+    ("block 'lite_transformer' reads neighbors", dict(stack="mask_modes", block="lite_transformer")),
     ("cannot stand in a decoder", dict(stack="mask_modes", is_decoder=True)),
     # memformer
     ("stack 'memformer'", dict(block="memformer")),

@@ -92,11 +92,11 @@ def test_learns_the_order_and_is_evaluated(files, tmp_path, capsys, settings, he
     assert figures["loss"] == pytest.approx(made["eval_loss"], rel=1e-5) and figures["rows"] == made["validation_rows"]
     if settings:
         assert figures["sentence_accuracy"] == pytest.approx(made["eval_sentence_accuracy"])
-        assert 0.5 <= figures["floor_sentence_accuracy"] <= 1 and figures["aux_pair"] > 0
+        assert 0.5 <= figures["baseline_sentence_accuracy"] <= 1 and figures["aux_pair"] > 0
         assert figures["tokens"] > figures["rows"]
     else:
         assert figures["tokens"] == figures["rows"]
-        assert figures["accuracy"] > figures["floor_accuracy"] + 0.1, figures
+        assert figures["accuracy"] > figures["baseline_accuracy"] + 0.1, figures
     assert hf_xformers.cli.main(["evaluate", "--model", str(output)]) == 0
     out = capsys.readouterr().out
     assert "sentence accuracy (held out)" in out if settings else "of always the most frequent label" in out

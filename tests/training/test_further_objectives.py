@@ -41,4 +41,4 @@ def test_runs_go_on_and_are_evaluated(name, tmp_path, capsys):
         assert figures["rows"] <= 8
         beside = figures["aux_entity_replacement" if kind == "entity" else "aux_phrase_contrast"]
         assert figures[f"{kind}_loss"] == pytest.approx(beside, rel=1e-5) and beside > 0
-        assert 0 < figures[f"floor_{kind}_accuracy"] <= 1 and 0 <= figures[f"{kind}_accuracy"] <= 1
+        assert 0 < figures[f"baseline_{kind}_accuracy"] <= 1 and 0 <= figures[f"{kind}_accuracy"] <= 1

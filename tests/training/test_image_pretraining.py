@@ -75,7 +75,7 @@ def test_what_is_held_out_costs_less_than_its_floor(runs, kind):
     found = summary(runs[kind])
     assert found["status"] == "finished" and found["train_rows"] + found["validation_rows"] == 300
     # So short a run learns no more of hidden patches than the floor knows; a task below shows what more there is.
-    assert kind == "patches" or found["eval_loss"] < 0.9 * found["eval_floor_loss"], found
+    assert kind == "patches" or found["eval_loss"] < 0.9 * found["eval_baseline_loss"], found
     tokens = {"patches": 16, "colours": 65, "plane": 64}[kind]
     assert found["block_size"] == tokens and found["vocabulary"] == {"patches": None, "colours": 17, "plane": 8}[kind]
     picture = Image.open(runs[kind] / PICTURES_FILE)
@@ -98,7 +98,7 @@ def test_hidden_patches_are_told_beyond_the_median_picture(tmp_path):
     wide = {"per_device_train_batch_size": 32, "initializer": "xavier", "attention_probs_dropout_prob": 0.0}
     options = {**KINDS["patches"], **wide, "max_steps": 120, "save_strategy": "no", "seed": 0, "eval_steps": 120}
     found = summary(pretrain(folder, tmp_path / "run", **options))
-    assert found["eval_floor_loss"] > 0.8 and found["eval_loss"] < 0.6 * found["eval_floor_loss"], found
+    assert found["eval_baseline_loss"] > 0.8 and found["eval_loss"] < 0.6 * found["eval_baseline_loss"], found
 
 
 def test_the_error_of_hidden_pixels_and_its_floor(runs, digits):
@@ -129,9 +129,9 @@ def test_the_error_of_hidden_pixels_and_its_floor(runs, digits):
             floors.append((image[cut] - usual[cut]).abs().mean().item())
     found = summary(runs["patches"])
     assert found["eval_loss"] == pytest.approx(np.mean(errors), rel=1e-5)
-    assert found["eval_floor_loss"] == pytest.approx(np.mean(floors), rel=1e-5)
+    assert found["eval_baseline_loss"] == pytest.approx(np.mean(floors), rel=1e-5)
     flat = [(scaled["validation"] - level).abs().mean().item() for level in np.linspace(-1, 1, 21)]
-    assert found["eval_floor_loss"] < 0.8 * min(flat)  # which is far below any picture of one grey
+    assert found["eval_baseline_loss"] < 0.8 * min(flat)  # which is far below any picture of one grey
 
 
 def test_colours_are_stored_with_the_model(runs, digits):
@@ -147,7 +147,7 @@ def test_colours_are_stored_with_the_model(runs, digits):
     assert found["eval_loss"] == pytest.approx(-scores.gather(2, ids[..., None]).mean().item(), rel=1e-5)
     share = torch.bincount(ids.flatten()).double() / ids.numel()
     share = share[share > 0]
-    assert found["eval_floor_loss"] == pytest.approx(-(share * share.log()).sum().item(), rel=1e-5)
+    assert found["eval_baseline_loss"] == pytest.approx(-(share * share.log()).sum().item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["colours", "plane"])
@@ -248,10 +248,10 @@ def test_what_is_refused(digits, runs, tmp_path, capsys, text):
     assert "is a folder of images, and variant 'xf_bert' reads text" in said(variant="bert")
     assert "--resize is about images" in said(text, variant="bert", resize=8)
     assert "the model reads 8 x 8; give --resize 8 8" in said(init_from=runs["colours"], resize=4, **SAVED_SHAPE)
-    assert "have 17 colours, fewer than 40 clusters" in said(**colours, colours=40)
+    assert "have 17 colors, fewer than 40 clusters" in said(**colours, colours=40)
     assert "reads patches" in said(**patches, colours=4)
     assert "is about text" in said(**colours, block_size=8)
-    assert "follows from the colours" in said(**colours, vocab_size=8)
+    assert "follows from the colors" in said(**colours, vocab_size=8)
     assert "positions for 9" in said(**colours, max_position_embeddings=9)
     assert "mask_size 3 x 3" in said(digits, "--objective.mask_size", "3", **patches)
     assert "objective 'mlm' does not train on images" in said(**KINDS["plane"], objective="mlm")

@@ -196,8 +196,8 @@ def assert_floor(metrics, targets):
     """What the targets' own frequencies give: the share of the most frequent, and the mean of -log of each one's
     share."""
     share = {token: count / len(targets) for token, count in collections.Counter(targets).items()}
-    assert metrics["eval_floor_accuracy"] == pytest.approx(max(share.values()))
-    assert metrics["eval_floor_loss"] == pytest.approx(-sum(math.log(share[t]) for t in targets) / len(targets))
+    assert metrics["eval_baseline_accuracy"] == pytest.approx(max(share.values()))
+    assert metrics["eval_baseline_loss"] == pytest.approx(-sum(math.log(share[t]) for t in targets) / len(targets))
 
 
 def test_evaluation_leaves_no_trace_in_training(tmp_path):
@@ -340,8 +340,8 @@ def test_lines_for_people(tmp_path, capsys):
     assert lines[0].startswith("step 1/2, loss ") and lines[-1].startswith("step 2/2, done in ")
     (held_out,) = [line for line in lines if "held out" in line]
     metrics = trainer.evaluate()
-    assert f"loss {metrics['eval_loss']:.3f} (floor {metrics['eval_floor_loss']:.3f})" in held_out
-    assert f"accuracy {metrics['eval_accuracy']:.1%} (floor {metrics['eval_floor_accuracy']:.1%})" in held_out
+    assert f"loss {metrics['eval_loss']:.3f} (baseline {metrics['eval_baseline_loss']:.3f})" in held_out
+    assert f"accuracy {metrics['eval_accuracy']:.1%} (baseline {metrics['eval_baseline_accuracy']:.1%})" in held_out
     assert max(map(len, lines)) <= 80 and not any("{" in line for line in lines)
 
 

@@ -148,7 +148,7 @@ def test_distillation_token():
         close(net.pooled(states), states[:, 0])
         net.config.classifier_pooling = "mean"
         close(net.pooled(states), states[:, 2:].mean(1))
-    with pytest.raises(ValueError, match="beside a class token alone"):
+    with pytest.raises(ValueError, match="next to a class token alone"):
         build(embedding={"type": "patch", "class_token": False, "distillation_token": True})
 
 

@@ -165,7 +165,7 @@ class Attention(Undecayed, Sublayer):
         return projected.view(*projected.shape[:-1], -1, self.head_dim).transpose(1, 2)
 
     def normalized(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries [..., H * d] and keys [..., K * d] as they are projected -> the same, normalised where the spec says
+        """Queries [..., H * d] and keys [..., K * d] as they are projected -> the same, normalized where the spec says
         so."""
         return self._normalized(self.q_norm, query), self._normalized(self.k_norm, key)
 
@@ -379,11 +379,11 @@ class AttentionSpec(Spec):
     scores, and to queries, keys and values.
 
     What other components ask for. keeps_keys_alone: its state for generation is keys and values and nothing else, so
-    that a block may keep a state of its own beside them. keeps_rotated: its state for generation holds what rotations
+    that a block may keep a state of its own next to them. keeps_rotated: its state for generation holds what rotations
     have made of earlier keys, which cannot be turned anew. knows_order: it knows the order of tokens by parameters of
     its own, without a position.
 
-    head_options: which of the fields below it has a place for. `norm`: queries and keys may be normalised
+    head_options: which of the fields below it has a place for. `norm`: queries and keys may be normalized
     (`query_key_norm`). `cap`: scores may be capped (`score_cap`). `sink`: softmax may have a learned sink
     (`learned_sinks`). `parts`: what each head has read and its values can be had head by head ([`Attention.written`],
     [`Attention.losses`]), so that heads may be joined in another way (`output_gate`, `aggregation`) and have `losses`.

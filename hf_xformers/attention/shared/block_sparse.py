@@ -53,7 +53,7 @@ class BlockSparseAttention(Attention):
     grow with the number of pairs in the pattern. State: keys and values of all tokens seen, or, of a pattern with a
     farthest key, as many as it reaches. A token whose N(i) is empty gets zeros.
 
-    Score terms of the config's position, and a bias beside global tokens, are added in tiles of the pattern: time
+    Score terms of the config's position, and a bias next to global tokens, are added in tiles of the pattern: time
     grows with the number of pairs in its blocks; in memory are those of a few heads, also in training.
     """
 

@@ -96,7 +96,7 @@ class Stage(NamedTuple):
 
     How fine buckets should be depends on the length of the text, which a causal model does not know: its later tokens
     must change no earlier result. So a token takes the buckets of a text that ends about where it stands, and the keys
-    before it are labelled anew for each stage, 4 times as long as the one before. A stage runs over the text up to its
+    before it are labeled anew for each stage, 4 times as long as the one before. A stage runs over the text up to its
     end, so that all of them together cost a third more than the last.
     """
 

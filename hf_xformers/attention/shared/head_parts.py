@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What any attention that hands out its heads may have beside them: another way to join them, and losses on them.
+"""What any attention that hands out its heads may have besides them: another way to join them, and losses on them.
 
-Both are specs of their own, registered under a name in a file of this room, and stand in fields of an attention:
+Both are specs of their own, registered under a name in a file of this package, and stand in fields of an attention:
 `attention={"type": "dense", "losses": ["disagreement_regularization"], "aggregation": {"type": "capsule_heads"}}`.
 """
 

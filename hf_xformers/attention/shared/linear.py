@@ -79,7 +79,7 @@ class LinearAttention(Attention):
         return self.phi
 
     def phi_params(self, context: LayerContext) -> tuple[Tensor, ...]:
-        """The tensors that `phi` needs beside its input."""
+        """The tensors that `phi` needs besides its input."""
         return ()
 
     def decay(self, states: Tensor, context: LayerContext) -> Decay | None:

@@ -19,7 +19,7 @@ from ...ops.common.shifted_rows import SharedRows
 SCORES_AT_ONCE = 1 << 20
 # However large the batch is, a block has this many queries, so that the loop stays short.
 LEAST_ROWS = 64
-# What a block costs beside its scores (reading all keys, adding to all their gradients) is shared by its queries.
+# What a block costs besides its scores (reading all keys, adding to all their gradients) is shared by its queries.
 FAVOURED_ROWS = 256
 
 

@@ -14,7 +14,7 @@ from ...core.initialization import seeded_generator
 from ...core.prepared import Prepared
 from ...ops.linear.feature_maps import random_matrix
 
-# What it is mixed into, an attention; without a module of its own in the way of its `__init__`.
+# Typed as a module, but no base at run time, so that the mixin stays out of `__init__`'s MRO.
 _Base: Any = nn.Module if TYPE_CHECKING else object
 
 

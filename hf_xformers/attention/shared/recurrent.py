@@ -59,7 +59,7 @@ class ShortConvolution(nn.Module):
 class GatedNorm(Undecayed, nn.Module):
     """RMSNorm(x) g * f(z), or RMSNorm(x * f(z)) g with `gate_first`; norms and gates in float32 at least.
 
-    x [..., width] is normalised in `groups` equal parts; the gain g has a number for each channel or, `shared`, for
+    x [..., width] is normalized in `groups` equal parts; the gain g has a number for each channel or, `shared`, for
     each channel of a part. gate: f, "silu" or "sigmoid".
     """
 

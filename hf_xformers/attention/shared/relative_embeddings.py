@@ -25,7 +25,7 @@ class KeyTypes(Prepared):
 
 
 class RelativeEmbeddings(nn.Module):
-    """Tables of distances [2 P + M, D] and of types [n, D], each normalised by itself (Ding et al. 2021, arXiv
+    """Tables of distances [2 P + M, D] and of types [n, D], each normalized by itself (Ding et al. 2021, arXiv
     2012.15688, released code: word, position and type vectors have a layer norm each).
 
     P: `max_position_embeddings`; M: slots of the stack's memory. Distances from -P to P + M - 1 have vectors, and

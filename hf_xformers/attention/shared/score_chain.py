@@ -17,7 +17,7 @@ from .query_blocks import visible_softmax
 
 
 class Link(State):
-    """What a layer hands on to the next: scores [B, H, T, S], how many layers' they are the sum of [1], queries
+    """What a layer passes on to the next: scores [B, H, T, S], how many layers' they are the sum of [1], queries
     [B, H, T, .] and keys [B, K, S, .], or weights [B, H, T, S]."""
 
     scores: Tensor | None = None
@@ -28,10 +28,10 @@ class Link(State):
 
 
 class ScoreChain(Attention):
-    """Base of attention that reads what the layer below handed on.
+    """Base of attention that reads what the layer below passed on.
 
-    What is handed on is a state, so that gradients and activation checkpointing follow it. A chain begins anew in each
-    forward call; self- and cross-attention have chains of their own. Scores are handed on as they are before the
+    What is passed on is a state, so that gradients and activation checkpointing follow it. A chain begins anew in each
+    forward call; self- and cross-attention have chains of their own. Scores are passed on as they are before the
     mask and the position's bias, which act in every layer, and in float32 at least: sums over many layers are too
     coarse in half precision, and leave its range.
 
@@ -45,14 +45,14 @@ class ScoreChain(Attention):
         self.slot = (self.chain_name, self.cross)
 
     def handed(self, context: LayerContext) -> Link:
-        """What a layer below has handed on."""
+        """What a layer below has passed on."""
         return context.state(Link, self.slot) or Link()
 
     def check_fit(self, what: str, handed: torch.Size, own: torch.Size) -> None:
-        """Raises `ValueError` where what was handed on has another shape than what it is combined with."""
+        """Raises `ValueError` where what was passed on has another shape than what it is combined with."""
         if handed != own:
             raise ValueError(
-                f"{self.spec.type} layer {self.layer_idx} has {what} {list(own)}, but the layers below hand on"
+                f"{self.spec.type} layer {self.layer_idx} has {what} {list(own)}, but the layers below pass on"
                 f" {list(handed)}; all layers of a chain need the same numbers of heads and the same length."
             )
 

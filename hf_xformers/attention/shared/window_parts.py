@@ -26,7 +26,7 @@ Inputs = tuple[Tensor, Tensor, Tensor]
 
 
 class Beside(NamedTuple):
-    """Keys that queries read beside the pattern: keys and values [B, K, n, d], and who reads them, [B, n] or
+    """Keys that queries read next to the pattern: keys and values [B, K, n, d], and who reads them, [B, n] or
     [B, t, n]; hidden: [B, T], the keys that leave the pattern for it, or None."""
 
     key: Tensor

@@ -1,4 +1,4 @@
-"""Masked language modelling of the last tokens of a row."""
+"""Masked language modeling of the last tokens of a row."""
 
 from typing import ClassVar
 

@@ -39,7 +39,7 @@ class GatedMeanAttention(Attention):
 
 @register("attention", "gated_mean")
 class GatedMeanSpec(AttentionSpec):
-    """No settings beside those of all."""
+    """No settings besides those of all."""
 
     summary = "a running mean, weighed by keys and gated by queries: a state of constant size"
     bidirectional = False

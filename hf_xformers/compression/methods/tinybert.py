@@ -22,7 +22,7 @@ class TinyBert(DistillationMethod):
     7 to 11). W is learned where widths differ, and is no part of the result.
 
     intermediate: share of the steps that the first part has. attention_weight, hidden_weight, embedding_weight,
-    prediction_weight: of the terms. task_weight: of the task's own loss beside the predictions. temperature: of
+    prediction_weight: of the terms. task_weight: of the task's own loss next to the predictions. temperature: of
     predictions.
     """
 

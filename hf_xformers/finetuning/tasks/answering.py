@@ -170,7 +170,7 @@ class QuestionAnswering(Task):
         stride = min(USUAL_STRIDE, room // 2) if self.options.doc_stride is None else self.options.doc_stride
         if not 0 <= stride < room:
             raise ValueError(
-                f"windows of --max_length {self.max_length} have {max(room, 0)} tokens for the context beside a"
+                f"windows of --max_length {self.max_length} have {max(room, 0)} tokens for the context next to a"
                 f" question of {longest}, and --doc_stride {stride} of them are shared; take a smaller stride or"
                 " longer windows"
             )

@@ -29,7 +29,7 @@ class Encoded:
     """A split ready for the model.
 
     features: what the collator gets, row by row. rows: what is predicted, row by row (a long context has several
-    features). labelled: whether rows have a true answer. notes: what the task needs to come back from features to
+    features). labeled: whether rows have a true answer. notes: what the task needs to come back from features to
     rows.
     """
 
@@ -41,9 +41,9 @@ class Encoded:
 
 @dataclass
 class Trivial:
-    """What anybody can say without a model: the floor that a result stands on.
+    """What can be said without a model: the trivial baseline of a result.
 
-    rule: in words. answer: what `Task.guess` needs beside the row, as JSON can hold it.
+    rule: in words. answer: what `Task.guess` needs besides the row, as JSON can hold it.
     """
 
     rule: str
@@ -66,7 +66,7 @@ class Task:
     predicts: ClassVar[bool] = True  # says something of every row
     reads_text: ClassVar[bool] = True  # its rows go through a tokenizer
     row_files: ClassVar[tuple[str, ...]] = ()  # endings of files that are rows by themselves
-    reads: ClassVar[tuple[str, ...]]  # the options that mean something to it, beside those of every task
+    reads: ClassVar[tuple[str, ...]]  # the options that mean something to it, besides those of every task
     unit: tuple[float, float] = (0.0, 1.0)  # of labels that are numbers: mean and spread of the training rows
     one_row: bool = False  # what is generated stands behind what is read, and both share the positions
 
@@ -158,7 +158,7 @@ class Task:
         return {}
 
     def read_config(self, config: PreTrainedConfig) -> None:
-        """Learns from the model's configuration what its rows need beside the task's own, before they are encoded."""
+        """Learns from the model's configuration what its rows need besides the task's own, before they are encoded."""
 
     def open_processor(self, splits: Mapping[str, Dataset], saved: str | None, seed: int) -> None:
         """Where it decides the configuration, too: what [`Task.processor`] gives, from training rows or of a saved

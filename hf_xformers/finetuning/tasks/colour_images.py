@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Classification of images by models whose tokens are colours."""
+"""Classification of images by models whose tokens are colors."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class ColourClassification(ImageClassification):
         pixels, limit = self.shape[0] * self.shape[1], longest_input(known)
         if known.vocab_size < len(self.made.clusters):
             raise ValueError(
-                f"the image processor has {len(self.made.clusters)} colours, and the model {known.vocab_size} tokens;"
+                f"the image processor has {len(self.made.clusters)} colors, and the model {known.vocab_size} tokens;"
                 " take the processor that the model was trained with"
             )
         if limit is not None and limit < pixels:
@@ -129,7 +129,7 @@ class ColourClassification(ImageClassification):
 
 
 def _saved_processor(name: str) -> Any:
-    """The image processor of a model whose tokens are colours."""
+    """The image processor of a model whose tokens are colors."""
     from transformers import AutoImageProcessor
 
     try:
@@ -141,7 +141,7 @@ def _saved_processor(name: str) -> Any:
         ) from error
     if getattr(found, "clusters", None) is None:
         raise ValueError(
-            f"the image processor of {name!r} has no clusters of colours; take the folder that pretraining wrote"
+            f"the image processor of {name!r} has no clusters of colors; take the folder that pretraining wrote"
         )
     return found
 

@@ -71,7 +71,7 @@ def context_columns(
 
 
 class WithContext:
-    """A collator that pads the sentences before to [B, K, S], with their masks, beside what another one does. On the
+    """A collator that pads the sentences before to [B, K, S], with their masks, besides what another one does. On the
     decoder's side they are shifted right, as it reads them."""
 
     def __init__(self, collate: Any, tokenizer: PreTrainedTokenizerBase, config: Any) -> None:

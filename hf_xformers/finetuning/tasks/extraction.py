@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Extractive summarisation: which sentences of a document are its summary."""
+"""Extractive summarization: which sentences of a document are its summary."""
 
 from __future__ import annotations
 

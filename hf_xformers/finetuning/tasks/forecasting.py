@@ -38,8 +38,8 @@ class Forecasting(Task):
     """Steps to come of all value columns. Metrics: mean squared and mean absolute error of values that are divided by
     the training rows' standard deviation, so that columns count alike.
 
-    The validation rows are the last ones in time: no future of a training window reaches into them. Beside the metrics
-    stand those of two forecasts that need no model.
+    The validation rows are the last ones in time: no future of a training window reaches into them. Next to the
+    metrics stand those of two forecasts that need no model.
     """
 
     id = "forecasting"

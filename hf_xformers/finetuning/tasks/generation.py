@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tasks that generate a text from a text: summarisation and translation, with an encoder-decoder, or an encoder that
+"""Tasks that generate a text from a text: summarization and translation, with an encoder-decoder, or an encoder that
 writes by telling masks."""
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def paragraph_numbers(spans: Sequence[tuple[int, int]], breaks: Sequence[int]) -
 
 
 class WithParagraphs:
-    """A collator that pads `sentence_ids` beside what another one does, and leaves them out for a model that reads
+    """A collator that pads `sentence_ids` besides what another one does, and leaves them out for a model that reads
     none."""
 
     def __init__(self, collate: Any, tokenizer: PreTrainedTokenizerBase, wanted: bool) -> None:

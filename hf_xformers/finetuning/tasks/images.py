@@ -34,13 +34,13 @@ class ImageClassification(OneClass):
     reads = ("image_column", "label_column", "augment", "colours")
     reads_text = False
     row_files = IMAGE_SUFFIXES
-    of_colours: ClassVar[bool] = False  # images are ids of colours
+    of_colours: ClassVar[bool] = False  # images are ids of colors
 
     def __init__(self, options: TaskOptions) -> None:
         super().__init__(options)
         if options.colours is not None and not self.of_colours:
             raise ValueError(
-                f"--colours {options.colours} is for models whose tokens are colours, such as image_gpt, and this one"
+                f"--colours {options.colours} is for models whose tokens are colors, such as image_gpt, and this one"
                 " reads patches; leave it out"
             )
         for name in options.augment:
@@ -96,7 +96,7 @@ class ImageClassification(OneClass):
         self.channels = config.num_channels
         if self.channels not in (1, 3):
             raise ValueError(
-                f"images have 1 channel (grey) or 3 (red, green, blue), and the model reads `num_channels`"
+                f"images have 1 channel (gray) or 3 (red, green, blue), and the model reads `num_channels`"
                 f" {self.channels}; set --num_channels to 1 or 3"
             )
 

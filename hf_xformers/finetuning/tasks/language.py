@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Language modelling on new text: masked, causal or span corruption, continued from a saved model."""
+"""Language modeling on new text: masked, causal or span corruption, continued from a saved model."""
 
 from __future__ import annotations
 

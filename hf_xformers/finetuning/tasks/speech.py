@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 SOUND_AUGMENTATIONS = ("time_mask", "frequency_mask")
 BLANK, UNKNOWN, SPACE = "<pad>", "<unk>", "|"
 FRAMES_PER_SECOND, FRAME_SECONDS = 100, 0.025
-_CANDIDATES = 40  # transcripts that are tried as the floor
+_CANDIDATES = 40  # transcripts that are tried as the baseline
 
 
 class SpeechRecognition(Task):

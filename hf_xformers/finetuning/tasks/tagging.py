@@ -51,7 +51,7 @@ class TokenClassification(Task):
         declared = getattr(feature, "names", None)
         tags = [tag for tag, _ in pairs]
         self.labels = Labels.of(tags, feature, config, "label_column", where, [row for _, row in pairs])
-        if config is None:  # an entity may go on although no training row has such a one
+        if config is None:  # an entity may continue although no training row has such a one
             known = set(self.labels.names)
             goes_on = {f"I-{name[2:]}" for name in known if name.startswith("B-")} - known
             self.labels = Labels(sorted(known | goes_on)) if goes_on and declared is None else self.labels
@@ -219,7 +219,7 @@ class TokenClassification(Task):
 
 
 class _WithTagMask:
-    """A collator of `tag_mask` beside what `plain` makes of the rest of a row."""
+    """A collator of `tag_mask` besides what `plain` makes of the rest of a row."""
 
     def __init__(self, plain: Any, padding_side: str) -> None:
         self.plain, self.padding_side = plain, padding_side

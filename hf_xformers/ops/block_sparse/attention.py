@@ -32,7 +32,7 @@ from .reference import ScoreBias, block_sparse_reference, counts_positions
 
 # Up to this many queries against this many keys, one dense masked row each.
 FEW_QUERIES, FEW_KEYS = 4, 8192
-_ALL = full()  # made here, as a graph that is being recorded cannot make a pattern
+_ALL = full()  # built at import: torch.compile cannot trace it
 
 __all__ = ["block_sparse_attention", "block_sparse_reference", "bound_rows", "make_pieces"]
 

@@ -51,7 +51,7 @@ class Walk:
     """How the blocks of a pattern find their keys.
 
     Block i of `size` queries reads `width` keys from `size * i + lows[i % len(lows)]` on; with a gap, both are counted
-    within the tokens of a residue class. Beside them: the positions in `columns`, `summaries` and the blocks of
+    within the tokens of a residue class. Next to them: the positions in `columns`, `summaries` and the blocks of
     `sets`, for all queries. The queries in `rows` read what the pattern says of the whole text.
     """
 

@@ -25,7 +25,7 @@ from .pattern_atoms import Band, BlockSets
 from .pattern_base import Pattern
 
 BLOCK = 128
-GRAPHS = 64  # of one kind of call: lengths, widths, types, with and without gradients
+GRAPHS = 64  # of one type of call: lengths, widths, types, with and without gradients
 _RETURNS_AUX = "return_aux" in inspect.signature(flex_attention).parameters  # torch 2.9
 
 
@@ -166,7 +166,7 @@ def _kind(pattern: Pattern) -> tuple:
 
 @functools.cache
 def _compiled(kind: tuple) -> Callable:
-    """The kernel for one kind of call. torch counts graphs by code object, so that each has its own."""
+    """The kernel for one type of call. torch counts graphs by code object, so that each has its own."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, **options):
         return flex_attention(q, k, v, **options)

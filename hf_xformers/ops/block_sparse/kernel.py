@@ -88,7 +88,7 @@ def _add_k(x: Tensor, tiles: Tiles, value: Tensor) -> None:
 
 
 class Hidden(NamedTuple):
-    """What hides pairs beside the pattern; everything is optional. Additive terms are 0 or -inf."""
+    """What hides pairs besides the pattern; everything is optional. Additive terms are 0 or -inf."""
 
     key: Tensor | None = None  # [B, T_k] additive
     side: Tensor | None = None  # [B, 1 or T_q, T_s] additive

@@ -25,7 +25,7 @@ from .plan import Part, make_plan
 
 @dataclass(frozen=True)
 class Piece:
-    """Neighbouring heads with equal pattern, the keys that they can reach at all, and the parts to walk.
+    """Neighboring heads with equal pattern, the keys that they can reach at all, and the parts to walk.
 
     Positions in the parts are absolute ones minus `shift`.
     """

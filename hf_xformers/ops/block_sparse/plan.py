@@ -30,7 +30,7 @@ from torch import Tensor
 from ..common.kept import kept
 from .pattern_base import Intersection, Pattern
 
-# Elements of one score buffer (2 MiB in float32): large enough to amortise a Python step, small enough for the cache.
+# Elements of one score buffer (2 MiB in float32): large enough to amortize a Python step, small enough for the cache.
 TILE_BUDGET = 1 << 19
 # Query rows at which a batched product runs at half its full speed; from measurements on one AVX-512 core.
 HALF_SPEED_ROWS = 8
@@ -238,7 +238,7 @@ def _merge_spans(terms: list[Pattern], queries: Axis, keys: Axis) -> Iterator[tu
 
 
 def _classes(queries: Axis, keys: Axis, gap: int) -> Iterator[tuple[int, Axis, int, Axis, int]]:
-    """Runs of neighbouring residue classes with equal lengths: (classes, query axis, first query, key axis, first
+    """Runs of neighboring residue classes with equal lengths: (classes, query axis, first query, key axis, first
     key)."""
     described = []
     for q_first in range(min(gap, queries.length)):  # a class without queries has nothing to do
@@ -246,7 +246,7 @@ def _classes(queries: Axis, keys: Axis, gap: int) -> Iterator[tuple[int, Axis, i
         q_count, k_count = (
             max(-((first - length) // gap), 0) for first, length in ((q_first, queries.length), (k_first, keys.length))
         )
-        # Neighbours among the queries with equal distances to their first keys are neighbours among the keys too.
+        # Neighbors among the queries with equal distances to their first keys are neighbors among the keys too.
         described.append((q_first, q_count, k_count, k_first - q_first))
     for shape, run in itertools.groupby(described, key=lambda item: item[1:]):
         firsts = [item[0] for item in run]

@@ -4,7 +4,7 @@
 Every cluster of every head is a small dense attention between the rows it gathers and those it adds its results to. A
 few clusters are worked on at a time, so that their scores stay in a core's cache; the backward pass keeps only the
 inputs and two numbers for every place of a query, and computes scores again. Rows are those of tokens with their heads
-beside each other, [B T H, d], as projections leave and read them, so that nothing is laid out anew before it is
+side by side, [B T H, d], as projections leave and read them, so that nothing is laid out anew before it is
 gathered.
 """
 

@@ -32,7 +32,7 @@ def autocast_state(device_type: str) -> dict[str, Any]:
 def wide_products(query: Tensor, key: Tensor) -> Tensor:
     """query [..., t, d] key [..., s, d]^T -> [..., t, s], in float32 at least, under autocast too.
 
-    A softmax reads differences of scores. In bfloat16 two neighbouring numbers near 2500, the score of vectors of
+    A softmax reads differences of scores. In bfloat16 two neighboring numbers near 2500, the score of vectors of
     length 100 and width 16, lie 16 apart, and in float16 scores of longer vectors overflow.
     """
     wide = accumulation_dtype(query.dtype)

@@ -28,7 +28,7 @@ def sum_rows(rows: Tensor, at: Tensor, length: int) -> Tensor:
 
 
 def rows_of_tokens(x: Tensor) -> Tensor:
-    """[B, H, T, d] -> [B T H, d]; without a copy where heads stand beside each other in memory, as projections leave
+    """[B, H, T, d] -> [B T H, d]; without a copy where heads stand side by side in memory, as projections leave
     them."""
     return x.transpose(1, 2).reshape(-1, x.shape[3])
 

@@ -166,5 +166,5 @@ def accumulate(totals: list[Tensor | None], gradients) -> None:
 
 
 def like_or_none(x: Tensor | None) -> Tensor | None:
-    """Uninitialised memory for the gradient of an optional input."""
+    """Uninitialized memory for the gradient of an optional input."""
     return None if x is None else torch.empty_like(x)

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 class SharedRows:
     """Rows `[start, stop)` of axis 2 of a tensor `[B, H, S, d]`, taken a known number of times.
 
-    The gradients of all takes are summed in one buffer, which the last of them hands on. Each take must be reached by
+    The gradients of all takes are summed in one buffer, which the last of them passes on. Each take must be reached by
     every backward pass, as it is where the results of all blocks are joined.
     """
 

@@ -23,7 +23,7 @@ def token_convolution(inputs: Tensor, kernel: Tensor) -> Tensor:
     """The sum above over the `k` inputs from each token's first on.
 
     inputs [B, T + k - 1, C]: with what stands before and after the text (zeros, or what a cache has kept), so that the
-    same sum is causal (k - 1 inputs before), centred, or a single step of decoding (T = 1). kernel [B, T, G, k]
+    same sum is causal (k - 1 inputs before), centered, or a single step of decoding (T = 1). kernel [B, T, G, k]
     (dynamic) or [G, k] (lightweight), G a divisor of C -> [B, T, C]. Sums are float32 at least.
 
     Raises:

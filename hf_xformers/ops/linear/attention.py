@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Normalised kernel attention in linear time, from feature-mapped queries and keys.
+"""Normalized kernel attention in linear time, from feature-mapped queries and keys.
 
 With positive (or at least mostly positive) features `phi` of width `F`,
 
     out_i = sum_j w_j (phi(q_i) . phi(k_j)) v_j / sum_j w_j (phi(q_i) . phi(k_j)),
 
 where `j` runs over the visible keys and the optional `w_j = exp(log_weight_j)` are weights of the keys. Because the
-features factorise the weight, the sums over `j` are two small matrices. Katharopoulos et al., "Transformers are RNNs",
+features factorize the weight, the sums over `j` are two small matrices. Katharopoulos et al., "Transformers are RNNs",
 ICML 2020, equations 4-6 (bidirectional) and 8-12 (causal).
 
 Four forms of the same function: two matrix products (bidirectional), all pairs (bidirectional, where a text is shorter
@@ -184,7 +184,7 @@ def kernel_attention(
             Only `x` and `params` receive gradients: pass learned tensors as params.
         key_map: another function for the keys.
     The others, the result and the errors are those of [`linear_attention`]; a map with log factors takes no
-    `log_weight` beside them.
+    `log_weight` besides them.
     """
     _check(query, key, value, causal, key_padding_mask, log_weight, None, None, chunk_size, normalize)
     key_map, options, dtype = (

@@ -132,7 +132,7 @@ def _prepare(q, k, v, beta, mask, start, stop, chunk, dtypes) -> _Part:
 
 
 def unit_lower_inverse(system: Tensor) -> Tensor:
-    """Of `I + system`, strictly lower [n, C, C]: blocks on the diagonal, then two by two those beside them."""
+    """Of `I + system`, strictly lower [n, C, C]: blocks on the diagonal, then two by two those next to them."""
     size = system.shape[-1]
     if size <= _BLOCK:
         unit = torch.eye(size, dtype=system.dtype, device=system.device).expand_as(system)

@@ -176,7 +176,7 @@ class _Call(NamedTuple):
 
     @property
     def extra(self) -> int:
-        """Columns beside the values: the first holds ones, and their number makes products aligned."""
+        """Columns besides the values: the first holds ones, and their number makes products aligned."""
         return 8 - self.columns % 8 if self.counts else 0
 
     @property

@@ -13,7 +13,7 @@ of Yang et al., "Parallelizing Linear Transformers with the Delta Rule over Sequ
     out = Q S + lower(Q K^T) U,    S <- S + K^T U.
 
 All the triangular inverses of a segment are computed together; only the products with S go from chunk to chunk.
-Stability needs `beta |k|^2 <= 2`: sum-normalised non-negative or l2-normalised keys have it.
+Stability needs `beta |k|^2 <= 2`: sum-normalized non-negative or l2-normalized keys have it.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ def delta_rule(
     """Causal attention by the delta rule. There is no denominator and no scale; an output scale is the caller's.
 
     Args:
-        query, key: `[B, H, T, F]`, normalised features; or `[B, H, T, d]` with a `feature_map`.
+        query, key: `[B, H, T, F]`, normalized features; or `[B, H, T, d]` with a `feature_map`.
         value: values, `[B, H, T, dv]`.
         beta: writing strengths, `[B, H, T]`, usually in (0, 1).
         feature_map: deterministic function `feature_map(x, *params)` of pieces `[B, H, t, d]`, token by token, giving
-            normalised features `[B, H, t, F]`. Evaluated for a segment at a time and again in the backward pass, so
+            normalized features `[B, H, t, F]`. Evaluated for a segment at a time and again in the backward pass, so
             that wide features cost little memory. Only `x` and `params` receive gradients.
         key_padding_mask: `[B, T]`, True = real token; a padded token leaves the state untouched.
         state: `[B, H, F, dv]`, what earlier tokens left.
@@ -74,7 +74,7 @@ def delta_rule(
 
     Raises:
         ValueError: shapes that do not fit, a mask that is not `[B, T]`, `chunk_size < 1`, or a feature map that
-            returns a pair (features with a separate scale would not be normalised).
+            returns a pair (features with a separate scale would not be normalized).
     """
     batch, heads, length, width = key.shape
     if query.shape != key.shape or value.shape[:3] != key.shape[:3] or beta.shape != key.shape[:3]:
@@ -91,7 +91,7 @@ def delta_rule(
         with without_autocast(tokens):
             features = feature_map(tokens.to(dtype), *params)
         if not isinstance(features, Tensor):
-            raise ValueError("The delta rule needs normalised features, but feature_map returned a pair of tensors.")
+            raise ValueError("The delta rule needs normalized features, but feature_map returned a pair of tensors.")
         width = features.shape[-1]
         if length == 1:
             query, key = features.chunk(2, dim=2)

@@ -169,7 +169,7 @@ def random_matrix(
     Args:
         orthogonal: rows orthogonal within blocks of `dim`; False: independent normal rows.
         scaling: lengths of orthogonal rows: 0 = those of independent normal vectors (unbiased), 1 = all `sqrt(dim)`
-            ("regularised softmax", a different kernel).
+            ("regularized softmax", a different kernel).
         qr_sign_fix: makes the blocks uniform over the rotations. Without it they are not (LAPACK returns a QR with a
             preferred sign) and positive features are biased; False is for parity with implementations that omit it.
         generator: source of randomness, on `device`.

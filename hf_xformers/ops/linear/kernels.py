@@ -124,7 +124,7 @@ class Read(torch.autograd.Function):
     def forward(ctx, q, a, kv, z, dtype, *others):
         eps, minimum, normalize, feature_map, *params = others
         batch, heads, length, _ = q.shape
-        # Heads beside each other, as an output projection reads them: what it keeps is this very memory.
+        # Heads side by side, as an output projection reads them: what it keeps is this very memory.
         out = torch.empty(batch, length, heads, kv.shape[3], dtype=dtype, device=q.device).transpose(1, 2)
         denominator = torch.empty(batch, heads, length if normalize else 0, dtype=kv.dtype, device=q.device)
         bounds = segments(length, q, width=kv.shape[2])
@@ -313,7 +313,7 @@ def _segment(q, k, logs, a, b, v, mask, log_weight, state, start, stop, chunk):
 
 def _segment_backward(part: _Segment, u, w, rotated: bool, grad_kv, grad_z):
     """Gradients of a segment from those of its numerators `u [R N, C, dv]`, denominators `w [R N, C, 1]` (None without
-    normalisation) and of the state after it. Those named q and k are complete when the features are not rotated."""
+    normalization) and of the state after it. Those named q and k are complete when the features are not rotated."""
     rows = part.carry[0].shape[0]
     count = part.k.shape[0] // rows
     row_u = u if part.row is None else u * part.row

@@ -47,7 +47,7 @@ class Pairs(torch.autograd.Function):
     def forward(ctx, q, k, a, b, v, mask, log_weight, *others):
         eps, minimum, normalize, map_q, map_k, *params = others
         batch, heads, length, _ = q.shape
-        # Heads beside each other, as an output projection reads them: what it keeps is this very memory.
+        # Heads side by side, as an output projection reads them: what it keeps is this very memory.
         out = torch.empty(batch, length, heads, v.shape[3], dtype=v.dtype, device=v.device).transpose(1, 2)
         denominator = None
         with torch.autocast(q.device.type, enabled=False):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Softmax over a sliding window and linear attention over everything beyond it, under one normaliser.
+"""Softmax over a sliding window and linear attention over everything beyond it, under one normalizer.
 
 With `W_i` the keys nearer to query `i` than `window` tokens (among those that it may see), `c_i` its largest score in
 there and features `phi`,
@@ -75,7 +75,7 @@ def window_linear_attention(
         key_padding_mask: `[B, T]`, True = real token.
         state: of the earlier tokens of these texts.
         chunk_size: least number of tokens in a chunk.
-        sinks: how many of the first real tokens every query sees with a softmax, beside its window.
+        sinks: how many of the first real tokens every query sees with a softmax, next to its window.
         linear_weight: `[H]`, beta (None: 1).
 
     Returns:
@@ -147,7 +147,7 @@ class _Sinks(NamedTuple):
 def _take_sinks(
     key: Tensor, value: Tensor, real: Tensor, state: WindowState | None, sinks: int, causal: bool
 ) -> tuple[_Sinks, Tensor]:
-    """The first real tokens of texts that go on with these keys, and `real` `[B, T]` without them."""
+    """The first real tokens of texts that continue with these keys, and `real` `[B, T]` without them."""
     rank = real.long().cumsum(-1) - 1
     held = None if state is None else cast("tuple[Tensor, Tensor, Tensor]", state[-3:])
     if held is not None:
@@ -285,7 +285,7 @@ def _in_chunks(
 ) -> Tensor:
     """Keys begin `before < window` tokens ahead of the queries."""
     length = query.shape[2]
-    ahead = -(-mix.window // chunk)  # chunks that a window reaches into, beside the query's own
+    ahead = -(-mix.window // chunk)  # chunks that a window reaches into, next to the query's own
     tail, lead = -length % chunk, ahead * chunk - before
 
     def chunked(x: Tensor, lead: int) -> Tensor:

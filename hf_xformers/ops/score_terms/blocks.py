@@ -20,7 +20,7 @@ from ..common.exponential import exp_
 from ..common.shifted_rows import SharedRows
 from .terms import Blocks, QueryBlock, ScoreTerms
 
-# Scores (over batch and heads) in a tile: half a megabyte in float32, as a second-level cache holds beside what makes
+# Scores (over batch and heads) in a tile: half a megabyte in float32, as a second-level cache holds next to what makes
 # them.
 TILE_SCORES = 1 << 17
 LEAST_COLUMNS = 256
@@ -63,7 +63,7 @@ def term_attention(
     Raises:
         RuntimeError: a derivative of the derivative is asked for.
     """
-    # Made as projections read it: heads of a token beside each other.
+    # Made as projections read it: heads of a token side by side.
     return _TermAttention.apply(terms, blocks, query, key, value, *tables).transpose(1, 2)
 
 

@@ -48,7 +48,7 @@ def diagonal_attention(
     Raises:
         RuntimeError: a derivative of the derivative is asked for.
     """
-    # Made as projections read it: heads of a token beside each other.
+    # Made as projections read it: heads of a token side by side.
     return _DiagonalAttention.apply(pairs, blocks, query, key, value, *(further or (None, None)), line).transpose(1, 2)
 
 

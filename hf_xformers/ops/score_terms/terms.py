@@ -91,13 +91,13 @@ class ScoreTerms:
         score_ij = scale * q_i k_j + term_ij,    o_i = sum_j softmax_j(score_ij) v_j [+ values_i]
 
     scale: the factor on the products of queries and keys. Engines take queries that are scaled already.
-    tables: all that has a gradient beside queries and keys and has no axis of pairs, [H or 1, ...] each.
+    tables: all that has a gradient next to queries and keys and has no axis of pairs, [H or 1, ...] each.
     has_values: whether the output gains something ([`ScoreTerms.values`], [`ScoreTerms.pair_values`]).
     separable: terms are products of [`ScoreTerms.by_query`] and [`ScoreTerms.by_key`], one tensor each or none, and a
     number for each distance ([`ScoreTerms.line`]); [`ScoreTerms.scores`] and [`ScoreTerms.pairs`] then follow from
     these.
     needs_weights: [`ScoreTerms.weighed`] wants to see the weights of all blocks.
-    ordered: keys that are later than a query are hidden from it, beside what [`ScoreTerms.hidden`] says.
+    ordered: keys that are later than a query are hidden from it, next to what [`ScoreTerms.hidden`] says.
 
     Terms are made for some heads and some queries at a time, and again in the backward pass. So the methods are pure
     functions: whatever has a gradient comes in as an argument, the tables too, and `h` stands for the heads that are

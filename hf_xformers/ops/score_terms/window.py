@@ -64,7 +64,7 @@ def window_attention(
     # A seed instead of the generator's state: tiles draw the same numbers again in the backward pass.
     seed = int(torch.randint(1 << 62, ())) if dropout else None
     output = _WindowAttention.apply(query, key, value, bias, table, before, visible, dropout, seed)
-    return output.transpose(1, 2)  # made as projections read it: heads of a token beside each other
+    return output.transpose(1, 2)  # made as projections read it: heads of a token side by side
 
 
 class _Tile(NamedTuple):
