@@ -163,9 +163,7 @@ def layer(attention: Any, causal: bool, fields: dict[str, Any], length: int, fla
     def run(states: Tensor) -> Tensor:
         os.environ[VARIABLE] = "1" if fla else "0"
         context = LayerContext(None, index[None], index, index, causal=causal, fresh=True)
-        bias = position.score_bias()
-        if bias is not None:
-            context.shared["score_bias"] = bias
+        position.share(context, states)
         module.prepare(context, None)
         return module(states, context).output
 

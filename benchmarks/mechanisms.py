@@ -35,7 +35,7 @@ from hf_xformers.core.context import LayerContext
 from hf_xformers.ops.block_sparse import op as block_sparse_op
 from hf_xformers.ops.bucketed import cluster_op as _cluster_op
 from hf_xformers.ops.bucketed import op as _bucketed_op
-from hf_xformers.position.etc_relative import LAYOUT, TwoStreams
+from hf_xformers.position.etc_relative import TwoStreams
 
 
 @dataclass(frozen=True)
@@ -311,15 +311,16 @@ def ours(
         if tokens_per_global is not None:
             part, number = torch.arange(length) // tokens_per_global, torch.arange(summaries)
             layout = (index >= length, torch.cat([index[:length], number]), torch.cat([part, number]))
-            context.shared[LAYOUT] = TwoStreams(*(x[None] for x in layout))
+            context.keep(TwoStreams(*(x[None] for x in layout)))
             context.inputs = {"global_attention_mask": layout[0][None], "max_global_tokens": summaries}
-        hidden, streams, losses = states, context.streams, states.new_zeros(())
+        hidden, losses = states, states.new_zeros(())
         for module in modules:
             module.prepare(context, None)
+        between = dict(context.states)
         for module in modules:
-            result = module(hidden, context.with_streams(streams))
+            result = module(hidden, context.passing(between))
             hidden = hidden + result.output
-            streams = {**streams, **(result.streams or {})}
+            between = {**between, **(result.states or {})}
             losses = losses + sum(loss.sum() for loss in (result.aux_losses or {}).values())
         (hidden.sum() + losses).backward()
         modules.zero_grad(set_to_none=True)

@@ -499,12 +499,12 @@ class XFormerConfig(PreTrainedConfig):
     @property
     def logit_scale(self) -> float:
         """The head's scale, for clients that project the last hidden states themselves (trl)."""
-        return self.head.logit_scale(self)
+        return self.head.logits(self).scale
 
     @property
     def final_logit_softcapping(self) -> float | None:
         """The head's cap on logits, for clients that project the last hidden states themselves (trl)."""
-        return self.head.logit_cap()
+        return self.head.logits(self).cap
 
     @property
     def base_model_tp_plan(self) -> dict[str, str] | None:  # type: ignore[override]

@@ -15,11 +15,12 @@ makes. `docs/guides/extend.md` goes through one; objectives have their own base 
 
 from .attention.shared.base import Attention, AttentionSpec, literal_softmax_attention
 from .attention.shared.linear import state_layer
-from .blocks.base import BlockSpec, SublayerPlan, XFormerLayer, unpack_layer
+from .blocks.base import BlockSpec, SublayerPlan, XFormerLayer
 from .configuration_xformer import XFormerConfig
 from .core.cache import RecurrentStateLayer, SlotStateLayer, appended
 from .core.components import SLOTS, Spec, SpecLike, aliased, bounded, build_spec, register
 from .core.context import LayerContext, SublayerOutput, add_losses
+from .core.prepared import Prepared, State, one_state
 from .core.reading_weights import weight_of
 from .core.visibility import boolean_mask, visible_pairs
 from .embedding.base import EmbeddingSpec
@@ -29,7 +30,8 @@ from .heads.base import HeadSpec
 from .heads.language_model import LanguageModelHead
 from .normalization.base import NormSpec
 from .position.base import Position, PositionSpec, Rotation, ScoreBias
-from .stacks.base import Stack, StackOutput, StackSpec, memory_by_step
+from .stacks.base import Stack, StackSpec
+from .stacks.driver import Pass, StackOutput, memory_by_step
 
 __all__ = [
     "SLOTS",
@@ -43,8 +45,10 @@ __all__ = [
     "LanguageModelHead",
     "LayerContext",
     "NormSpec",
+    "Pass",
     "Position",
     "PositionSpec",
+    "Prepared",
     "RecurrentStateLayer",
     "Rotation",
     "ScoreBias",
@@ -54,6 +58,7 @@ __all__ = [
     "Stack",
     "StackOutput",
     "StackSpec",
+    "State",
     "SublayerOutput",
     "SublayerPlan",
     "VariantInfo",
@@ -68,9 +73,9 @@ __all__ = [
     "literal_softmax_attention",
     "make_family",
     "memory_by_step",
+    "one_state",
     "register",
     "state_layer",
-    "unpack_layer",
     "visible_pairs",
     "weight_of",
 ]

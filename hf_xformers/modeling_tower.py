@@ -33,7 +33,8 @@ from .core.unpadding import Unpadding
 from .modeling_base import XFormerPreTrainedModel
 from .normalization.base import norm_inputs
 from .position.base import Position, PositionActs, ScoreBias
-from .stacks.base import CONTEXT, LayersByDepth
+from .stacks.base import RestartsPositions
+from .stacks.driver import Pass
 
 logger = logging.get_logger(__name__)
 
@@ -71,16 +72,17 @@ class XFormerTower(XFormerPreTrainedModel):
         """Caches the capabilities of the components."""
         config, layers = cast(XFormerConfig, self.config), self.config.layer_configs()
         self.max_length = config.position.max_length(config)
-        self.restarts_after = config.stack.restarts_after(config)
+        stack = config.stack
+        self.restarts_after = stack.restarts_after(config) if isinstance(stack, RestartsPositions) else None
         self.extra_inputs = self.names_of_inputs(config)
         self.embedding_inputs = tuple(config.embedding.inputs)
-        self.context_texts = config.stack.context_texts(config)
         self.drops_slots = config.is_decoder and not all(map(movable, self_attention_layers(config)))
         self.repeats_layers = is_shared(config) and not shares_parts(config)
-        self.text_streams = layers[-1].attention.text_streams if config.add_pooler else ()
-        self.takes_pairs = all(layer.attention.explicit_mask for layer in layers)
+        carry = layers[-1].attention.carries(layers[-1]) if config.add_pooler else None
+        self.text_state = carry.kind if carry is not None and carry.reach == "pooler" else None
+        self.takes_pairs = all("pair_mask" in layer.attention.supports for layer in layers)
         self.keeps_documents_apart = all(
-            layer.attention.packed and layer.block.packed and layer.stack.packed for layer in layers
+            "packed_rows" in spec.supports for layer in layers for spec in (layer.attention, layer.block, layer.stack)
         )
 
     def layers_by_depth(self) -> Sequence[XFormerLayer]:
@@ -237,19 +239,13 @@ class XFormerTower(XFormerPreTrainedModel):
         if self.extra_inputs:
             given = {**kwargs, "input_ids": input_ids, "token_type_ids": token_type_ids}
             context.inputs = {name: given[name] for name in self.extra_inputs if given.get(name) is not None}
-        hidden_states = self._embedded(inputs_embeds, token_type_ids, context)
+        hidden_states = self.embedded(inputs_embeds, token_type_ids, context)
         if past_key_values is None and context.parts is None and self.config.unpad_inputs:
             self._leave_padding_out(context)
-        self._share_position(context, hidden_states)
-        self._embed_context_texts(context)
-        result = self.stack(
-            LayersByDepth(self.layers_by_depth()),
-            hidden_states,
-            context,
-            position=PositionActs(self.position),
-            memory=encoder_hidden_states,
-            past_key_values=past_key_values,
-        )
+        self.position.share(context, hidden_states)
+        self.stack.read_inputs(self, context)
+        run = (self.layers_by_depth(), hidden_states, context, self.position, encoder_hidden_states, past_key_values)
+        result = self.stack(Pass(*run))
         hidden_states, memories, summaries = result.hidden_states, result.memories, result.summaries
         if self.final_norm is not None:
             hidden_states = self.final_norm(hidden_states, **norm_inputs(self.final_normalization, result.context))
@@ -264,7 +260,7 @@ class XFormerTower(XFormerPreTrainedModel):
             memories=memories,
             summaries=summaries,
             segment_memory=result.segment_memory,
-            streams={name: result.streams[name] for name in self.text_streams if name in result.streams} or None,
+            text_state=result.states.get((self.text_state, None)),
         )
 
     def _token_vectors(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
@@ -275,7 +271,7 @@ class XFormerTower(XFormerPreTrainedModel):
         check_axes("inputs_embeds", inputs_embeds, ("batch", "length", "width"))
         return self.embedding.lookup(input_ids) if inputs_embeds is None else inputs_embeds
 
-    def _embedded(self, inputs_embeds: Tensor, token_type_ids: Tensor | None, context: LayerContext) -> Tensor:
+    def embedded(self, inputs_embeds: Tensor, token_type_ids: Tensor | None, context: LayerContext) -> Tensor:
         """[B, T, D]: what the layers start from."""
         if token_type_ids is not None and not self.config.type_vocab_size:
             if "token_type_ids" not in self.extra_inputs:
@@ -286,32 +282,6 @@ class XFormerTower(XFormerPreTrainedModel):
         hidden_states = embedding(inputs_embeds, token_type_ids, context.positions, position, **given)
         return hidden_states.to(self.dtype) if isinstance(embedding, Float32Module) else hidden_states
 
-    def _embed_context_texts(self, context: LayerContext) -> None:
-        """Further texts that the stack reads, where they are given and no cache has what was made of them."""
-        names = self.context_texts
-        ids = None if names is None or not context.fresh else context.inputs.get(names[0])
-        if names is None or ids is None or context.inputs_embeds is None:
-            return
-        mask, batch = context.inputs.get(names[1]), context.inputs_embeds.shape[0]
-        most = self.config.stack.sentences_before()
-        if ids.ndim != 3 or ids.shape[0] != batch or ids.shape[1] > most:
-            raise ValueError(
-                f"`{names[0]}` {list(ids.shape)} does not belong to a batch of {batch} texts with at most {most}"
-                " sentences before each; give [batch, sentences, length]."
-            )
-        if mask is not None and mask.shape != ids.shape:
-            raise ValueError(
-                f"`{names[1]}` {list(mask.shape)} is not the mask of `{names[0]}` {list(ids.shape)}; give 1 for each"
-                " real token, 0 for padding and missing sentences."
-            )
-        vectors = self.embedding.lookup(ids.flatten(0, 1))
-        real = torch.ones_like(ids) if mask is None else mask
-        inner = self.make_context(vectors, real.flatten(0, 1).long(), None)
-        inner.padding_mask = real.flatten(0, 1) != 0
-        hidden_states = self._embedded(vectors, None, inner)
-        self._share_position(inner, hidden_states)
-        context.shared[CONTEXT], context.streams[CONTEXT] = inner, hidden_states.unflatten(0, ids.shape[:2])
-
     def _leave_padding_out(self, context: LayerContext) -> None:
         """Gives layers the real tokens alone (`unpad_inputs`), where nobody asks for what stands at padding."""
         if context.padding_mask is None:
@@ -319,13 +289,6 @@ class XFormerTower(XFormerPreTrainedModel):
         refuse_unpadding(self.config)  # it may have been switched on after the config was checked
         if can_inspect() and not (context.output_attentions or context.output_hidden_states):
             context.unpadding = Unpadding(context.padding_mask)
-
-    def _share_position(self, context: LayerContext, hidden_states: Tensor) -> None:
-        """What the position component prepares once per call for all layers."""
-        self.position.share_rotations(context, hidden_states)
-        bias = self.position.score_bias()
-        if bias is not None:
-            context.shared["score_bias"] = bias
 
     def make_context(
         self,

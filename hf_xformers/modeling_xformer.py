@@ -18,9 +18,10 @@ from .core.cache import make_cache
 from .core.choices import build_choice_loss, joint
 from .core.context import segments_from_positions
 from .core.extent import can_inspect
+from .core.hand_overs import HandOver
 from .core.inputs import refuse_unread
 from .core.outputs import TowerOutput, XFormerModelOutput, XFormerSeq2SeqModelOutput
-from .core.pooling import Pooler, TextPooler
+from .core.pooling import MakesTextVector, Pooler, TextPooler
 from .core.serving import taken_by_back_end
 from .core.whole_modules import end_for
 from .modeling_base import XFormerPreTrainedModel
@@ -31,7 +32,11 @@ from .ops.common.real_tokens import from_first_real, is_first_real, up_to_last_r
 def build_pooler(config: XFormerConfig) -> TextPooler:
     """What makes a text's vector: the stack's own, that of the last layer's attention, or the usual one."""
     last = config.layer(max(config.num_hidden_layers - 1, 0))
-    return config.stack.build_pooler(config) or last.attention.build_pooler(last) or Pooler(config)
+    for spec, view in ((config.stack, config), (last.attention, last)):
+        pooler = spec.build_pooler(view) if isinstance(spec, MakesTextVector) else None
+        if pooler is not None:
+            return pooler
+    return Pooler(config)
 
 
 class XFormerModel(XFormerPreTrainedModel):
@@ -172,7 +177,8 @@ class XFormerModel(XFormerPreTrainedModel):
         pooled = None
         if self.pooler is not None:
             given = {name: kwargs.get(name) for name in self.pooler.inputs}
-            given.update({name: (output.streams or {}).get(name) for name in self.pooler.streams})
+            if self.pooler.state is not None:
+                given["state"] = output.text_state
             pooled = self.pooler(output.last_hidden_state, output.padding_mask, **given)
         tokens = text["inputs_embeds"] if text["input_ids"] is None else text["input_ids"]
         return XFormerModelOutput(
@@ -209,7 +215,7 @@ class XFormerModel(XFormerPreTrainedModel):
         elif not isinstance(given, (BaseModelOutput, TowerOutput)):
             given = BaseModelOutput(*given)
         memories = given.memories if isinstance(given, TowerOutput) else None
-        if memories is None and self.trunk.config.stack.gives_memories:
+        if memories is None and HandOver.MEMORIES in self.trunk.config.stack.gives:
             raise ValueError(
                 f"With stack {self.trunk.config.stack.type!r} each decoder layer reads a memory of its own, which the"
                 " given `encoder_outputs` lack; give the output object of this model's encoder, not its last state"

@@ -103,11 +103,13 @@ def position(folder: Path) -> None:
     tried, wrong = 0, []
     for name in SLOTS["attention"]:
         spec = SLOTS["attention"].get(name)
-        for shape in [shape for shape, can in (("encoder", spec.bidirectional), ("decoder", spec.causal)) if can]:
+        for shape in [
+            shape for shape, can in (("encoder", spec.bidirectional), ("decoder", "causal" not in spec.why_not)) if can
+        ]:
             if name == "axial_transformer" and shape == "decoder":
                 continue  # which needs a stack of its own
             fields = {"attention": name, "is_decoder": shape == "decoder", **COMPANY.get(name, {})}
-            if not spec.score_bias:
+            if "score_bias" not in spec.acts:
                 refused("log_distance", lambda: XFormerConfig(**{**SIZES, **fields}, position="log_distance"))
                 continue
             for relative in (False, True):

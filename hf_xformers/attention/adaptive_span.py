@@ -15,18 +15,32 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from ..core.cache import WindowLayer, alone
 from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
-from ..core.segment_memory import SegmentCacheLayer, take_slots
+from ..core.hand_overs import HandOver
+from ..core.prepared import Carry, Key, Prepared, State, States, one_state
+from ..core.segment_memory import MemoryLayout, SegmentCacheLayer, StepMemory, take_slots
 from ..core.visibility import visible_block, visible_pairs
 from ..ops.block_sparse.attention import block_sparse_attention
 from ..ops.block_sparse.patterns import band
 from ..ops.common.products import wide_products
 from ..ops.common.shifted_rows import shift_rows
 from ..ops.score_terms.attention import window_attention
+from ..position.base import CallBias
 from .shared.base import Attention, AttentionSpec
 from .shared.query_blocks import over_query_blocks, rows_at_once, shared_rows
-from .transformer_xl import MEMORY_ORDER, MEMORY_REAL, SEGMENT_MEMORY, TEXT_BEGUN
 
 TRIM = 64  # spans are rounded up to this many tokens, so that plans for them can be used again
+
+
+class WithMemory(Prepared):
+    """What is made for the tokens of a call with those before them."""
+
+    made: dict[Key, Any]
+
+
+class RelativeKeys(State):
+    """The relative keys of layer 0, [1, ...]."""
+
+    keys: Tensor
 
 
 class SpanCacheLayer(WindowLayer):
@@ -159,7 +173,7 @@ class AdaptiveSpanAttention(Attention):
         cache = self_attention_cache(past_key_values)
         layer = cache.layers[step] if cache is not None and step < len(cache.layers) else None
         call = context
-        if SEGMENT_MEMORY in context.streams or isinstance(layer, SegmentCacheLayer):
+        if context.state(StepMemory) is not None or isinstance(layer, SegmentCacheLayer):
             query, key, value, context = self._with_memory(hidden_states, context, cache, step)
         else:
             query, key, value = self.project_self(hidden_states, context, past_key_values, step)
@@ -169,7 +183,7 @@ class AdaptiveSpanAttention(Attention):
             # The spans of later tokens are not known when every token chooses its own.
             needed = self.max_span if self.spec.dynamic else max(reach)
             layer.keep(needed - 1 + self.gap)
-        relative, streams = self._relative_keys(context)
+        relative, states = self._relative_keys(context)
         inputs, weights = (query * self.scaling, key, value, spans, relative, context), None
         if self.wants_weights(context):
             output, weights = self._literal(*inputs)
@@ -182,7 +196,7 @@ class AdaptiveSpanAttention(Attention):
         else:
             output = self._windows(*inputs[:5], max(reach), context)
         output = self.o_proj(output.reshape(*hidden_states.shape[:-1], -1))
-        return SublayerOutput(output, weights, aux_losses=self._span_loss(spans, call), streams=streams)
+        return SublayerOutput(output, weights, aux_losses=self._span_loss(spans, call), states=states)
 
     def _with_memory(
         self, hidden_states: Tensor, context: LayerContext, cache: Cache | None, step: int
@@ -190,10 +204,10 @@ class AdaptiveSpanAttention(Attention):
         """Queries, and keys and values of what a stack remembers, what a cache holds and the tokens, in this order;
         and the call as they see it."""
         tokens, real = hidden_states, context.query_padding_mask
-        earlier = context.streams.get(SEGMENT_MEMORY)
+        earlier = context.state(StepMemory)
         if earlier is not None:
-            tokens, real = torch.cat([earlier, hidden_states], dim=1), context.shared[MEMORY_REAL]
-            order = context.shared[MEMORY_ORDER]
+            layout = context.prepared(MemoryLayout)
+            tokens, real, order = torch.cat([earlier.states, hidden_states], dim=1), layout.real, layout.order
             tokens = tokens if order is None else take_slots(tokens, order)
         query, key, value = self.queries(hidden_states), self.keys(tokens), self.heads(self.v_proj(tokens))
         if cache is not None:
@@ -204,32 +218,31 @@ class AdaptiveSpanAttention(Attention):
                     f" {type(cache).__name__} has no place for; leave `past_key_values` out, or make it with"
                     " `hf_xformers.core.cache.make_cache(config)`."
                 )
-            begun = context.shared.get(TEXT_BEGUN)
+            begun = MemoryLayout.of(context).begun
             key, value, real = layer.extend(key, value, real, hidden_states.shape[1], begun)
         index = torch.arange(key.shape[2], device=key.device)
         seen = copy.copy(context)
         seen.padding_mask, seen.key_index, seen.query_index = real, index, index[-query.shape[2] :]
         seen.fresh = False
         # What others share in this call is of its tokens alone.
-        shared = {"score_bias": context.shared["score_bias"]} if "score_bias" in context.shared else {}
-        seen.shared = context.shared.setdefault("with_segment_memory", shared)
+        seen.made = context.prepare(WithMemory, lambda: WithMemory(context.kept(CallBias))).made
         return query, key, value, seen
 
-    def _relative_keys(self, context: LayerContext) -> tuple[Tensor | None, dict[str, Tensor] | None]:
+    def _relative_keys(self, context: LayerContext) -> tuple[Tensor | None, States | None]:
         """The relative keys p, and what to pass on."""
         if not self.spec.relative_keys:
             return None, None
         if self.relative_keys is not None:
             # A copy: a parameter that is sharded over devices is whole only inside its own layer.
             own = self.relative_keys.clone()
-            return own, {"adaptive_span_keys": own[None]}
-        handed = context.streams.get("adaptive_span_keys")
+            return own, one_state(RelativeKeys(own[None]))
+        handed = context.state(RelativeKeys)
         if handed is None:
             raise ValueError(
                 f"adaptive_span layer {self.layer_idx} was handed no relative keys, which layer 0 owns; make layer 0 "
                 "adaptive_span too, or set its `relative_keys=False` and choose a position component."
             )
-        return handed[0], None
+        return handed.keys[0], None
 
     def _relative_rows(self, offset: Tensor) -> Tensor:
         """Rows of the relative keys for offsets i - j; those out of reach get some row."""
@@ -257,7 +270,7 @@ class AdaptiveSpanAttention(Attention):
         if relative is not None:
             rows = self._relative_rows(offset).expand(*scores.shape)
             scores = scores + wide_products(query, relative).gather(-1, rows)
-        bias = context.shared.get("score_bias")
+        bias = self.score_bias(context)
         if bias is not None:
             scores = scores + bias.block(context.query_index, places)
         scores = scores.to(spans.dtype)
@@ -278,7 +291,7 @@ class AdaptiveSpanAttention(Attention):
     def _tiles_apply(self, query: Tensor, context: LayerContext) -> bool:
         """Whether all that is added to the products depends on the distance alone, and tiles are the way to go: on a
         processor. Elsewhere few large blocks are."""
-        plain = not self.spec.dynamic and "score_bias" not in context.shared
+        plain = not self.spec.dynamic and self.score_bias(context) is None
         return plain and query.device.type == "cpu" and query.shape[2] > 1 and not torch.compiler.is_compiling()
 
     def _tiles(
@@ -329,7 +342,7 @@ class AdaptiveSpanAttention(Attention):
         (batch, heads, length, _), keys = query.shape, key.shape[2]
         reach = min(reach, keys)
         total, side = context.key_index.shape[0], reach - 1 + self.gap
-        bias, dropout = context.shared.get("score_bias"), self.dropout if self.training else 0.0
+        bias, dropout = self.score_bias(context), self.dropout if self.training else 0.0
         at_once = min(max(min(reach, 128), TRIM), rows_at_once(2 * batch * heads * reach))
         whole = [shared_rows(x, length, at_once) for x in (key, value)]
 
@@ -372,7 +385,7 @@ class AdaptiveSpanAttention(Attention):
         """The block-sparse engine, where each head walks its own window -> [B, T, H, d]."""
         sides = [min(-(-count // TRIM) * TRIM, self.max_span) - 1 + self.gap for count in reach]
         patterns = [band(side, 0 if self.is_causal else side) for side in sides]
-        bias = context.shared.get("score_bias")
+        bias = self.score_bias(context)
         keys, total = key.shape[2], context.key_index.shape[0]
 
         def score_bias(q_at: Tensor, k_at: Tensor) -> Tensor:
@@ -415,13 +428,11 @@ class AdaptiveSpanSpec(AttentionSpec):
     relative_keys: learned keys by distance. dynamic: each token chooses its spans."""
 
     summary = "each head learns how far back it reads"
-    normalizes_heads = True
-    score_bias = True
-    explicit_mask = True
-    packed = True
-    first_owns = True
+    head_options = frozenset({"norm"})
+    acts = frozenset({"rotation", "score_bias"})
+    supports = frozenset({"packed_rows", "pair_mask"})
     knows_order = True
-    reads_segment_memory = True
+    reads = frozenset({HandOver.SEGMENT_MEMORY})
 
     max_span: int | None = bounded(None, least=1)
     ramp: int = bounded(32, least=1)
@@ -434,14 +445,11 @@ class AdaptiveSpanSpec(AttentionSpec):
     def longest(self, config) -> int:
         return config.max_position_embeddings if self.max_span is None else self.max_span
 
-    def shared_sizes(self, config) -> tuple | None:
+    def carries(self, config) -> Carry | None:
         sizes = (self.longest(config), self.include_self, config.head_width)
-        return sizes if self.relative_keys else None
+        return Carry(RelativeKeys, sizes, of_first=True, handed_on=True) if self.relative_keys else None
 
-    def hands_on(self, config) -> bool:
-        return self.relative_keys
-
-    def cache_layer(self, config) -> CacheLayerMixin:
+    def cache_layer(self, config, layer_idx: int = 0) -> CacheLayerMixin:
         """The tokens within the longest span, or more where a stack's memory is longer."""
         window, slots = self.longest(config) + (0 if self.include_self else 1), config.stack.memory_slots(config)
         return SpanCacheLayer(sliding_window=window) if slots is None else SegmentCacheLayer(max(window - 1, slots))

@@ -118,10 +118,9 @@ class AdaptivelySparseSpec(AttentionSpec):
 
     summary = "alpha-entmax instead of softmax: weights that are zero, as many as each head learns to want"
     cross = True
-    score_bias = True
-    explicit_mask = True
-    packed = True
-    normalizes_heads = True
+    acts = frozenset({"rotation", "score_bias"})
+    supports = frozenset({"packed_rows", "pair_mask"})
+    head_options = frozenset({"norm"})
     keeps_keys_alone = True
 
     alpha: float | int | None = bounded(None, least=1, most=2)

@@ -6,11 +6,11 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
 
 from ..core.components import bounded, register
 from ..core.context import LayerContext
-from ..core.visibility import boolean_mask
+from ..core.hand_overs import HandOver
+from ..core.visibility import visible_pairs
 from .shared.base import Attention, AttentionSpec, literal_softmax_attention
 
 
@@ -35,17 +35,9 @@ class AllAttention(Attention):
         init.normal_(self.memory_keys, mean=0.0, std=self.head_dim**-0.5)
         init.normal_(self.memory_values, mean=0.0, std=self.slots**-0.5)
 
-    def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
-        if "all_attention_mask" in context.shared:
-            return
-        mask = boolean_mask(context)
-        if mask is None and context.causal and context.query_index.shape[0] > 1:
-            mask = (context.key_index[None, :] <= context.query_index[:, None])[None, None]
-        context.shared["all_attention_mask"] = mask
-
     def attend(self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
         """As the contract has it; weights are those of the text alone and sum to less than 1."""
-        batch, mask = query.shape[0], context.shared["all_attention_mask"]
+        batch, mask = query.shape[0], visible_pairs(context)
         memory_keys = (self.memory_keys * self.head_dim**0.5).to(key.dtype).expand(batch, -1, -1, -1)
         memory_values = (self.memory_values * self.slots**0.5).to(value.dtype).expand(batch, -1, -1, -1)
         key, value = torch.cat([memory_keys, key], 2), torch.cat([memory_values, value], 2)
@@ -72,10 +64,9 @@ class AllAttentionSpec(AttentionSpec):
     feed-forward it replaces). Use it with block 'no_ffn'."""
 
     summary = "attention over the text and a learned memory"
-    rotation = False
-    explicit_mask = True
-    packed = True
-    maps_tokens = True
+    acts = frozenset()
+    supports = frozenset({"packed_rows", "pair_mask"})
+    gives = frozenset({HandOver.TOKEN_MAP})
 
     memory_size: int | None = bounded(None, least=1)
 

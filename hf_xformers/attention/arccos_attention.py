@@ -50,12 +50,12 @@ class ArccosSpec(LinearSpec):
     redraw_interval: training passes between draws (0: never). seed: of the draws. chunk_size: tokens per quadratic
     block of the causal scan."""
 
-    splits_heads = True
+    splits = frozenset({"heads"})
     not_taken_over = ("scale",)  # a query's length, and with it a factor on scores, cancels
     adds_up = True
     summary = "the arc-cosine kernel by random ReLU features: linear time, a state of constant size"
-    rotation = True
-    normalizes_heads = True
+    acts = frozenset({"rotation"})
+    head_options = frozenset({"norm", "parts"})
 
     num_features: int | None = bounded(256, "features", least=1)
     normalize_qk: bool = False

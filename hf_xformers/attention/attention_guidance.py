@@ -10,10 +10,17 @@ from torch.nn import functional as F
 from ..core.components import bounded
 from ..core.context import LayerContext
 from ..core.distributed import sum_over_processes
+from ..core.prepared import Prepared
 from ..ops.common.real_tokens import is_first_real
 from .shared.head_parts import HeadLoss, HeadLossModule, Heads, register_loss
 
 PATTERNS = ("same", "next", "previous", "first")
+
+
+class Strength(Prepared):
+    """alpha_t / alpha_0 of a call, in a slot for each layer."""
+
+    alpha: Tensor
 
 
 class GuidanceLoss(HeadLossModule):
@@ -31,15 +38,15 @@ class GuidanceLoss(HeadLossModule):
 
     def __init__(self, spec: GuidanceSpec, counts: dict[str, int], layer_idx: int):
         super().__init__()
-        self.spec, self.counts, self.name = spec, counts, f"attention_guidance_{layer_idx}"
+        self.spec, self.counts, self.layer_idx = spec, counts, layer_idx
         self.register_buffer("passes", torch.zeros((), dtype=torch.long))
 
     def initialize(self, config, init) -> None:
         init.zeros_(self.passes)
 
     def prepare(self, context: LayerContext, learns: bool) -> None:
-        if self.name not in context.shared:
-            context.shared[self.name] = self.strength()
+        if context.find(Strength, self.layer_idx) is None:
+            context.keep(Strength(self.strength()), self.layer_idx)
             if learns:
                 self.passes += 1
 
@@ -63,8 +70,8 @@ class GuidanceLoss(HeadLossModule):
         if not losses:
             return {}
         sums, numbers = sum_over_processes(torch.stack(losses)).unbind(-1)
-        strength = heads.context.shared.get(self.name)
-        strength = self.strength() if strength is None else strength
+        found = heads.context.find(Strength, self.layer_idx)
+        strength = self.strength() if found is None else found.alpha
         return {"attention_guidance": self.spec.weight * strength.to(sums.dtype) * (sums / numbers.clamp(min=1)).sum()}
 
 

@@ -117,7 +117,7 @@ class AverageAttentionSpec(AttentionSpec):
 
     summary = "the running mean of all tokens so far, through a feed-forward and a gate: a state of constant size"
     bidirectional = False
-    rotation = False
+    acts = frozenset()
 
     use_ffn: bool = True
     ffn_size: int | None = bounded(None, least=1)
@@ -140,7 +140,7 @@ class AverageAttentionSpec(AttentionSpec):
     def projects_keys(self, config) -> bool:
         return False
 
-    def cache_layer(self, config) -> RecurrentStateLayer:
+    def cache_layer(self, config, layer_idx: int = 0) -> RecurrentStateLayer:
         return RecurrentStateLayer()
 
     def build(self, config, **where) -> AverageAttention:

@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from ..core.components import bounded, register
+from ..core.hand_overs import HandOver
+from ..core.prepared import Carry
 from ..ops.block_sparse import patterns
 from ..ops.block_sparse.patterns import Pattern
 from ..ops.common.token_grid import TokenGrid
@@ -19,8 +22,13 @@ class AxialAttention(BlockSparseAttention):
 
     def __init__(self, config, spec: AxialTransformerSpec, *, layer_idx: int, cross: bool = False):
         super().__init__(config, spec, layer_idx=layer_idx, cross=cross)
-        if self.is_causal and layer_idx < config.stack.outer_layers(config) and layer_idx % 2 == 0:
+        if self.is_causal and layer_idx < outer_layers(config) and layer_idx % 2 == 0:
             self.is_causal = False
+
+
+def outer_layers(config: Any) -> int:
+    """How many of a decoder's first layers read the whole rows and the columns by turns, for later rows alone."""
+    return config.stack.outer_layers(config) if HandOver.AXES in config.stack.gives else 0
 
 
 @register("attention", "axial_transformer", aliases=("axial",))
@@ -39,7 +47,7 @@ class AxialTransformerSpec(BlockSparseSpec):
     column attention with projections of their own (axial-attention's `sum_axial_out`); encoders only."""
 
     summary = "the rows and the columns of a grid of tokens attend by turns"
-    reads_axes = True
+    reads = frozenset({HandOver.AXES})
     keeps_rotated = True  # finished rows stay what they were
 
     columns: int | None = bounded(None, least=2)
@@ -57,7 +65,7 @@ class AxialTransformerSpec(BlockSparseSpec):
             raise ValueError(
                 "axial_transformer in a decoder reads rows before columns, which `sum_axial` does not; leave it out."
             )
-        if config.is_decoder and config.stack.outer_layers(config) == 0:
+        if config.is_decoder and outer_layers(config) == 0:
             raise ValueError(
                 "axial_transformer in a decoder needs a stack that lets every token read all earlier rows, which"
                 f" {config.stack.type!r} does not: rows and columns that are both masked leave out what stands above"
@@ -93,8 +101,8 @@ class AxialTransformerSpec(BlockSparseSpec):
         columns = self.columns_in(config)
         return TokenGrid(max(-(-config.max_position_embeddings // columns), 1), columns)
 
-    def shared_sizes(self, config) -> tuple | None:
-        return (self.columns_in(config),) if config.is_decoder else None
+    def carries(self, config) -> Carry | None:
+        return Carry(None, (self.columns_in(config),)) if config.is_decoder else None
 
     def pattern(self, config, layer_idx: int) -> Pattern:
         columns = self.columns_in(config)
@@ -102,7 +110,7 @@ class AxialTransformerSpec(BlockSparseSpec):
         if self.sum_axial:
             half = config.num_attention_heads // 2
             return patterns.per_head(*(row,) * half, *(column,) * half)
-        inner = config.is_decoder and layer_idx >= config.stack.outer_layers(config)
+        inner = config.is_decoder and layer_idx >= outer_layers(config)
         return column if layer_idx % 2 and not inner else row
 
     def build(self, config, **where) -> AxialAttention:

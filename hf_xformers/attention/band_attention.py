@@ -21,8 +21,8 @@ class BandSpec(BlockSparseSpec):
     """
 
     summary = "a sliding window"
-    packed = True
-    learns_sinks = True
+    supports = frozenset({"packed_rows", "pair_mask", "token_numbers"})
+    head_options = frozenset({"cap", "norm", "parts", "sink"})
 
     window_size: int | tuple[int, ...] = bounded(256, "window", least=1)
 
@@ -35,5 +35,5 @@ class BandSpec(BlockSparseSpec):
     def sequence_form(self, config) -> SequenceForm | Unserved:
         return form_of_window(self, config, SequenceForm.NEIGHBOURS)
 
-    def cache_layer(self, config) -> CacheLayerMixin:
+    def cache_layer(self, config, layer_idx: int = 0) -> CacheLayerMixin:
         return window_cache(largest(self.window_size))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 import torch
@@ -16,7 +17,7 @@ from ..ops.block_sparse.patterns import Pattern
 from ..ops.common.real_tokens import first_real
 from .shared.base import AttentionSpec
 from .shared.block_sparse import BlockSparseAttention
-from .shared.global_tokens import given_globals
+from .shared.global_tokens import GlobalTokens, given_globals
 from .shared.pattern_spec import traced_length_of_patterns
 
 
@@ -48,10 +49,9 @@ class BigBirdAttention(BlockSparseAttention):
             return None, 0
         if spec.global_mode == "etc":
             return given_globals(context, None)
-        key = f"bigbird_globals_{spec.block_size}_{spec.num_global_blocks}_{spec.dense_length}"
-        if key not in context.shared:
-            context.shared[key] = self._end_blocks(context)
-        return context.shared[key]
+        slot = (spec.block_size, spec.num_global_blocks, spec.dense_length)
+        found = context.prepare(GlobalTokens, lambda: GlobalTokens(*self._end_blocks(context)), slot)
+        return found.chosen, found.most
 
     def _end_blocks(self, context: LayerContext) -> tuple[Tensor | None, int | None]:
         """Tokens of the first and the last blocks of each text, and all of short texts."""
@@ -83,16 +83,14 @@ class BigBirdSpec(AttentionSpec):
     tokens are read whole (transformers' BigBird: (5 + 2 r) b)."""
 
     summary = "a window, random blocks and global tokens"
-    normalizes_heads = True
-    causal = False
-    explicit_mask = True
-    score_bias = True
-    score_terms = True
-    head_terms = True
-    why_not_causal = "its last block sees, and is seen by, the whole text."
-    why_one_length = (
-        "its random blocks are drawn for the number of blocks that was traced, so a graph takes that length alone"
-    )
+    head_options = frozenset({"norm"})
+    supports = frozenset({"pair_mask"})
+    acts = frozenset({"head_terms", "rotation", "score_bias", "score_terms"})
+    why_not: ClassVar[Mapping[str, str]] = {
+        "causal": "its last block sees, and is seen by, the whole text.",
+        "any_length": "its random blocks are drawn for the number of blocks that was traced, so a graph takes that"
+        " length alone",
+    }
     inputs: ClassVar[tuple[str, ...]] = ("global_attention_mask", "max_global_tokens")
 
     block_size: int = bounded(64, least=1)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -14,8 +15,10 @@ from ..core.cache import KeepsMore
 from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..core.extent import can_inspect
+from ..core.hand_overs import HandOver
 from ..core.pooling import TextPooler, pool
-from ..core.text_tree import BESIDE, SPANS, Tree, make_tree
+from ..core.prepared import Carry
+from ..core.text_tree import Spans, SpansBeside, Tree, make_tree
 from ..ops.binary_partition import (
     covered,
     few_leaves,
@@ -94,7 +97,7 @@ class BPTransformerAttention(Attention):
         step: int | None = None,
     ) -> SublayerOutput:
         tree, length = make_tree(context), context.query_index.shape[0]
-        beside = BESIDE in context.shared
+        beside = context.find(SpansBeside) is not None
         if not beside:
             hidden_states = F.pad(hidden_states, (0, 0, 0, tree.count))
         query, key = self.normalized(self.q_proj(hidden_states), self.k_proj(hidden_states))
@@ -245,16 +248,14 @@ class RootPooler(TextPooler):
     """The state of the root, the span that covers the whole text (Ye et al. 2019, section 3.3); of a single token
     itself."""
 
-    streams: ClassVar[tuple[str, ...]] = (SPANS,)
+    state = Spans
 
-    def forward(
-        self, hidden_states: Tensor, padding_mask: Tensor | None = None, bp_spans: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, hidden_states: Tensor, padding_mask: Tensor | None = None, state: Spans | None = None) -> Tensor:
         """[B, T, D] -> [B, D]."""
         first = pool(hidden_states, padding_mask, "first")
-        if bp_spans is None or not bp_spans.shape[1]:
+        if state is None or not state.states.shape[1]:
             return first
-        root = bp_spans[:, -1]
+        root = state.states[:, -1]
         if padding_mask is None:
             return root
         count = padding_mask.to(root.device).sum(-1, keepdim=True)
@@ -267,12 +268,10 @@ class BPTransformerSpec(AttentionSpec):
     levels above it share their vectors of relative places. relative_labels: whether there are such vectors."""
 
     summary = "a token reads its neighbors, and spans that are the longer the farther away they are"
-    rotation = False
-    normalizes_heads = True
+    acts = frozenset()
+    head_options = frozenset({"norm"})
     knows_order = True
-    runs_through = True
-    text_streams: ClassVar[tuple[str, ...]] = (SPANS,)
-    why_one_length = "its tree is that of a text of one length."
+    why_not: ClassVar[Mapping[str, str]] = {"any_length": "its tree is that of a text of one length."}
 
     bias: bool = False
     nodes_per_level: int = bounded(4, "step", least=1)
@@ -284,22 +283,19 @@ class BPTransformerSpec(AttentionSpec):
         return (2 * self.nodes_per_level + 1) * (self.max_level + 1)
 
     def check(self, config) -> None:
-        if not config.block.takes_spans:
+        if HandOver.SPANS not in config.block.reads:
             raise ValueError(
                 f"bp_transformer has states of spans, which go through a layer next to the tokens, and block"
                 f" {config.block.type!r} takes none along; set `block='bp_transformer'`."
             )
 
-    def shared_sizes(self, config) -> tuple:
-        return ()
-
-    def hands_on(self, config) -> bool:
-        return True
+    def carries(self, config) -> Carry:
+        return Carry(Spans, handed_on=True, throughout=True, reach="pooler")
 
     def build_pooler(self, config) -> RootPooler | None:
         return None if config.is_decoder else RootPooler()
 
-    def cache_layer(self, config) -> TreeLayer:
+    def cache_layer(self, config, layer_idx: int = 0) -> TreeLayer:
         return TreeLayer()
 
     def build(self, config, **where) -> BPTransformerAttention:

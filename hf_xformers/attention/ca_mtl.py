@@ -13,7 +13,8 @@ from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput
 from ..core.extent import can_inspect
 from ..core.hand_overs import HandOver
-from ..core.tasks import STREAM, TASKS, check_one_text, task_numbers
+from ..core.prepared import Carry, State, one_state
+from ..core.tasks import TASKS, TaskVector, check_one_text, task_numbers
 from ..ops.common.products import wide_products, widened
 from ..position.base import key_positions
 from .shared.base import AttentionSpec
@@ -79,15 +80,15 @@ class ConditionalBlockAttention(BlockScoresAttention):
     ) -> SublayerOutput:
         task = self._task(context)
         factor, shift = widened(*self.film(task).chunk(2, dim=-1))
-        seen = context.with_streams({**context.streams, "ca_mtl_film": torch.cat((1 + factor, shift), dim=-1)})
+        seen = context.passing({**context.states, **one_state(Film(1 + factor, shift))})
         result = super().forward(hidden_states, seen, memory=memory, past_key_values=past_key_values, step=step)
-        return result._replace(streams={STREAM: task})
+        return result._replace(states=one_state(TaskVector(task)))
 
     def _task(self, context: LayerContext) -> Tensor:
         """z [B or 1, D]."""
-        handed = context.streams.get(STREAM)
+        handed = context.state(TaskVector)
         if handed is not None:
-            return handed
+            return handed.vector
         if self.task_table is None or self.task_proj is None:
             raise ValueError(
                 f"ca_mtl layer {self.layer_idx} was handed no task, which layer 0 makes; make layer 0 ca_mtl, too."
@@ -107,8 +108,8 @@ class ConditionalBlockAttention(BlockScoresAttention):
         asking, answering = context.positions[:, block.rows], key_positions(context)[:, block.keys]
         column = answering % self.block
         (near,) = widened(block.tables[0].take_at(asking.clamp(max=self.near.shape[0] - 1)))  # [B or 1, t, w]
-        factor, shift = context.streams["ca_mtl_film"][:, None].chunk(2, dim=-1)
-        bias = near * factor + shift  # [B or 1, t, w]
+        film = context.given(Film)
+        bias = near * film.factor[:, None] + film.shift[:, None]  # [B or 1, t, w]
         column = column[:, None].expand(bias.shape[0] if column.shape[0] == 1 else -1, asking.shape[1], -1)
         bias = bias.expand(column.shape[0], -1, -1).gather(-1, column)
         same = asking[:, :, None] // self.block == answering[:, None] // self.block
@@ -120,6 +121,13 @@ def _is_given(config) -> bool:
     return HandOver.TASK in config.stack.gives
 
 
+class Film(State):
+    """What a task makes of the table of near places: a factor and a shift, [B or 1, w] each."""
+
+    factor: Tensor
+    shift: Tensor
+
+
 @register("attention", "ca_mtl")
 class ConditionalBlockSpec(AttentionSpec):
     """num_tasks: tasks with a vector each; of several, the model's input `tasks` [batch] says which (the stack
@@ -128,14 +136,10 @@ class ConditionalBlockSpec(AttentionSpec):
 
     summary = "a bias on tokens of the same block, which depends on the task"
     inputs: ClassVar[tuple[str, ...]] = (TASKS,)
-    score_bias = True
-    explicit_mask = True
-    packed = True
-    first_owns = True
-    hands_out_heads = True
-    weighs_blocks = True
+    acts = frozenset({"rotation", "score_bias"})
+    supports = frozenset({"packed_rows", "pair_mask"})
+    head_options = frozenset({"blocks", "norm", "parts"})
     keeps_keys_alone = True
-    normalizes_heads = True
 
     num_tasks: int = bounded(1, least=1)
     num_blocks: int | None = bounded(None, least=1)
@@ -149,11 +153,8 @@ class ConditionalBlockSpec(AttentionSpec):
     def places(self, config) -> int:
         return config.max_position_embeddings
 
-    def shared_sizes(self, config) -> tuple | None:
-        return None if _is_given(config) else (self.num_tasks,)
-
-    def hands_on(self, config) -> bool:
-        return not _is_given(config)
+    def carries(self, config) -> Carry | None:
+        return None if _is_given(config) else Carry(TaskVector, (self.num_tasks,), of_first=True, handed_on=True)
 
     def check(self, config) -> None:
         longest = config.max_position_embeddings

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -158,9 +161,10 @@ class ClusteredSpec(AttentionSpec):
     hash_seed: of the planes."""
 
     summary = "queries that are alike share one row of attention"
-    causal = False
-    normalizes_heads = True
-    why_not_causal = "a query shares its row of attention with later ones, whose mean asks for all of them."
+    head_options = frozenset({"norm"})
+    why_not: ClassVar[Mapping[str, str]] = {
+        "causal": "a query shares its row of attention with later ones, whose mean asks for all of them."
+    }
 
     num_clusters: int = bounded(100, "clusters", least=1)
     hash_bits: int = bounded(63, least=1)

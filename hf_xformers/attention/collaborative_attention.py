@@ -111,12 +111,9 @@ class CollaborativeSpec(AttentionSpec):
 
     summary = "heads share queries and keys and mix their channels"
     cross = True
-    rotation = False
-    score_bias = True
-    explicit_mask = True
-    packed = True
-    hands_out_heads = True
-    weighs_blocks = True
+    acts = frozenset({"score_bias"})
+    supports = frozenset({"packed_rows", "pair_mask"})
+    head_options = frozenset({"blocks", "parts"})
 
     shared_width: int | None = bounded(None, least=1)
     content_bias: bool = True

@@ -141,9 +141,8 @@ class ComplexOrderSpec(AttentionSpec):
 
     summary = "scores are moduli of complex products"
     cross = True
-    rotation = False
-    explicit_mask = True
-    packed = True
+    acts = frozenset()
+    supports = frozenset({"packed_rows", "pair_mask"})
 
     product: Literal["bilinear", "hermitian"] = "bilinear"
     weights: Literal["shared_real", "full"] = "shared_real"

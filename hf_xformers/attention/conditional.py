@@ -134,11 +134,10 @@ class ConditionalAttentionSpec(AttentionSpec):
     """gate_source: also gate the tokens that are read (keys and values)."""
 
     summary = "softmax attention with a gate for each asking and each read token"
-    normalizes_heads = True
+    head_options = frozenset({"norm"})
     cross = True
-    score_bias = True
-    explicit_mask = True
-    packed = True
+    acts = frozenset({"rotation", "score_bias"})
+    supports = frozenset({"packed_rows", "pair_mask"})
 
     gate_source: bool = True
 

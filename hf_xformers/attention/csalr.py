@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -65,9 +68,8 @@ class CSALRSpec(AttentionSpec):
     attention before it is inverted. renormalize: rows of the whole sum to 1 instead of 1 / (1 + ridge)."""
 
     summary = "tokens combine what a few landmarks read, through a regularized inverse: linear time"
-    normalizes_heads = True
-    causal = False
-    why_not_causal = "its landmarks are means over all tokens, later ones too."
+    head_options = frozenset({"norm"})
+    why_not: ClassVar[Mapping[str, str]] = {"causal": "its landmarks are means over all tokens, later ones too."}
 
     num_landmarks: int = bounded(64, "landmarks", least=1)
     ridge: float | int = bounded(1.0, above=0)

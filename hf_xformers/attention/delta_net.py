@@ -195,9 +195,9 @@ class DeltaNetSpec(AttentionSpec):
     chunk_size: tokens per triangular system."""
 
     summary = "fast weights that are corrected by the delta rule: linear time, causal"
-    normalizes_heads = True
+    head_options = frozenset({"norm"})
     bidirectional = False
-    rotation = True
+    acts = frozenset({"rotation"})
     keeps_rotated = True
     not_taken_over = ("scale",)  # here of what is read, not of scores
 
@@ -225,7 +225,7 @@ class DeltaNetSpec(AttentionSpec):
             return Unserved("with `attention_normalize` divides by sums of other parts inside its rule")
         return SequenceForm.AFFINE
 
-    def cache_layer(self, config) -> RecurrentStateLayer:
+    def cache_layer(self, config, layer_idx: int = 0) -> RecurrentStateLayer:
         return RecurrentStateLayer()
 
     def build(self, config, **where) -> DeltaNetAttention:

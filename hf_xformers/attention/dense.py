@@ -15,8 +15,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..compat import CACHE
 from ..core.components import register
 from ..core.context import LayerContext
+from ..core.hand_overs import HandOver
+from ..core.prepared import Prepared
 from ..core.sequence_parallel import SequenceForm, Unserved
-from ..core.visibility import boolean_mask, last_key, rows_can_be_empty, visible_block
+from ..core.visibility import DenseBias, boolean_mask, last_key, mask_of_call, rows_can_be_empty, visible_block
 from ..ops.block_sparse.attention import block_sparse_attention
 from ..ops.block_sparse.patterns import full
 from ..ops.common.products import wide_products
@@ -34,6 +36,12 @@ TRAINED_BIAS_AT_ONCE = 1 << 19
 _ALL = full()  # built at import: torch.compile cannot trace it
 
 
+class DenseMask(Prepared):
+    """The mask of a call as the back-end reads it."""
+
+    mask: Any
+
+
 class DenseAttention(Attention):
     """o_i = sum_j softmax_j(scale * q_i k_j + b_ij) v_j over all j that i may see.
 
@@ -49,20 +57,18 @@ class DenseAttention(Attention):
         super().prepare(context, past_key_values)
         if self.cross or self.changes_scores:  # what follows is not read
             return
-        if "dense_mask" not in context.shared:
-            if context.back_end:  # it knows by itself who sees whom
-                context.shared["dense_mask"] = None
-            elif context.implementation in ("eager", "sdpa") or context.output_attentions:
-                context.shared["dense_mask"] = boolean_mask(context)
-            else:
-                context.shared["dense_mask"] = self._backend_mask(context, past_key_values)
+        context.prepare(DenseMask, lambda: DenseMask(self._mask(context, past_key_values)))
         bias = self.score_bias(context)
-        if bias is not None and "dense_bias" not in context.streams and not self._bias_in_blocks(context):
+        if bias is not None and context.state(DenseBias) is None and not self._bias_in_blocks(context):
             matrix = bias.block(context.query_index, context.key_index)
-            context.streams["dense_bias"] = matrix if matrix.ndim == 4 else matrix[None]
+            context.start(DenseBias(matrix if matrix.ndim == 4 else matrix[None]))
 
-    def _backend_mask(self, context: LayerContext, past_key_values: Cache | None) -> Any:
-        """The mask in the form that a FlexAttention or FlashAttention back-end expects."""
+    def _mask(self, context: LayerContext, past_key_values: Cache | None) -> Any:
+        """The mask in the form that the back-end expects."""
+        if context.back_end:  # it knows by itself who sees whom
+            return None
+        if context.implementation in ("eager", "sdpa") or context.output_attentions:
+            return mask_of_call(context)
         make: Callable[..., Any] = create_causal_mask if context.causal else create_bidirectional_mask
         arguments = {"position_ids": context.position_ids} if context.causal else {}
         return make(
@@ -89,9 +95,9 @@ class DenseAttention(Attention):
 
     def _in_blocks(self, context: LayerContext) -> SelfAttentionTerms | None:
         """What is added to scores and no kernel takes as it is; None: nothing."""
-        if self.cross or (self.position_terms is None and "score_bias" not in context.shared):
+        if self.cross or (self.position_terms is None and self.score_bias(context) is None):
             return None
-        if self.changes_scores or ("dense_bias" not in context.streams and self._bias_in_blocks(context)):
+        if self.changes_scores or (context.state(DenseBias) is None and self._bias_in_blocks(context)):
             return self.score_terms(context)
         return None
 
@@ -104,7 +110,8 @@ class DenseAttention(Attention):
             padding = context.memory_padding_mask
             mask, bias = (None if padding is None else padding[:, None, None, :]), None
         else:
-            mask, bias = context.shared["dense_mask"], context.streams.get("dense_bias")
+            mask, made = context.prepared(DenseMask).mask, context.state(DenseBias)
+            bias = None if made is None else made.matrix
         causal = self.is_causal and mask is None and context.fresh
         if self.wants_weights(context):
             if causal:
@@ -170,11 +177,11 @@ class DenseAttention(Attention):
             scores = self.spec.score_cap * torch.tanh(scores / self.spec.score_cap)
         bias = None if self.cross else self.score_bias(context)
         if bias is not None:
-            made = context.streams.get("dense_bias")
-            if made is None:
+            whole = context.state(DenseBias)
+            if whole is None:
                 made = bias.block(context.query_index[rows], context.key_index[keys])
             else:
-                made = made[..., rows, keys]
+                made = whole.matrix[..., rows, keys]
             scores = scores + made[..., heads, :, :]
         mask = visible_block(context, self.cross, rows, keys)
         mask = mask if mask is None or mask.shape[1] == 1 else mask[:, heads]
@@ -186,37 +193,25 @@ class DenseAttention(Attention):
         return visible_softmax(scores, mask, rows_can_be_empty(context, self.cross))
 
 
+_SUPPORTS = frozenset({"packed_rows", "pages", "pair_mask", "token_numbers"})
+
+
 @register("attention", "dense", aliases=("vanilla", "softmax"))
 class DenseSpec(AttentionSpec):
     """Every token reads every token (that it may see)."""
 
     summary = "full softmax attention"
     cross = True
-    score_bias = True
-    score_terms = True
-    head_terms = True
-    explicit_mask = True
-    packed = True
-    splits_heads = True
+    acts = frozenset({"head_terms", "rotation", "score_bias", "score_terms", "values"})
+    splits = frozenset({"heads"})
     keeps_keys_alone = True
-    apart_key_states = True
-    reads_carried_keys = True
-    rotates_values = True
-    reads_pages = True
-    normalizes_heads = True
-    caps_scores = True
-    learns_sinks = True
-    hands_out_heads = True
-    weighs_blocks = True
-    keeps_numbers = True
+    reads = frozenset({HandOver.KEY_STATES, HandOver.LEADING_KEYS})
+    head_options = frozenset({"blocks", "cap", "norm", "parts", "sink"})
 
     @property
-    def asks_interface(self) -> bool:  # type: ignore[override]
-        return self.score_cap is None and not self.learned_sinks
-
-    @property
-    def context_parallel(self) -> bool:  # type: ignore[override]  # only SDPA itself is divided
-        return self.asks_interface
+    def supports(self) -> frozenset[str]:  # type: ignore[override]  # only SDPA itself is divided, and asked for
+        usual = self.score_cap is None and not self.learned_sinks
+        return _SUPPORTS | ({"interface", "context_parallel"} if usual else set())
 
     def sequence_form(self, config) -> SequenceForm | Unserved:
         return Unserved(

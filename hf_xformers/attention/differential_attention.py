@@ -80,14 +80,10 @@ class DifferentialSpec(DenseSpec):
     not (DiffLlama). lambda_std: standard deviation of the vectors that make lambda, at the start."""
 
     summary = "the difference of two softmaxes, whose noise cancels"
-    splits_heads = False
-    rotates_values = False
-    caps_scores = False
-    learns_sinks = False
-    hands_out_heads = False
-    weighs_blocks = False
-    asks_interface = False
-    context_parallel = False
+    splits = frozenset()
+    acts = frozenset({"head_terms", "rotation", "score_bias", "score_terms"})
+    head_options = frozenset({"norm"})
+    supports = frozenset({"packed_rows", "pages", "pair_mask", "token_numbers"})
 
     bias: bool = False
     pairing: Literal["neighbors", "halves"] = "neighbors"

@@ -41,7 +41,7 @@ class DilatedSpec(BandSpec):
             return by_head(patterns.strided, of_layer(self.dilation, layer_idx))
         return by_head(lambda gap: patterns.dilated(left, right, gap), of_layer(self.dilation, layer_idx))
 
-    def cache_layer(self, config) -> CacheLayerMixin:
+    def cache_layer(self, config, layer_idx: int = 0) -> CacheLayerMixin:
         if self.strided:
             return DynamicLayer()
         return window_cache((largest(self.window_size) - 1) * largest(self.dilation) + 1)

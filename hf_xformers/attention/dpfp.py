@@ -61,12 +61,12 @@ class DPFPSpec(LinearSpec):
     factor on what is read by the delta rule, or without a denominator (None: 1 / sqrt(head width)). chunk_size: tokens
     per quadratic block of the causal scan, or per triangular system."""
 
-    splits_heads = True
+    splits = frozenset({"heads"})
     not_taken_over = ("scale",)  # here of what is read, not of scores
     adds_up = True
     summary = "deterministic sparse features of products of neighboring channels: linear time, sum or delta rule"
-    rotation = True
-    normalizes_heads = True
+    acts = frozenset({"rotation"})
+    head_options = frozenset({"norm", "parts"})
 
     nu: int = bounded(3, least=1)
     update_rule: Literal["sum", "delta"] = "sum"

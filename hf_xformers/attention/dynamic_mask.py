@@ -98,9 +98,8 @@ class DynamicMaskSpec(AttentionSpec):
     projection."""
 
     summary = "how much a query sees at each distance depends on what it says"
-    explicit_mask = True
-    packed = True
-    normalizes_heads = True
+    supports = frozenset({"packed_rows", "pair_mask"})
+    head_options = frozenset({"norm"})
 
     max_distance: int = bounded(1024, least=1)
     relu: bool = True

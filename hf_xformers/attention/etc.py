@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -88,12 +89,9 @@ class EtcSpec(AttentionSpec):
     projected alike to queries, keys and values. share_output_projection: and so is what they read."""
 
     summary = "a band for all tokens, and global tokens with output projections of their own"
-    causal = False
-    why_not_causal = "its global tokens read the whole text."
-    normalizes_heads = True
-    score_bias = True
-    score_terms = True
-    head_terms = True
+    why_not: ClassVar[Mapping[str, str]] = {"causal": "its global tokens read the whole text."}
+    head_options = frozenset({"norm"})
+    acts = frozenset({"head_terms", "rotation", "score_bias", "score_terms"})
     inputs: ClassVar[tuple[str, ...]] = ("global_attention_mask", "max_global_tokens")
 
     local_radius: int = bounded(84, least=1)

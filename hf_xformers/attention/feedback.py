@@ -12,13 +12,21 @@ from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput
 from ..core.hand_overs import HandOver
 from ..core.initialization import start_projections
+from ..core.prepared import State
 from ..ops.common.products import wide_products
 from ..ops.common.segments import accumulation_dtype
 from .shared.base import Attention, AttentionSpec
 
-# What the stack hands to a layer. One step reads the older and the recent part of its window; a whole sequence at once
-# reads the first two, which then hold all windows, overlapping.
-STREAMS = ("feedback_keys", "feedback_values", "feedback_recent_keys", "feedback_recent_values")
+
+class FeedbackMemory(State):
+    """What the stack gives a layer. One step reads the older and the recent part of its window, [B, K, W - n, d] and
+    [B, K, n, d]; a whole sequence at once reads the first two, [B, K, W + T - 1, d], which then hold all windows,
+    overlapping."""
+
+    keys: Tensor
+    values: Tensor
+    recent_keys: Tensor | None = None
+    recent_values: Tensor | None = None
 
 
 class FeedbackAttention(Attention):
@@ -55,16 +63,16 @@ class FeedbackAttention(Attention):
         past_key_values: Cache | None = None,
         step: int | None = None,
     ) -> SublayerOutput:
-        """hidden_states [B, T, D] -> [B, T, D]. Streams: older and recent keys and values, [B, K, W - n, d] and
-        [B, K, n, d], of the only step (T = 1); or keys and values [B, K, W + T - 1, d] of the windows of T steps."""
+        """hidden_states [B, T, D] -> [B, T, D], with a [`FeedbackMemory`] of the only step (T = 1), or of T steps."""
         batch, length = hidden_states.shape[:2]
-        keys, values, *recent = (context.streams[name] for name in STREAMS if name in context.streams)
+        read = context.given(FeedbackMemory)
         query = self.heads(self.q_proj(hidden_states))  # a group of heads reads one key head
         query = query.reshape(batch, self.num_key_value_heads, self.num_key_value_groups, length, self.head_dim)
-        if recent:
-            output, weights = self.read_step(query.squeeze(3), keys, values, *recent), None
+        if read.recent_keys is not None and read.recent_values is not None:
+            parts = (read.keys, read.values, read.recent_keys, read.recent_values)
+            output, weights = self.read_step(query.squeeze(3), *parts), None
         else:
-            output, weights = self.read_all(query, keys, values)
+            output, weights = self.read_all(query, read.keys, read.values)
             output = output.flatten(1, 2).transpose(1, 2)
             weights = self.by_key(weights.flatten(1, 2), context) if context.output_attentions else None
         return SublayerOutput(self.o_proj(output.reshape(batch, length, -1)), weights)
@@ -109,13 +117,13 @@ class FeedbackAttentionSpec(AttentionSpec):
 
     summary = "reads what all layers together made of earlier steps"
     bidirectional = False
-    rotation = False
+    acts = frozenset()
     reads = frozenset({HandOver.FEEDBACK})
     knows_order = True
 
     window: int = bounded(512, least=1)
 
-    def cache_layer(self, config) -> RecurrentStateLayer:
+    def cache_layer(self, config, layer_idx: int = 0) -> RecurrentStateLayer:
         """The window's keys and values [B, 1 or layers, K, W, d] stand in the first slot; the others only count."""
         return SlotStateLayer()
 

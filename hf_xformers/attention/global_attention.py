@@ -20,7 +20,7 @@ class GlobalSpec(BandSpec):
     """
 
     summary = "a sliding window and the first tokens, which see and are seen by all"
-    packed = False
+    supports = frozenset({"pair_mask", "token_numbers"})
 
     num_global_tokens: int = bounded(1, "global_tokens", least=1)
 
@@ -28,5 +28,5 @@ class GlobalSpec(BandSpec):
         everywhere = patterns.global_(first=self.num_global_tokens, rows=not config.is_decoder)
         return super().pattern(config, layer_idx) | everywhere
 
-    def cache_layer(self, config) -> CacheLayerMixin:
+    def cache_layer(self, config, layer_idx: int = 0) -> CacheLayerMixin:
         return DynamicLayer()

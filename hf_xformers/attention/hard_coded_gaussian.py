@@ -225,7 +225,7 @@ class HardCodedGaussianSpec(AttentionSpec):
 
     summary = "fixed Gaussian weights around a neighbor: no queries and keys, linear time, constant state"
     cross = True
-    rotation = False
+    acts = frozenset()
     knows_order = True
 
     offsets: tuple[int, ...] | None = None
@@ -284,7 +284,7 @@ class HardCodedGaussianSpec(AttentionSpec):
     def projects_keys(self, config) -> bool:
         return False
 
-    def cache_layer(self, config) -> RecurrentStateLayer:
+    def cache_layer(self, config, layer_idx: int = 0) -> RecurrentStateLayer:
         return SlotStateLayer()
 
     def build(self, config, **where) -> HardCodedGaussianAttention:

@@ -11,10 +11,15 @@ from torch.nn import functional as F
 
 from ..core.components import register
 from ..core.context import LayerContext, SublayerOutput
+from ..core.prepared import Carry, State, one_state
 from ..ops.common.products import widened
 from .shared.recurrent import GatedNorm, RecurrentAttention, RecurrentSpec, Tokens
 
-STREAM = "hgrn2_lower_bounds"
+
+class LowerBounds(State):
+    """Of the gates of all layers, [1, L, H K]."""
+
+    bounds: Tensor
 
 
 class HGRN2Attention(RecurrentAttention):
@@ -46,13 +51,17 @@ class HGRN2Attention(RecurrentAttention):
             return super().forward(hidden_states, context, **given)
         shares = torch.softmax(widened(self.lower_bounds)[0], dim=0)
         bounds = (shares.cumsum(0) - shares[:1])[None]
-        context = context.with_streams({**context.streams, STREAM: bounds})
-        return super().forward(hidden_states, context, **given)._replace(streams={STREAM: bounds})
+        passed = one_state(LowerBounds(bounds))
+        context = context.passing({**context.states, **passed})
+        return super().forward(hidden_states, context, **given)._replace(states=passed)
 
     def tokens(self, hidden_states: Tensor, context: LayerContext, window: Tensor | None):
         query, gate, value, window = self.query_key_value(hidden_states, context, window)
         (wide,) = widened(gate)
-        least = context.streams[STREAM][0, self.layer_idx].to(wide.dtype).unflatten(0, (-1, 1, self.key_width))
+        found = context.state(LowerBounds)
+        if found is None:
+            raise ValueError("hgrn2 layers read the lower bounds of layer 0, which has another attention here.")
+        least = found.bounds[0, self.layer_idx].to(wide.dtype).unflatten(0, (-1, 1, self.key_width))
         least = least.repeat_interleave(wide.shape[1] // least.shape[0], dim=0)
         log_decay, key = F.logsigmoid(wide), (1 - least) * torch.sigmoid(-wide)
         if self.layer_idx > 0:
@@ -74,13 +83,10 @@ class HGRN2Spec(RecurrentSpec):
 
     summary = "linear attention whose keys are what forget gates let go, causal"
     scales = False
-    first_owns = True
 
-    def shared_sizes(self, config) -> tuple:
-        return config.num_hidden_layers, self.heads(config)[1], self.key_size(config)
-
-    def hands_on(self, config) -> bool:
-        return True
+    def carries(self, config) -> Carry:
+        sizes = config.num_hidden_layers, self.heads(config)[1], self.key_size(config)
+        return Carry(LowerBounds, sizes, of_first=True, handed_on=True)
 
     def check_fields(self) -> None:
         super().check_fields()

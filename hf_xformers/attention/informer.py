@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -124,11 +125,11 @@ class InformerSpec(AttentionSpec):
     that does not attend takes there of the values up to its own, their `sum` or their `mean`."""
 
     summary = "queries far from uniform attend, the others take the mean of the values"
-    causal = False
-    normalizes_heads = True
-    why_not_causal = (
-        "which queries attend depends on all others, later ones too (`causal_form='paper'` is masked all the same)."
-    )
+    head_options = frozenset({"norm"})
+    why_not: ClassVar[Mapping[str, str]] = {
+        "causal": "which queries attend depends on all others, later ones too (`causal_form='paper'` is masked all the"
+        " same)."
+    }
 
     sampling_factor: int = bounded(5, "factor", least=1)
     seed: int = bounded(0, least=0)
@@ -138,22 +139,18 @@ class InformerSpec(AttentionSpec):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.causal_form == "paper":
-            self.causal = True  # type: ignore[misc]  # of this spec alone
+            reason = (
+                "informer with causal_form='paper' cannot generate: later tokens change which queries attend. Use"
+                " attention 'dense' in the decoder."
+            )
+            self.why_not = {"generate": reason}  # type: ignore[misc]  # of this spec alone
 
     def check(self, config) -> None:
         if config.is_decoder and config.use_cache and self.causal_form == "paper":
-            raise ValueError(f"{self.why_not_generate()} To train it all the same, set `use_cache=False`.")
+            raise ValueError(f"{self.why_not['generate']} To train it all the same, set `use_cache=False`.")
 
     def weighs(self, config) -> bool:
         return not config.is_decoder or self.causal_context == "mean"
-
-    def why_not_generate(self) -> str:
-        if self.causal_form == "none":
-            return ""
-        return (
-            "informer with causal_form='paper' cannot generate: later tokens change which queries attend. Use"
-            " attention 'dense' in the decoder."
-        )
 
     def build(self, config, **where) -> InformerAttention:
         kind = MaskedInformerAttention if config.is_decoder else InformerAttention

@@ -14,11 +14,12 @@ from ..core.cache import appended
 from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..core.initialization import start_projections
+from ..core.prepared import Carry, one_state
 from ..core.visibility import visible_pairs
 from ..ops.common.products import wide_products
 from .dense import DenseAttention
 from .shared.base import AttentionSpec, cross_cache, given_memory
-from .shared.score_chain import ScoreChain
+from .shared.score_chain import Link, ScoreChain
 
 # Pairs of tokens up to which a map is kept for the layers that share it: 4 MiB for each head in float32.
 PAIRS_AT_ONCE = 1 << 20
@@ -80,23 +81,25 @@ class LazyFormerAttention(ScoreChain, DenseAttention):
         step: int | None = None,
     ) -> SublayerOutput:
         step = self.layer_idx if step is None else step
-        streams: dict[str, Tensor] = {}
         weights: Tensor | None
+        link: Link | None = None
         if self.is_first:
             project = self.project_cross if self.cross else self.project_self
             source: Any = memory if self.cross else context
             query, key, value = project(hidden_states, source, past_key_values, step)
             if self._keeps_weights(context, query.shape[2], key.shape[2]):
                 scores = wide_products(query * self.scaling, self.repeated(key))
-                output, weights, streams[f"{self.chain}_weights"] = self.weigh(scores, self.repeated(value), context)
+                output, weights, dropped = self.weigh(scores, self.repeated(value), context)
+                link = Link(weights=dropped)
             else:
-                streams[f"{self.chain}_queries"], streams[f"{self.chain}_keys"] = query, key
+                link = Link(queries=query, keys=key)
                 output, weights = self.attend(query, key, value, context)
         else:
             value = self._values(hidden_states, memory, past_key_values, step)
             output, weights = self._by_map(value, context)
         output = self.o_proj(output.reshape(*hidden_states.shape[:-1], -1))
-        return SublayerOutput(output, weights if self.wants_weights(context) else None, streams=streams)
+        states = None if link is None else one_state(link, self.slot)
+        return SublayerOutput(output, weights if self.wants_weights(context) else None, states=states)
 
     def _values(self, hidden_states: Tensor, memory: Tensor | None, past: Cache | None, step: int) -> Tensor:
         """Values of all tokens [B, K, S, d]. A cache counts its tokens by the keys: one number stands for each."""
@@ -115,12 +118,12 @@ class LazyFormerAttention(ScoreChain, DenseAttention):
 
     def _by_map(self, value: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
         """What the first layer of the block passed on, with values [B, K, S, d] of this one -> output [B, T, H, d]."""
-        weights = self.handed("weights", context)
+        handed = self.handed(context)
+        weights, query, key = handed.weights, handed.queries, handed.keys
         if weights is not None:
             value = self.repeated(value)
             self.check_fit("keys", torch.Size((*weights.shape[:2], weights.shape[3])), value.shape[:3])
             return torch.matmul(weights, value).transpose(1, 2), weights
-        query, key = self.handed("queries", context), self.handed("keys", context)
         if query is None or key is None:
             raise ValueError(
                 f"lazyformer layer {self.layer_idx} was handed no map, which the first layer of its block makes; give"
@@ -137,13 +140,11 @@ class LazyFormerSpec(AttentionSpec):
     less memory (`auto`: weights up to 1024 tokens)."""
 
     summary = "several layers share one attention map, and only the first has queries and keys"
-    normalizes_heads = True
-    splits_heads = True
+    head_options = frozenset({"norm"})
+    splits = frozenset({"heads"})
     cross = True
-    score_bias = True
-    explicit_mask = True
-    packed = True
-    runs_through = True
+    acts = frozenset({"rotation", "score_bias"})
+    supports = frozenset({"packed_rows", "pair_mask"})
 
     block_size: int = bounded(2, least=1)
     block_sizes: tuple[int, ...] | None = bounded(None, least=1)
@@ -163,7 +164,7 @@ class LazyFormerSpec(AttentionSpec):
                 " them add up to that, or give a `block_size`."
             )
         reads_memory = config.cross_attention is self and config.is_decoder and config.is_encoder_decoder
-        if reads_memory and self.hands_on(config) and not config.residual.enters_as_is:
+        if reads_memory and self.carries(config).handed_on and not config.residual.enters_as_is:
             raise ValueError(
                 "lazyformer as `cross_attention` has layers that read the memory with the map of another layer and"
                 f" nothing of their own input, for which residual {config.residual.type!r} would have a norm without"
@@ -171,15 +172,14 @@ class LazyFormerSpec(AttentionSpec):
                 " `cross_attention` at 'dense'."
             )
 
-    def shared_sizes(self, config) -> tuple:
+    def carries(self, config) -> Carry:
         heads = (config.num_attention_heads, config.key_value_heads, config.head_width)
-        return (*heads, self.block_size, self.block_sizes, self.hand_on)
-
-    def hands_on(self, config) -> bool:
-        return len(self.first_layers(config.num_hidden_layers)) < config.num_hidden_layers
+        sizes = (*heads, self.block_size, self.block_sizes, self.hand_on)
+        shared = len(self.first_layers(config.num_hidden_layers)) < config.num_hidden_layers
+        return Carry(Link, sizes, handed_on=shared, throughout=True)
 
     def projects_keys(self, config) -> bool:
-        return not self.hands_on(config)
+        return not self.carries(config).handed_on
 
     def build(self, config, **where) -> LazyFormerAttention:
         return LazyFormerAttention(config, self, **where)

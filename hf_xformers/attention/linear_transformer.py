@@ -71,12 +71,12 @@ class LinearTransformerSpec(LinearSpec):
     """chunk_size: tokens per quadratic block of the causal scan. eps: added to the denominator; the features are
     positive, so it needs none, but the released code has 1e-6."""
 
-    splits_heads = True
+    splits = frozenset({"heads"})
     not_taken_over = ("scale",)  # features of elu have no scores
     adds_up = True
     summary = "weights are products of features elu(x) + 1: linear time, a state of constant size"
-    normalizes_heads = True
-    rotation = True
+    head_options = frozenset({"norm", "parts"})
+    acts = frozenset({"rotation"})
 
     chunk_size: int = 64
     eps: float | int = bounded(0.0, least=0)

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,15 +13,21 @@ from transformers.cache_utils import Cache
 
 from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput
+from ..core.prepared import Carry, State, States, one_state
 from ..core.reading_weights import weight_of
 from ..core.sequence_parallel import SequenceForm, Unserved
 from ..core.text_parts import TextParts
+from ..core.visibility import tokens_in_order
 from ..ops.common.real_tokens import real_first, real_places
 from ..ops.pooled_blocks import pooled_blocks
 from .shared.base import Attention, AttentionSpec, cross_cache, given_memory, literal_softmax_attention
 from .shared.multihead_block import masked_attention
 
-STREAM = "linformer_projection"
+
+class Projection(State):
+    """E of layer 0, [1, ...]."""
+
+    matrix: Tensor
 
 
 class LinformerAttention(Attention):
@@ -81,8 +88,7 @@ class LinformerAttention(Attention):
             self._check_length(context.parts.total_length, context.parts.mask)
             return
         self._check_length(context.key_index.shape[0], context.padding_mask)
-        if context.padding_mask is not None and "real_first" not in context.shared:
-            context.shared["real_first"] = real_first(context.padding_mask)
+        tokens_in_order(context)
 
     def _check_length(self, longest: int, padding: Tensor | None) -> None:
         if longest <= self.length:
@@ -97,7 +103,7 @@ class LinformerAttention(Attention):
                 " the model with a larger `max_length` of the attention (or `max_position_embeddings`)."
             )
 
-    def _projections(self, context: LayerContext) -> tuple[Tensor, Tensor, dict[str, Tensor] | None]:
+    def _projections(self, context: LayerContext) -> tuple[Tensor, Tensor, States | None]:
         """E, F and what to pass on."""
         if self.spec.sharing != "layerwise":
             first: Any = self.key_projection  # every layer has its own
@@ -105,14 +111,14 @@ class LinformerAttention(Attention):
         if self.key_projection is not None:
             # A copy: a parameter that is sharded over devices is whole only inside its own layer.
             own = self.key_projection.clone()
-            return own, own, {STREAM: own[None]}
-        handed = context.streams.get(STREAM)
+            return own, own, one_state(Projection(own[None]))
+        handed = context.state(Projection)
         if handed is None:
             raise ValueError(
                 f"linformer layer {self.layer_idx} was handed no projection, which layer 0 owns; make layer 0"
                 " linformer with `sharing='layerwise'` too, or choose another `sharing`."
             )
-        return handed[0], handed[0], None
+        return handed.matrix[0], handed.matrix[0], None
 
     # ------------------------------------------------------------------------------------------- forward
 
@@ -128,7 +134,7 @@ class LinformerAttention(Attention):
         step = self.layer_idx if step is None else step
         read: Any = memory if self.cross else hidden_states  # None where a cache has what is made of it
         query = self.heads(self.q_proj(hidden_states))
-        first, second, streams = self._projections(context)
+        first, second, states = self._projections(context)
         if self.spec.projection != "linear":
             output, weights = self._by_blocks(query, read, first, second, context, past_key_values, step)
         elif self.wants_weights(context):
@@ -141,7 +147,7 @@ class LinformerAttention(Attention):
             ).transpose(1, 2)
             weights = None
         output = self.o_proj(output.reshape(*hidden_states.shape[:-1], -1))
-        return SublayerOutput(output, weights, streams=streams)
+        return SublayerOutput(output, weights, states=states)
 
     def _dropout(self) -> float:
         return self.dropout if self.training else 0.0
@@ -234,7 +240,7 @@ class LinformerAttention(Attention):
     def _padding(self, context: LayerContext) -> tuple[Tensor | None, Tensor | None]:
         """The mask of what is read, [B, S], and its tokens with the real ones first."""
         if not self.cross:
-            return context.padding_mask, context.shared.get("real_first")
+            return context.padding_mask, tokens_in_order(context)
         mask = context.memory_padding_mask
         return mask, None if mask is None else real_first(mask)
 
@@ -303,11 +309,11 @@ class LinformerSpec(AttentionSpec):
     positions, or of a block of n / k tokens the `mean`, the `max` or a convolution (`conv`)."""
 
     summary = "keys and values projected to a short sequence over positions: linear time"
-    causal = False
     cross = True
-    rotation = False
-    first_owns = True
-    why_not_causal = "each row of its short sequence mixes all positions, later ones too."
+    acts = frozenset()
+    why_not: ClassVar[Mapping[str, str]] = {
+        "causal": "each row of its short sequence mixes all positions, later ones too."
+    }
 
     projected_length: int | None = bounded(None, least=1)
     sharing: Literal["none", "headwise", "key_value", "layerwise"] = "headwise"
@@ -330,14 +336,12 @@ class LinformerSpec(AttentionSpec):
             return SequenceForm.SHORT
         return Unserved(f"with `projection` {self.projection!r} makes rows of blocks that parts may cut")
 
-    def shared_sizes(self, config) -> tuple | None:
+    def carries(self, config) -> Carry | None:
         if self.sharing != "layerwise":
             return None
         sizes: tuple = (self.rows(config), self.longest(config))
-        return sizes if self.projection == "linear" else (*sizes, self.projection, config.head_width)
-
-    def hands_on(self, config) -> bool:
-        return self.sharing == "layerwise"
+        sizes = sizes if self.projection == "linear" else (*sizes, self.projection, config.head_width)
+        return Carry(Projection, sizes, of_first=True, handed_on=True)
 
     def check_fields(self) -> None:
         if self.projection in ("mean", "max") and self.sharing != "headwise":

@@ -139,7 +139,7 @@ class LocalnessSpec(AttentionSpec):
     all heads."""
 
     summary = "every query predicts a window of the text, which scores outside of it fall away from"
-    normalizes_heads = True
+    head_options = frozenset({"norm"})
     cross = True
 
     window: Literal["query", "layer", "fixed"] = "query"

@@ -142,7 +142,7 @@ class LolcatsSpec(LearnedFeaturesSpec):
     sinks: int = bounded(0, least=0)
     chunk_size: int = 64
 
-    def cache_layer(self, config) -> SlotStateLayer:
+    def cache_layer(self, config, layer_idx: int = 0) -> SlotStateLayer:
         return SlotStateLayer()
 
     def build(self, config, **where) -> LolcatsAttention:

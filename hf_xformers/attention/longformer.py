@@ -113,11 +113,9 @@ class LongformerSpec(AttentionSpec):
     room for all tokens, at quadratic cost)."""
 
     summary = "a sliding window and global tokens with their own projections"
-    normalizes_heads = True
-    explicit_mask = True
-    score_bias = True
-    score_terms = True
-    head_terms = True
+    head_options = frozenset({"norm"})
+    supports = frozenset({"pair_mask"})
+    acts = frozenset({"head_terms", "rotation", "score_bias", "score_terms"})
     inputs: ClassVar[tuple[str, ...]] = ("global_attention_mask", "max_global_tokens")
 
     attention_window: int | tuple[int, ...] = bounded(512, "window", least=2)
@@ -147,7 +145,7 @@ class LongformerSpec(AttentionSpec):
     def sequence_form(self, config) -> SequenceForm | Unserved:
         return form_of_window(self, config, SequenceForm.CHOSEN)
 
-    def cache_layer(self, config) -> CacheLayerMixin:
+    def cache_layer(self, config, layer_idx: int = 0) -> CacheLayerMixin:
         return window_cache(largest(self.attention_window) // 2 * largest(self.attention_dilation) + 1)
 
     def task_inputs(self, task: str, config, input_ids: Tensor | None, mask: Tensor) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from ..core.cache import appended
 from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..core.initialization import start_projections
-from ..core.visibility import boolean_mask, rows_can_be_empty, visible_pairs
+from ..core.visibility import mask_of_call, rows_can_be_empty, visible_pairs
 from ..ops.block_sparse import patterns
 from ..ops.block_sparse.patterns import Pattern
 from .shared.base import AttentionSpec, cross_cache, given_memory, literal_softmax_attention
@@ -66,8 +66,7 @@ class LowRankBandAttention(BlockSparseAttention):
         if self.cross:
             return
         super().prepare(context, past_key_values)
-        if "low_rank_mask" not in context.shared:
-            context.shared["low_rank_mask"] = boolean_mask(context)
+        mask_of_call(context)
 
     def forward(
         self,
@@ -139,7 +138,7 @@ class LowRankBandAttention(BlockSparseAttention):
             padding = context.memory_padding_mask
             mask = None if padding is None else padding[:, None, None, :]
         else:
-            mask = context.shared["low_rank_mask"]
+            mask = mask_of_call(context)
         empty = None
         if mask is not None and rows_can_be_empty(context, self.cross):
             empty = ~mask.any(-1, keepdim=True)
@@ -166,7 +165,7 @@ class LowRankBandSpec(AttentionSpec):
 
     summary = "narrow queries and keys for the whole text, and a band for its neighbourhood"
     cross = True
-    rotation = False
+    acts = frozenset()
 
     low_rank: int | None = bounded(None, "rank", least=1)
     band_width: int = bounded(3, "window", least=0)

@@ -14,6 +14,7 @@ from ..core.cache import RecurrentStateLayer
 from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput
 from ..core.initialization import start_projections
+from ..core.prepared import Carry, State, one_state
 from ..ops.common.head_groups import over_head_groups
 from ..ops.common.products import wide_products
 from ..ops.common.segments import accumulation_dtype
@@ -22,7 +23,11 @@ from ..ops.linear.feature_maps import elu_plus_one
 from .shared.base import Attention, AttentionSpec, cross_cache, given_memory, literal_softmax_attention
 from .shared.linear import state_layer
 
-STREAM = "luna_memory"
+
+class PackedMemory(State):
+    """P, [1 or B, l, D]."""
+
+    states: Tensor
 
 
 class LunaAttention(Attention):
@@ -67,7 +72,7 @@ class LunaAttention(Attention):
         self.v_proj: nn.Linear | None = None if spec.tie_kv else projection()  # type: ignore[assignment]
         self.pack_k_proj: Any = None if self.is_causal else projection()
         self.pack_v_proj = None if self.is_causal or spec.tie_kv else projection()
-        first = layer_idx == 0 and not (cross and config.attention.carries == STREAM)
+        first = layer_idx == 0 and not (cross and _goes_on(config))
         self.memory = nn.Parameter(torch.empty(self.slots, width)) if first else None
         self.dynamic = spec.dynamic_projection and not cross
         self.memory_dropout = config.hidden_dropout_prob if spec.memory_dropout is None else spec.memory_dropout
@@ -99,20 +104,19 @@ class LunaAttention(Attention):
     ) -> SublayerOutput:
         step = self.layer_idx if step is None else step
         handed = self._memory(context)
-        streams: dict[str, Tensor] | None
+        passed: Tensor | None = handed
         if self.is_causal:
             output, weights = self._decode(hidden_states, handed, context, past_key_values, step)
-            streams = {STREAM: handed}
         else:
-            output, weights, streams = self._encode(hidden_states, handed, memory, context, past_key_values, step)
+            output, weights, passed = self._encode(hidden_states, handed, memory, context, past_key_values, step)
         output = self.o_proj(output.transpose(1, 2).reshape(*hidden_states.shape[:-1], -1))
-        return SublayerOutput(output, weights, streams=streams)
+        return SublayerOutput(output, weights, states=None if passed is None else one_state(PackedMemory(passed)))
 
     def _memory(self, context: LayerContext) -> Tensor:
         """P, [1 or B, l, D]."""
-        handed = context.streams.get(STREAM)
+        handed = context.state(PackedMemory)
         if handed is not None:
-            return handed
+            return handed.states
         if self.memory is None:
             raise ValueError(
                 f"luna layer {self.layer_idx} was handed no memory, which the layers below it carry; make all layers"
@@ -134,7 +138,7 @@ class LunaAttention(Attention):
         context: LayerContext,
         past: Cache | None,
         step: int,
-    ) -> tuple[Tensor, Tensor | None, dict[str, Tensor] | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         read = given_memory(memory) if self.cross else hidden_states
         mask = context.memory_padding_mask if self.cross else context.padding_mask
         if self.dynamic:
@@ -150,10 +154,10 @@ class LunaAttention(Attention):
             if cache is not None and not cache.is_updated.get(step):
                 cache.cross_attention_cache.update(packed[:, None], packed[:, None, :, :0], step)
                 cache.is_updated[step] = True
-        streams = None
+        passed = None
         if self.memory_norm is not None:
             added = F.dropout(packed, self.memory_dropout) if self.training and self.memory_dropout else packed
-            streams = {STREAM: self.memory_norm(handed + added)}
+            passed = self.memory_norm(handed + added)
         key = self._split(self.k_proj(packed), self.num_heads)
         value = key if self.v_proj is None else self._split(self.v_proj(packed), self.num_heads)
         query = self._split(self.q_proj(hidden_states), self.num_heads)
@@ -164,7 +168,7 @@ class LunaAttention(Attention):
             if self.pack_heads != self.num_heads:
                 packing = packing.mean(1, keepdim=True)
             weights = reading @ packing
-        return output, weights, streams
+        return output, weights, passed
 
     def _pack(self, handed: Tensor, read: Tensor, mask: Tensor | None, literal: bool) -> tuple[Tensor, Tensor | None]:
         """Yp [B, l, D] and its weights [B, pack heads, l, S]."""
@@ -278,6 +282,12 @@ def _sums(kv: Tensor) -> Tensor:
     return torch.zeros_like(kv[..., 0])
 
 
+def _goes_on(config: Any) -> bool:
+    """Whether the memory of self-attention continues in cross-attention."""
+    carry = config.attention.carries(config)
+    return carry is not None and carry.kind is PackedMemory
+
+
 @register("attention", "luna")
 class LunaSpec(AttentionSpec):
     """projected_length: vectors l of the memory. pack_heads: heads of the packing (`None`: as many as the attention
@@ -287,9 +297,7 @@ class LunaSpec(AttentionSpec):
 
     summary = "packs a text into a short memory that tokens then read: linear time"
     cross = True
-    rotation = False
-    first_owns = runs_through = True
-    carries = STREAM
+    acts = frozenset()
 
     projected_length: int = bounded(128, least=1)
     pack_heads: int | None = bounded(None, least=1)
@@ -315,13 +323,11 @@ class LunaSpec(AttentionSpec):
                 f"luna needs `pack_heads` that divide `hidden_size` {config.hidden_size}, got {self.pack_heads}."
             )
 
-    def shared_sizes(self, config) -> tuple:
-        return (self.projected_length,)
+    def carries(self, config) -> Carry:
+        where: Any = {"of_first": True, "handed_on": True, "throughout": True, "reach": "cross_attention"}
+        return Carry(PackedMemory, (self.projected_length,), **where)
 
-    def hands_on(self, config) -> bool:
-        return True
-
-    def cache_layer(self, config) -> RecurrentStateLayer:
+    def cache_layer(self, config, layer_idx: int = 0) -> RecurrentStateLayer:
         return RecurrentStateLayer()
 
     def weighs(self, config) -> bool:

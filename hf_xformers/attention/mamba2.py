@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from ..core.components import bounded, register
 from ..core.context import LayerContext
+from ..core.hand_overs import HandOver
 from ..core.precision import Float32Module
 from ..core.weight_decay import Undecayed
 from .shared.recurrent import DecayRates, GatedNorm, RecurrentAttention, RecurrentSpec, Tokens
@@ -98,7 +99,7 @@ class Mamba2Spec(RecurrentSpec):
     summary = "a state space with a scalar decay of each token: linear time, short convolutions, causal"
     scales = False
     turns = False
-    maps_tokens = True  # layers need no feed-forward
+    gives = frozenset({HandOver.TOKEN_MAP})  # layers need no feed-forward
 
     conv: int = bounded(4, least=0)
     least_step: float | int = bounded(0.0, least=0)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache
 from ..core.cache import RecurrentStateLayer, SlotStateLayer
 from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput
+from ..core.visibility import tokens_in_order
 from ..ops.block_sparse import patterns
 from ..ops.block_sparse.patterns import Pattern
 from ..ops.common.real_tokens import from_first_real, real_first, real_places
@@ -81,9 +82,8 @@ class CompressedAttention(Attention):
 
     def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
         super().prepare(context, past_key_values)
-        mask = context.padding_mask
-        if not self.cross and context.fresh and mask is not None and "real_first" not in context.shared:
-            context.shared["real_first"] = real_first(mask)
+        if not self.cross and context.fresh:
+            tokens_in_order(context)
 
     # ------------------------------------------------------------------------------------------- slots
 
@@ -148,7 +148,7 @@ class CompressedAttention(Attention):
             tokens = given_memory(memory) if self.cross else hidden_states
             count = None
             if mask is not None:
-                order = real_first(mask) if self.cross else context.shared["real_first"]
+                order = real_first(mask) if self.cross else cast(Tensor, tokens_in_order(context))
                 tokens, count = _gathered(tokens, order, mask), mask.sum(-1)
             key, value = self._keys_and_values(torch.cat([self._first(tokens), self._blocks(tokens, count)], dim=1))
             if cache is not None:
@@ -169,7 +169,7 @@ class CompressedAttention(Attention):
             return self._by_place(query, key, value, before + _places(mask, length, query.device), context)
         tokens, order = hidden_states, None
         if mask is not None:
-            order = context.shared["real_first"]
+            order = cast(Tensor, tokens_in_order(context))
             tokens = _gathered(tokens, order, mask)
         groups = -(-length // self.factor)
         whole = length // self.factor if layer is not None else groups - 1  # blocks; nobody reads the last one yet
@@ -337,8 +337,8 @@ class MemoryCompressedSpec(AttentionSpec):
 
     summary = "local layers by turns with layers that read the whole text in slots of a few tokens"
     cross = True
-    rotation = False
-    normalizes_heads = True
+    acts = frozenset()
+    head_options = frozenset({"norm"})
 
     layer_pattern: str = "LM"
     compression_factor: int = bounded(3, least=1)
@@ -360,7 +360,7 @@ class MemoryCompressedSpec(AttentionSpec):
         after = 0 if config.is_decoder else self.local_lookback
         return patterns.block_local(self.block_size, self.local_lookback, after)
 
-    def cache_layer(self, config) -> MemoryCompressedState:
+    def cache_layer(self, config, layer_idx: int = 0) -> MemoryCompressedState:
         return MemoryCompressedState(self.block_size * (self.local_lookback + 1) - 1)
 
     def weighs(self, config) -> bool:

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
@@ -46,9 +49,8 @@ class MemoryVectorSpec(AttentionSpec):
     """For `cross_attention` alone: adds the memory's one vector (of several, their mean) to every token."""
 
     summary = "adds the memory's vector in place of cross-attention"
-    causal = False
     cross = True
-    why_not_causal = "it reads the memory of an encoder, and nothing else."
+    why_not: ClassVar[Mapping[str, str]] = {"causal": "it reads the memory of an encoder, and nothing else."}
 
     def check(self, config) -> None:
         if config.attention is self:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..core.components import bounded, register
 from ..core.context import LayerContext
+from ..core.prepared import Prepared
 from ..ops.chosen_blocks import Places, best_blocks, chosen_block_attention, chosen_block_mask
 from ..ops.common.products import wide_products, widened
 from ..ops.pooled_blocks import pooled_blocks
@@ -15,11 +16,16 @@ from .shared.base import Attention, AttentionSpec, literal_softmax_attention
 from .shared.query_blocks import over_query_blocks, rows_at_once
 
 
+class TokenPlaces(Prepared):
+    """[`places_of`] a call."""
+
+    places: Places
+
+
 def places_of(context: LayerContext) -> Places:
     """Where this call's tokens stand among the real ones of their rows; made once per call."""
-    if "token_places" not in context.shared:
-        context.shared["token_places"] = Places.of(context.query_index, context.key_index, context.padding_mask)
-    return context.shared["token_places"]
+    arguments = context.query_index, context.key_index, context.padding_mask
+    return context.prepare(TokenPlaces, lambda: TokenPlaces(Places.of(*arguments))).places
 
 
 class MobaAttention(Attention):
@@ -71,7 +77,7 @@ class MobaSpec(AttentionSpec):
     """block_size: b, tokens in a block. num_blocks: m, blocks that a query reads, its own included (1: that alone)."""
 
     summary = "a token's own block, and the blocks that it likes best"
-    normalizes_heads = True
+    head_options = frozenset({"norm"})
     keeps_keys_alone = True
 
     block_size: int = bounded(512, least=1)

@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache
 from ..core.cache import appended
 from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
+from ..core.hand_overs import HandOver
 from ..core.initialization import start_projections
 from ..core.linear_maps import is_plain_linear
 from ..core.sequence_parallel import SequenceForm, Unserved
@@ -19,7 +20,7 @@ from ..normalization.layer_norm import RMSNorm
 from ..ops.common.products import product
 from ..ops.common.segments import operand_dtype
 from .dense import DenseAttention, DenseSpec
-from .shared.base import KEY_STATES
+from .shared.base import KeyStates
 from .shared.query_blocks import visible_softmax
 
 # Queries next to a cache for which keys and values are not made: scores of so many against all tokens are written out.
@@ -89,7 +90,8 @@ class LatentAttention(DenseAttention):
         if self.q_down_proj is not None and self.q_down_norm is not None:
             states = self.q_down_norm(self.q_down_proj(states))
         query = self.q_proj(states)
-        latent, turned = self.kv_down_proj(context.streams.get(KEY_STATES, hidden_states)).split(
+        source = context.state(KeyStates)
+        latent, turned = self.kv_down_proj(hidden_states if source is None else source.states).split(
             (self.spec.kv_lora_rank, self.spec.qk_rope_head_dim), dim=-1
         )
         latent = self.kv_down_norm(latent)
@@ -162,20 +164,11 @@ class LatentSpec(DenseSpec):
 
     summary = "keys and values of all heads from one latent vector per token"
     cross = False
-    score_terms = False
-    head_terms = False
-    splits_heads = False
-    reads_carried_keys = False
-    rotates_values = False
-    reads_pages = False
-    normalizes_heads = False
-    caps_scores = False
-    learns_sinks = False
-    hands_out_heads = False
-    weighs_blocks = False
-    keeps_numbers = False
-    asks_interface = False
-    context_parallel = False
+    acts = frozenset({"rotation", "score_bias"})
+    splits = frozenset()
+    reads = frozenset({HandOver.KEY_STATES})
+    supports = frozenset({"packed_rows", "pair_mask"})
+    head_options = frozenset()
 
     bias: bool = False
     kv_lora_rank: int = bounded(512, least=1)

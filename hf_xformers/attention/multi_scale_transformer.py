@@ -98,9 +98,6 @@ class MultiScaleSpec(BlockSparseSpec):
         """Tokens, in a decoder."""
         return math.ceil(scale * config.max_position_embeddings) if isinstance(scale, float) else scale
 
-    def cache_layer(self, config) -> CacheLayerMixin:
-        return window_cache(max(self._radius(scale, config) for scale in self.scales) + 1)
-
-    def cache_layer_at(self, config, layer_idx: int) -> CacheLayerMixin:
+    def cache_layer(self, config, layer_idx: int = 0) -> CacheLayerMixin:
         used = [scale for scale, count in zip(self.scales, self.counts(config, layer_idx), strict=True) if count]
         return window_cache(max(self._radius(scale, config) for scale in used) + 1)

@@ -179,7 +179,7 @@ class NativeSparseSpec(AttentionSpec):
 
     summary = "means of blocks, a few blocks that a query chooses, and a window, joined by gates"
     bidirectional = False
-    normalizes_heads = True
+    head_options = frozenset({"norm"})
     keeps_keys_alone = True
 
     bias: bool = False

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -111,9 +112,8 @@ class NystromSpec(AttentionSpec):
     Nystromformer), which lets the rest of the batch change a result."""
 
     summary = "softmax attention through a few landmarks (Nystrom method): linear time"
-    normalizes_heads = True
-    causal = False
-    why_not_causal = "its landmarks are means over all tokens, later ones too."
+    head_options = frozenset({"norm"})
+    why_not: ClassVar[Mapping[str, str]] = {"causal": "its landmarks are means over all tokens, later ones too."}
 
     num_landmarks: int = bounded(64, "landmarks", least=1)
     text_length: int | None = bounded(None, least=1)

@@ -74,11 +74,11 @@ class PerformerSpec(LinearSpec):
     kernel_eps: added to `relu` features. min_denominator: least magnitude of a denominator of `trigonometric`
     features, relative to the largest factor of a key. chunk_size: tokens per quadratic block of the causal scan."""
 
-    splits_heads = True
+    splits = frozenset({"heads"})
     adds_up = True
     summary = "softmax attention estimated by positive orthogonal random features: linear time"
-    rotation = True
-    normalizes_heads = True
+    acts = frozenset({"rotation"})
+    head_options = frozenset({"norm", "parts"})
 
     num_features: int = bounded(256, "features", least=1)
     feature_kind: Literal["positive", "hyperbolic", "trigonometric", "relu"] = "positive"

@@ -191,11 +191,9 @@ class PoolingformerSpec(BlockSparseSpec):
     the layers, in the middle). level2_input: what level 2 reads, level 1's output or the layer's input ("mix" in the
     paper). share_projections: level 2 has the projections of level 1."""
 
-    keeps_numbers = False
+    supports = frozenset()
     summary = "a sliding window, and a second level of attention over pooled keys of a wider one"
-    normalizes_heads = False
-    explicit_mask = False
-    hands_out_heads = False  # heads of two levels
+    head_options = frozenset({"cap"})
     keeps_rotated = True  # pooled keys
 
     window1: int = bounded(128, "window", least=1)
@@ -249,11 +247,10 @@ class PoolingformerSpec(BlockSparseSpec):
     def pattern(self, config, layer_idx: int) -> Pattern:
         return patterns.band(self.window1, 0 if config.is_decoder else self.window1)
 
-    def cache_layer(self, config) -> CacheLayerMixin:
+    def cache_layer(self, config, layer_idx: int = 0) -> CacheLayerMixin:
+        if not self.has_two_levels(config, layer_idx):
+            return window_cache(self.window1 + 1)
         return PoolingCacheLayer(max(self.window1 + 1, 2), self.window2 + self.pool_stride)
-
-    def cache_layer_at(self, config, layer_idx: int) -> CacheLayerMixin:
-        return self.cache_layer(config) if self.has_two_levels(config, layer_idx) else window_cache(self.window1 + 1)
 
     def build(self, config, **where) -> BlockSparseAttention:
         two = self.has_two_levels(config, where["layer_idx"])

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Literal
 
 import torch
@@ -16,23 +16,24 @@ from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..core.holes import take
 from ..core.precision import Float32Module
+from ..core.prepared import Carry, one_state
 from ..core.visibility import visible_pairs
 from ..ops.common.products import wide_products
 from ..ops.common.real_tokens import real_first
 from .shared.base import AttentionSpec
-from .shared.score_chain import ScoreChain
+from .shared.score_chain import Link, ScoreChain
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"leaky_relu": F.leaky_relu, "relu": F.relu, "none": lambda x: x}
 
 
 class ScoreRowsLayer(FollowsRows, DynamicLayer):
-    """Keys and values, and the last rows of scores that convolutions read, [B, H, rows, S] by name."""
+    """Keys and values, and the last rows of scores that convolutions read, [B, H, rows, S] by chain."""
 
     is_croppable = False  # rows that were overwritten do not come back
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
-        self.rows: dict[str, Tensor] = {}
+        self.rows: dict[Hashable, Tensor] = {}
 
     def _map(self, function) -> None:
         self.rows = {name: function(rows) for name, rows in self.rows.items()}
@@ -119,14 +120,14 @@ class PredictiveAttention(ScoreChain):
         else:
             query, key, value = self.project_self(hidden_states, context, past_key_values, step)
         scores = wide_products(query * self.scaling, self.repeated(key))
-        handed = self.handed("scores", context)
+        handed = self.handed(context).scores
         if handed is not None and self.score_conv is not None:
             self.check_fit("scores", handed.shape, scores.shape)
             scores = self._evolved(scores, handed, self.score_conv, context, self._rows_layer(past_key_values, step))
         output, weights, _ = self.weigh(scores, self.repeated(value), context)
         output = self.o_proj(output.reshape(*hidden_states.shape[:-1], -1))
-        streams = {f"{self.chain}_scores": scores}
-        return SublayerOutput(output, weights if self.wants_weights(context) else None, streams=streams)
+        states = one_state(Link(scores=scores), self.slot)
+        return SublayerOutput(output, weights if self.wants_weights(context) else None, states=states)
 
     def _evolved(
         self,
@@ -146,12 +147,12 @@ class PredictiveAttention(ScoreChain):
         image = image if columns is None else take(image, columns, 3)
         if conv.above:
             before = image.new_zeros(*image.shape[:2], conv.above, image.shape[3])
-            if layer is not None and self.chain in layer.rows:
-                rows = layer.rows[self.chain]
+            if layer is not None and self.slot in layer.rows:
+                rows = layer.rows[self.slot]
                 before = F.pad(rows, (0, image.shape[3] - rows.shape[3]))  # earlier rows do not see later tokens
             image = torch.cat((before, image), dim=2)
             if layer is not None:
-                layer.rows[self.chain] = alone(image[:, :, image.shape[2] - conv.above :])
+                layer.rows[self.slot] = alone(image[:, :, image.shape[2] - conv.above :])
         found = self.activation(conv(image))
         found = found if columns is None else take(found, columns.argsort(-1), 3)
         return (1 - alpha) * mixed + alpha * found if evolving else alpha * scores + (1 - alpha) * found
@@ -186,10 +187,9 @@ class PredictiveSpec(AttentionSpec):
     `evolving`, none in `pat`)."""
 
     summary = "a convolution over the scores of one layer predicts those of the next"
-    normalizes_heads = True
+    head_options = frozenset({"norm"})
     cross = True
-    score_bias = True
-    first_owns = True
+    acts = frozenset({"rotation", "score_bias"})
 
     form: Literal["evolving", "pat"] = "evolving"
     alpha: float | int = bounded(0.5, least=0, most=1)
@@ -221,13 +221,10 @@ class PredictiveSpec(AttentionSpec):
                 " 'predictive_attention', or leave `cross_attention` at 'dense'."
             )
 
-    def shared_sizes(self, config) -> tuple:
-        return (config.num_attention_heads,)
+    def carries(self, config) -> Carry:
+        return Carry(Link, (config.num_attention_heads,), of_first=True, handed_on=True)
 
-    def hands_on(self, config) -> bool:
-        return True
-
-    def cache_layer(self, config) -> ScoreRowsLayer:
+    def cache_layer(self, config, layer_idx: int = 0) -> ScoreRowsLayer:
         return ScoreRowsLayer()
 
     def build(self, config, **where) -> PredictiveAttention:

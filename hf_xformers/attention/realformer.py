@@ -11,12 +11,13 @@ from transformers.cache_utils import Cache
 
 from ..core.components import register
 from ..core.context import LayerContext, SublayerOutput
+from ..core.prepared import Carry, one_state
 from ..core.visibility import visible_pairs
 from ..ops.block_sparse.attention import block_sparse_attention
 from ..ops.block_sparse.patterns import full
 from ..ops.common.products import wide_products
 from .shared.base import AttentionSpec
-from .shared.score_chain import ScoreChain
+from .shared.score_chain import Link, ScoreChain
 
 _ALL = full()
 
@@ -69,20 +70,19 @@ class RealFormerAttention(ScoreChain):
             query, key, value = self.project_cross(hidden_states, memory, past_key_values, step)
         else:
             query, key, value = self.project_self(hidden_states, context, past_key_values, step)
-        query, streams, weights = query * self.scaling, {}, None
+        query, below, weights = query * self.scaling, self.handed(context), None
         depth = None
         if self.spec.mean:
-            before = self.handed("depth", context)
-            depth = query.new_ones(1) if before is None else before + 1
-            streams[f"{self.chain}_depth"] = depth
-        scores, projected = (self.handed(name, context) for name in ("scores", "queries"))
+            depth = query.new_ones(1) if below.depth is None else below.depth + 1
         by_scores = self._hands_on_scores(context, query.shape[2], key.shape[2])
-        if scores is not None or (projected is None and by_scores):  # later layers follow the first one
-            output, weights = self._by_scores(query, key, value, depth, context, streams)
+        if below.scores is not None or (below.queries is None and by_scores):  # later layers follow the first one
+            output, weights, link = self._by_scores(query, key, value, depth, below, context)
         else:
-            output = self._by_projections(query, key, value, depth, context, streams)
+            output, link = self._by_projections(query, key, value, depth, below, context)
         output = self.o_proj(output.reshape(*hidden_states.shape[:-1], -1))
-        return SublayerOutput(output, weights if self.wants_weights(context) else None, streams=streams)
+        return SublayerOutput(
+            output, weights if self.wants_weights(context) else None, states=one_state(link, self.slot)
+        )
 
     def _by_scores(
         self,
@@ -90,20 +90,19 @@ class RealFormerAttention(ScoreChain):
         key: Tensor,
         value: Tensor,
         depth: Tensor | None,
+        below: Link,
         context: LayerContext,
-        streams: dict[str, Tensor],
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Link]:
         """query (scaled) [B, H, T, d], key and value [B, K, S, d] -> output [B, T, H, d], weights [B, H, T, S]."""
         key, value = self.repeated(key), self.repeated(value)
         scores = wide_products(query, key)  # sums over many layers are too coarse in half precision
-        handed = self.handed("scores", context)
-        if handed is not None:
-            self.check_fit("scores", handed.shape, scores.shape)
-            scores = scores + handed
-        streams[f"{self.chain}_scores"] = scores
+        if below.scores is not None:
+            self.check_fit("scores", below.scores.shape, scores.shape)
+            scores = scores + below.scores
+        link = Link(scores=scores, depth=depth)
         if depth is not None:
             scores = scores / depth  # a new tensor: what is passed on stays the sum
-        return self.weigh(scores, value, context)[:2]
+        return *self.weigh(scores, value, context)[:2], link
 
     def _by_projections(
         self,
@@ -111,17 +110,15 @@ class RealFormerAttention(ScoreChain):
         key: Tensor,
         value: Tensor,
         depth: Tensor | None,
+        below: Link,
         context: LayerContext,
-        streams: dict[str, Tensor],
-    ) -> Tensor:
+    ) -> tuple[Tensor, Link]:
         """The same output from joined projections, without a T x S tensor."""
-        for name, own in (("queries", query), ("keys", key)):
-            handed = self.handed(name, context)
-            if handed is not None:
-                self.check_fit(name, handed.shape[:3], own.shape[:3])
-                own = torch.cat((handed, own), dim=-1)
-            streams[f"{self.chain}_{name}"] = own
-        query, key = streams[f"{self.chain}_queries"], streams[f"{self.chain}_keys"]
+        if below.queries is not None and below.keys is not None:
+            self.check_fit("queries", below.queries.shape[:3], query.shape[:3])
+            self.check_fit("keys", below.keys.shape[:3], key.shape[:3])
+            query, key = torch.cat((below.queries, query), dim=-1), torch.cat((below.keys, key), dim=-1)
+        link = Link(queries=query, keys=key, depth=depth)
         bias = self.score_bias(context)
         output: Any = block_sparse_attention(
             query if depth is None else query / depth,
@@ -136,7 +133,7 @@ class RealFormerAttention(ScoreChain):
             score_bias=None if bias is None else bias.block,
             segment_ids=None if self.cross else context.segment_ids,
         )
-        return output.transpose(1, 2)
+        return output.transpose(1, 2), link
 
 
 @register("attention", "realformer", aliases=("residual_scores",))
@@ -144,20 +141,16 @@ class RealFormerSpec(AttentionSpec):
     """mean: divide the running sum by the number of layers so far (for deep models)."""
 
     summary = "scores add up from layer to layer"
-    normalizes_heads = True
-    splits_heads = True
+    head_options = frozenset({"norm"})
+    splits = frozenset({"heads"})
     cross = True
-    score_bias = True
-    explicit_mask = True
-    packed = True
+    acts = frozenset({"rotation", "score_bias"})
+    supports = frozenset({"packed_rows", "pair_mask"})
 
     mean: bool = False
 
-    def shared_sizes(self, config) -> tuple:
-        return (config.num_attention_heads, self.mean)
-
-    def hands_on(self, config) -> bool:
-        return True
+    def carries(self, config) -> Carry:
+        return Carry(Link, (config.num_attention_heads, self.mean), handed_on=True)
 
     def build(self, config, **where) -> RealFormerAttention:
         return RealFormerAttention(config, self, **where)

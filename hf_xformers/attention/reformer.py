@@ -16,12 +16,19 @@ from ..core.cache import appended
 from ..core.components import aliased, bounded, register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..core.initialization import seeded_normal, start_projections
+from ..core.prepared import Prepared
 from ..ops.bucketed.attention import Chunks, bucketed_attention, bucketed_reference
 from ..ops.common.constants import constant
 from .shared.base import Attention
 from .shared.bucketed import BucketedSpec, Stage, attend_in_buckets, labels_of_all, recent_attention
 
 _EPSILON = 1e-6  # added to the mean square of a key before it is brought to length 1, as in the released code
+
+
+class HashLabels(Prepared):
+    """Buckets of the keys of a call, in a slot for each step."""
+
+    labels: Tensor
 
 
 class ReformerAttention(Attention):
@@ -174,14 +181,12 @@ class ReformerAttention(Attention):
         key = self.keys(query)
         # When activations are computed again (reversible layers, checkpointing), the buckets stay those of the first
         # time: a key that was rebuilt with another rounding may fall on the other side of a border.
-        known = f"reformer_{step}"
-        labels = context.shared.get(known)
-        if labels is None:
-            labels = context.shared[known] = self.hash(key, context.query_padding_mask)
+        made = context.prepare(HashLabels, lambda: HashLabels(self.hash(key, context.query_padding_mask)), step)
+        labels = made.labels
         cache = self_attention_cache(past_key_values)
         if cache is not None:
-            if self.spec.why_not_generate():
-                raise ValueError(self.spec.why_not_generate())
+            if "generate" in self.spec.why_not:
+                raise ValueError(self.spec.why_not["generate"])
             key, value = appended(cache, key, value, step)
             labels = labels_of_all(labels, key, cache, step, self.hash)
         output, weights = self._attend(query, key, value, labels, context)
@@ -254,7 +259,7 @@ class ReformerSpec(BucketedSpec):
     """
 
     summary = "attention inside buckets of a locality-sensitive hash"
-    rotation = False
+    acts = frozenset({"score_bias", "score_terms"})
     later_tokens = "which keys an earlier one reads"
 
     bias: bool = False

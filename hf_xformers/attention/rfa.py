@@ -100,12 +100,12 @@ class RFASpec(LinearSpec):
     seed: of the draws. min_denominator: least magnitude of a denominator of `gaussian` features. chunk_size: tokens
     per quadratic block of the causal scan."""
 
-    splits_heads = False  # rows and scales belong to single heads
+    splits = frozenset()  # rows and scales belong to single heads
     not_taken_over = ("scale",)  # queries and keys have length 1
     adds_up = True
     summary = "softmax attention of unit vectors by random Fourier features, gated if wanted: linear time"
-    rotation = True
-    normalizes_heads = True
+    acts = frozenset({"rotation"})
+    head_options = frozenset({"norm", "parts"})
 
     num_features: int = bounded(64, "features", least=1)
     feature_map: Literal["gaussian", "arccos"] = "gaussian"

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -19,6 +18,7 @@ from ..core.cache import appended
 from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..core.initialization import seeded_normal, start_projections
+from ..core.prepared import Prepared
 from ..ops.block_sparse.attention import block_sparse_attention
 from ..ops.block_sparse.patterns import block_local
 from ..ops.bucketed.attention import clustered_attention, clustered_reference
@@ -42,8 +42,7 @@ _AFFINITIES_AT_ONCE = 1 << 21  # products of tokens with centroids: 8 MiB in flo
 _Places = tuple[Tensor, Tensor | None]
 
 
-@dataclass
-class _Routes:
+class _Routes(Prepared):
     """What a forward pass decided: the centroids it used, and who is in which cluster.
 
     query_labels, key_labels [B, R, T]: nearest centroids (keys: None when shared). query_places, key_places: the w
@@ -292,8 +291,8 @@ class RoutingAttention(Attention):
 
     def _check_cache(self, cache: Cache, step: int) -> None:
         """Refuses a cache that cannot serve what is set. Raises `ValueError`."""
-        if self.spec.why_not_generate():
-            raise ValueError(self.spec.why_not_generate())
+        if "generate" in self.spec.why_not:
+            raise ValueError(self.spec.why_not["generate"])
         layer = cache.layers[step] if step < len(cache.layers) else None
         if self.spec.rotates_routed and self.routed and not isinstance(layer, BucketLayer):
             raise ValueError(
@@ -314,12 +313,13 @@ class RoutingAttention(Attention):
         """The routes of this call, found and learnt from once: when activations are computed again (reversible layers,
         checkpointing), centroids have moved already, and their decisions must stay as they were."""
         valid = context.query_padding_mask
-        routes = context.shared.get(f"routing_{step}")
+        routes = context.find(_Routes, step)
         # What is frozen (under adapters) stays as it is.
         learns = routes is None and self.training and self.q_proj.weight.requires_grad
         commits = self.training and self.spec.commitment_weight != 0
         if routes is None:
-            routes = context.shared[f"routing_{step}"] = self.route(query, key, valid)
+            routes = self.route(query, key, valid)
+            context.keep(routes, step)
         clusters, count = [], self.clusters
         if learns or commits:
             clusters.append(sums_of_clusters(query, routes.query_labels, count, valid))

@@ -15,6 +15,7 @@ from ..core.choices import LOG_PROBS, ChoiceSettings
 from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..core.initialization import start_linear
+from ..core.prepared import Carry, Prepared
 from ..core.reading_weights import weight_of
 from ..core.visibility import visible_block
 from ..ops.chosen_keys import chosen_keys_attention, edges_mask
@@ -252,10 +253,10 @@ class SacAttention(Attention):
         query, key, value = self.project_self(hidden_states, context, past_key_values, step)
         losses = None
         if self.predictor is None:
-            picks = context.shared[_EDGES]
+            picks = context.prepared(Edges).picks
         else:
             picks, log_probs = self.edges(self.predictor, hidden_states, context, past_key_values, step)
-            context.shared[_EDGES] = picks
+            context.keep(Edges(picks))
             losses = None if log_probs is None else {LOG_PROBS: self.spec.reinforce_weight * log_probs}
         index = torch.cat([context.query_index.expand(*picks.shape[:3])[..., None], picks], -1)
         there = index >= 0
@@ -318,7 +319,10 @@ class SacAttention(Attention):
         return layer.add_labels(source.mT).mT
 
 
-_EDGES = "sac_edges"
+class Edges(Prepared):
+    """The tokens that each one reads, which layer 0 chooses for all."""
+
+    picks: Tensor
 
 
 @register("attention", "sac")
@@ -332,9 +336,8 @@ class SacSpec(AttentionSpec):
     gradient. reward_baseline_decay: of the running mean of the loss that choices are compared with."""
 
     summary = "an LSTM chooses the tokens that a token reads, and learns from the task's loss"
-    normalizes_heads = True
-    packed = True
-    first_owns = True
+    head_options = frozenset({"norm"})
+    supports = frozenset({"packed_rows"})
 
     edges_per_node: int = bounded(10, least=1)
     share_structure: Literal["none", "heads", "layers"] = "heads"
@@ -347,7 +350,7 @@ class SacSpec(AttentionSpec):
     reward_baseline_decay: float | int = bounded(0.9, least=0, below=1)
 
     def check(self, config) -> None:
-        if not config.stack.passes_log_probs:
+        if "choices" not in config.stack.supports:
             raise ValueError(
                 f"attention 'sac' learns from the task's loss by the probabilities of its choices in each row, which"
                 f" stack {config.stack.type!r} does not pass on as they are; use stack 'plain'."
@@ -356,17 +359,13 @@ class SacSpec(AttentionSpec):
     def choice_settings(self) -> ChoiceSettings | None:
         return ChoiceSettings(float(self.reward_baseline_decay)) if self.sample_edges else None
 
-    def shared_sizes(self, config) -> tuple | None:
-        return ("sac", self.edges_per_node) if self.share_structure == "layers" else None
+    def carries(self, config) -> Carry | None:
+        if self.share_structure != "layers":
+            return None
+        return Carry(Edges, ("sac", self.edges_per_node), of_first=True, handed_on=True)
 
-    def hands_on(self, config) -> bool:
-        return self.share_structure == "layers"
-
-    def cache_layer_at(self, config, layer_idx: int) -> CacheLayerMixin:
+    def cache_layer(self, config, layer_idx: int = 0) -> CacheLayerMixin:
         return DynamicLayer() if self.share_structure == "layers" and layer_idx else CandidateLayer()
-
-    def cache_layer(self, config) -> CacheLayerMixin:
-        return CandidateLayer()
 
     def build(self, config, **where) -> SacAttention:
         return SacAttention(config, self, **where)

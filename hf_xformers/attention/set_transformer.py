@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
@@ -65,10 +68,9 @@ class SetTransformerSpec(AttentionSpec):
     authors' code leaves them out by default)."""
 
     summary = "tokens read a few learned points that have read all tokens: linear time"
-    causal = False
-    rotation = False
-    normalizes_heads = True
-    why_not_causal = "its inducing points read all tokens, later ones too."
+    acts = frozenset()
+    head_options = frozenset({"norm"})
+    why_not: ClassVar[Mapping[str, str]] = {"causal": "its inducing points read all tokens, later ones too."}
 
     num_inducing: int = bounded(32, "num_inducing_points", least=1)
     inducing_norm: bool = True

@@ -323,7 +323,7 @@ class SinkhornSpec(AttentionSpec):
     encoder read (None: the own block and the one sorted to it)."""
 
     summary = "blocks are sorted by a learned soft permutation; a query reads its own block and the one sorted to it"
-    normalizes_heads = True
+    head_options = frozenset({"norm"})
 
     block_size: int = bounded(64, least=1)
     iterations: int = bounded(8, least=1)
@@ -341,7 +341,7 @@ class SinkhornSpec(AttentionSpec):
     def places(self, config) -> int | None:
         return -(-config.max_position_embeddings // self.block_size) * self.block_size
 
-    def cache_layer(self, config) -> SummedLayer:
+    def cache_layer(self, config, layer_idx: int = 0) -> SummedLayer:
         return SummedLayer()
 
     def build(self, config, **where) -> SinkhornAttention:

@@ -165,11 +165,9 @@ class SlidingWindowSpec(BlockSparseSpec):
     """
 
     summary = "a sliding window, and the first tokens stay in sight"
-    score_bias = False
-    score_terms = False
-    head_terms = False
-    explicit_mask = False
-    learns_sinks = True
+    acts = frozenset({"rotation"})
+    supports = frozenset({"token_numbers"})
+    head_options = frozenset({"cap", "norm", "parts", "sink"})
 
     window_size: int = bounded(256, "window", least=1)
     sinks: int = bounded(4, least=0)
@@ -184,7 +182,7 @@ class SlidingWindowSpec(BlockSparseSpec):
     def sequence_form(self, config) -> SequenceForm | Unserved:
         return form_of_window(self, config, SequenceForm.CHOSEN if self.sinks else SequenceForm.NEIGHBOURS)
 
-    def cache_layer(self, config) -> CacheLayerMixin:
+    def cache_layer(self, config, layer_idx: int = 0) -> CacheLayerMixin:
         return SinkWindowLayer(max(self.window_size, 2)) if self.sinks else window_cache(self.window_size)
 
     def build(self, config, **where) -> SlidingWindowAttention:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import ClassVar, Literal
 
 import torch
@@ -15,15 +15,35 @@ from ..core.components import register
 from ..core.context import LayerContext, SublayerOutput
 from ..core.initialization import start_projections
 from ..core.pooling import TextPooler, pool
+from ..core.prepared import Carry, Prepared, State, one_state
 from ..ops.common.head_groups import over_head_groups
 from ..ops.common.products import widened
 from ..ops.common.real_tokens import real_first, real_places
 from .shared.base import Attention, AttentionSpec, literal_softmax_attention
 
-RELAY, TOKENS = "star_relay", "star_tokens"
-Neighbours = tuple[Tensor, Tensor]  # of the token before and the one after: its slot, and whether it counts
+
+class Relay(State):
+    """s [B, 1, D]."""
+
+    states: Tensor
+
+
+class Embedded(State):
+    """e [B, T, D]."""
+
+    tokens: Tensor
+
+
+Neighbours = tuple[Tensor, Tensor]  # of each token one next to it: its slot, and whether it counts
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "leaky_relu": F.leaky_relu}
+
+
+class BothNeighbours(Prepared):
+    """The tokens before and after each one, in a slot for each `border`."""
+
+    before: Neighbours
+    after: Neighbours
 
 
 class RelayAttention(nn.Module):
@@ -71,7 +91,7 @@ class StarTransformerAttention(Attention):
         s^0 = mean_i e_i,    s^t = LN(ReLU(MHA(s^{t-1}, [s^{t-1}; h^t_1; ...; h^t_T])))            (section 3.2.2)
 
     which the next layer computes before it reads s^t, and after the last layer the pooler
-    ([`StarPooler`]). s and e are the streams `star_relay` [B, 1, D] and `star_tokens` [B, T, D].
+    ([`StarPooler`]). s and e are passed on as [`Relay`] and [`Embedded`].
 
     The text is a ring: the first real token and the last are neighbors. A neighbor is read once: a text of two
     tokens has one, a single token none. Time O(T D) besides projections. The weights given out are those of tokens:
@@ -97,11 +117,12 @@ class StarTransformerAttention(Attention):
         step: int | None = None,
     ) -> SublayerOutput:
         real, literal = context.padding_mask, self.wants_weights(context)
-        relay, tokens = context.streams.get(RELAY), context.streams.get(TOKENS)
-        if relay is None or tokens is None:
+        below, first_states = context.state(Relay), context.state(Embedded)
+        if below is None or first_states is None:
             tokens, relay = hidden_states, pool(hidden_states, real, "mean")[:, None]
-        elif self.relay is not None:
-            relay = self.relay(relay, hidden_states, real, literal)
+        else:
+            tokens, relay = first_states.tokens, below.states
+            relay = relay if self.relay is None else self.relay(relay, hidden_states, real, literal)
         states = hidden_states if self.input_norm is None else self.input_norm(hidden_states)
         query, key = self.normalized(self.q_proj(states), self.k_proj(states))
         own = self.heads(key), self.heads(self.v_proj(states))
@@ -110,28 +131,29 @@ class StarTransformerAttention(Attention):
         arguments = (self.heads(query), own, first, shared, real, self._neighbours(context))
         output, weights = self._literal(*arguments) if literal else (self._gathered(*arguments), None)
         output = self.o_proj(output.flatten(2))
-        return SublayerOutput(output, weights, streams={RELAY: relay, TOKENS: tokens})
+        return SublayerOutput(output, weights, states={**one_state(Relay(relay)), **one_state(Embedded(tokens))})
 
     def _neighbours(self, context: LayerContext) -> tuple[Neighbours, Neighbours]:
         """For the token before and the one after, once per call: its slot [B or 1, T], and whether it is read."""
-        name = f"star_neighbours_{self.spec.border}"
-        if name not in context.shared:
-            real, length = context.padding_mask, context.query_index.shape[0]
-            place = context.query_index[None]
-            count = torch.full_like(place[:, :1], length)
-            if real is not None:
-                place, count = real_places(real), real.sum(-1, keepdim=True)
-            found = []
-            for offset in (-1, 1):
-                ring = (place + offset) % count.clamp(min=1)
-                if self.spec.border == "ring":
-                    counts = (count > 1).expand_as(place) if offset < 0 else (count > 2).expand_as(place)
-                else:
-                    counts = (place + offset >= 0) & (place + offset < count)
-                slot = ring if real is None else real_first(real).gather(1, ring)
-                found.append((slot, counts if real is None else counts & real))
-            context.shared[name] = (found[0], found[1])
-        return context.shared[name]
+        found = context.prepare(BothNeighbours, lambda: self._make_neighbours(context), self.spec.border)
+        return found.before, found.after
+
+    def _make_neighbours(self, context: LayerContext) -> BothNeighbours:
+        real, length = context.padding_mask, context.query_index.shape[0]
+        place = context.query_index[None]
+        count = torch.full_like(place[:, :1], length)
+        if real is not None:
+            place, count = real_places(real), real.sum(-1, keepdim=True)
+        found = []
+        for offset in (-1, 1):
+            ring = (place + offset) % count.clamp(min=1)
+            if self.spec.border == "ring":
+                counts = (count > 1).expand_as(place) if offset < 0 else (count > 2).expand_as(place)
+            else:
+                counts = (place + offset >= 0) & (place + offset < count)
+            slot = ring if real is None else real_first(real).gather(1, ring)
+            found.append((slot, counts if real is None else counts & real))
+        return BothNeighbours(*found)
 
     def _gathered(
         self,
@@ -216,18 +238,15 @@ class StarPooler(TextPooler):
     """max_i h_i + s: the largest number of each channel over real tokens, and the relay that has read the last states
     (Guo et al. 2019, section 3.3). Where a stack hands no relay on, one starts as the mean of the last states."""
 
-    streams: ClassVar[tuple[str, ...]] = (RELAY,)
+    state = Relay
 
     def __init__(self, config):
         super().__init__()
         self.relay = RelayAttention(config, config.attention)
 
-    def forward(
-        self, hidden_states: Tensor, padding_mask: Tensor | None = None, star_relay: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, hidden_states: Tensor, padding_mask: Tensor | None = None, state: Relay | None = None) -> Tensor:
         """[B, T, D] -> [B, D]."""
-        if star_relay is None:
-            star_relay = pool(hidden_states, padding_mask, "mean")[:, None]
+        relay = pool(hidden_states, padding_mask, "mean")[:, None] if state is None else state.states
         largest = hidden_states
         if padding_mask is not None:
             lowest = torch.finfo(hidden_states.dtype).min
@@ -235,7 +254,7 @@ class StarPooler(TextPooler):
         largest = largest.amax(dim=1)
         if padding_mask is not None:
             largest = largest.masked_fill(~padding_mask.any(-1, keepdim=True), 0.0)
-        return largest + self.relay(star_relay, hidden_states, padding_mask)[:, 0]
+        return largest + self.relay(relay, hidden_states, padding_mask)[:, 0]
 
 
 @register("attention", "star_transformer")
@@ -246,12 +265,9 @@ class StarTransformerSpec(AttentionSpec):
     and the relay (the released code, with a frame that has no norm)."""
 
     summary = "each token reads its neighbors, its embedding and a relay that reads all tokens: linear time"
-    causal = False
-    why_not_causal = "its relay reads the whole text."
-    rotation = False
-    normalizes_heads = True
-    runs_through = True
-    text_streams: ClassVar[tuple[str, ...]] = (RELAY,)
+    why_not: ClassVar[Mapping[str, str]] = {"causal": "its relay reads the whole text."}
+    acts = frozenset()
+    head_options = frozenset({"norm"})
 
     border: Literal["ring", "open", "zeros"] = "ring"
     relay_activation: Literal["relu", "leaky_relu"] = "relu"
@@ -265,11 +281,8 @@ class StarTransformerSpec(AttentionSpec):
                 f" for {config.num_attention_heads} heads; leave `num_key_value_heads` unset."
             )
 
-    def shared_sizes(self, config) -> tuple:
-        return ()
-
-    def hands_on(self, config) -> bool:
-        return True
+    def carries(self, config) -> Carry:
+        return Carry(Relay, handed_on=True, throughout=True, reach="pooler")
 
     def weighs(self, config) -> bool:
         return False

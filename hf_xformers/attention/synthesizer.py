@@ -16,7 +16,8 @@ from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..core.extent import can_inspect
 from ..core.initialization import start_projections
-from ..core.visibility import boolean_mask, visible_pairs
+from ..core.prepared import Prepared
+from ..core.visibility import mask_of_call, visible_pairs
 from ..ops.common.products import wide_products
 from ..ops.common.real_tokens import real_first, real_places
 from .shared.base import Attention, AttentionSpec
@@ -25,6 +26,15 @@ from .shared.query_blocks import over_query_blocks, rows_at_once, shared_rows, v
 KINDS = ("dot", "dense", "random", "fixed_random", "factorized_dense", "factorized_random")
 # Kinds that are products of a vector of the query and one of the key, so that fused attention computes them.
 PRODUCTS = ("dot", "dense", "factorized_random")
+
+
+class Places(Prepared):
+    """Numbers of queries and of keys among the real tokens of their rows, [B or 1, T] and [B or 1, S], and the slots
+    of keys, real ones first [B, S] (None: as they stand)."""
+
+    queries: Tensor
+    keys: Tensor
+    order: Tensor | None = None
 
 
 class SynthesizerAttention(Attention):
@@ -101,17 +111,17 @@ class SynthesizerAttention(Attention):
 
     def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
         self._check_length(context)
-        if "places" in context.shared:
-            return
+        context.prepare(Places, lambda: self._places(context))
+
+    @staticmethod
+    def _places(context: LayerContext) -> Places:
         padding = context.padding_mask
         if context.explicit_mask is not None:
             padding = cast(Tensor, visible_pairs(context)).any(dim=1).any(dim=1)  # real is what anybody may read
-        if padding is not None:
-            places = real_places(padding)
-            context.shared["places"] = (places[:, context.query_index], places)
-            context.shared["real_first"] = real_first(padding)
-        else:
-            context.shared["places"] = (context.query_index[None], context.key_index[None])
+        if padding is None:
+            return Places(context.query_index[None], context.key_index[None])
+        places = real_places(padding)
+        return Places(places[:, context.query_index], places, real_first(padding))
 
     def _check_length(self, context: LayerContext) -> None:
         longest, padding = context.key_index.shape[0], context.padding_mask
@@ -193,7 +203,8 @@ class SynthesizerAttention(Attention):
         self, hidden_states: Tensor, query: Tensor | None, key: Tensor | None, value: Tensor, context: LayerContext
     ) -> tuple[Tensor, Tensor]:
         """Every member's B [B or 1, H, T, S] by its definition -> output [B, T, H, d], weights [B, H, T, S]."""
-        at, places = (x.clamp(max=self.length - 1) for x in context.shared["places"])
+        found = context.prepared(Places)
+        at, places = (x.clamp(max=self.length - 1) for x in (found.queries, found.keys))
         columns = places[:, None, None, :]
         size = (value.shape[0], self.num_heads, hidden_states.shape[1], value.shape[2])
         scores: Any = 0.0
@@ -223,7 +234,8 @@ class SynthesizerAttention(Attention):
         self, hidden_states: Tensor, query: Tensor | None, key: Tensor | None, context: LayerContext
     ) -> tuple[Tensor, Tensor]:
         """The members that are products: q' [B, H, T, w] and k' [B, H, S, w] with q' k' = the sum of their scores."""
-        at, places = context.shared["places"]
+        found = context.prepared(Places)
+        at, places = found.queries, found.keys
         batch, length, keys = hidden_states.shape[0], hidden_states.shape[1], places.shape[1]
         queries, tables = [], []
         for member, share in self._shares().items():
@@ -246,9 +258,7 @@ class SynthesizerAttention(Attention):
 
     def _fused(self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext) -> Tensor:
         """Fused attention with scores q' k' -> [B, T, H, d]; it wants equal widths, which zeros provide."""
-        if "synthesizer_mask" not in context.shared:
-            context.shared["synthesizer_mask"] = boolean_mask(context)
-        mask = context.shared["synthesizer_mask"]
+        mask = mask_of_call(context)
         causal = context.causal and mask is None and context.fresh
         if mask is not None and mask.shape[-2] == 1:
             mask = mask.expand(-1, -1, query.shape[2], -1)
@@ -266,8 +276,8 @@ class SynthesizerAttention(Attention):
         Keys are sorted by place, real tokens first, and queries too where they are the same tokens: then row and
         column of a table are a slice, the causal order is that of places, and no score depends on padding.
         """
-        at, places = context.shared["places"]
-        order, fresh = context.shared.get("real_first"), context.fresh
+        found = context.prepared(Places)
+        at, places, order, fresh = found.queries, found.keys, found.order, context.fresh
         length, keys = hidden_states.shape[1], min(value.shape[2], self.length)
         (batch, heads), real = value.shape[:2], None
         products = {member for member in self.members if member in PRODUCTS}
@@ -344,7 +354,7 @@ class SynthesizerSpec(AttentionSpec):
     how several kinds mix. share_heads: one table for all heads."""
 
     summary = "scores made from each token alone, or learned"
-    explicit_mask = True
+    supports = frozenset({"pair_mask"})
 
     kind: str = "dense"
     max_length: int | None = bounded(None, least=1)

@@ -123,7 +123,7 @@ class TalkingHeadsAttention(Attention):
         scores = wide_products(query * self.scaling, key)
         with torch.autocast(query.device.type, enabled=False):  # scores stay wide
             scores = _mix(scores, self.score_mixing, x2l, added.get("m2l"))
-        bias = None if self.cross else context.shared.get("score_bias")
+        bias = self.score_bias(context)
         if bias is not None:
             scores = scores + bias.block(context.query_index[rows], context.key_index[keys])
         mask = visible_block(context, self.cross, rows, keys)
@@ -206,9 +206,8 @@ class TalkingHeadsSpec(AttentionSpec):
 
     summary = "heads mix before and after the softmax"
     cross = True
-    score_bias = True
-    explicit_mask = True
-    packed = True
+    acts = frozenset({"rotation", "score_bias"})
+    supports = frozenset({"packed_rows", "pair_mask"})
 
     num_key_heads: int | None = bounded(None, least=1)
     num_value_heads: int | None = bounded(None, least=1)

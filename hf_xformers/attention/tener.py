@@ -27,7 +27,7 @@ class TenerAttention(TransformerXLAttention):
     It is Transformer-XL's attention with W_R = 1 and 2 D^2 parameters in place of 5 D^2; cost and state are the same.
     """
 
-    table_name: ClassVar[str] = TABLE
+    table_slot: ClassVar[str] = "tener"
     spec: TenerSpec  # type: ignore[assignment]
 
     def __init__(self, config, spec: TenerSpec, **where):
@@ -61,8 +61,8 @@ class TenerSpec(AttentionSpec):
     sees, in tokens. scale: 1 as published; 1 / sqrt(head width) makes attention smoother."""
 
     summary = "direction-aware unscaled scores, with the tokens themselves as keys"
-    rotation = False
-    packed = True
+    acts = frozenset()
+    supports = frozenset({"packed_rows"})
     knows_order = True
     share_biases: ClassVar[bool] = False
     segments: ClassVar[bool] = False
@@ -98,7 +98,7 @@ class TenerSpec(AttentionSpec):
         """Types of keys that are told apart: none."""
         return 0
 
-    def cache_layer(self, config) -> SegmentCacheLayer:
+    def cache_layer(self, config, layer_idx: int = 0) -> SegmentCacheLayer:
         """Room for all tokens."""
         return SegmentCacheLayer(config.stack.cache_slots(config))
 

@@ -33,7 +33,7 @@ class DietSpec(BlockSparseSpec):
     window_size_multiplier: M."""
 
     summary = "few keys per token, farther apart in each layer, or a window that grows from layer to layer"
-    packed = True
+    supports = frozenset({"packed_rows", "pair_mask", "token_numbers"})
 
     diet_type: Literal["full", "dilated", "dilated_mem", "cascade"] = "cascade"
     kernel_size: int = bounded(3, least=1)
@@ -68,9 +68,6 @@ class DietSpec(BlockSparseSpec):
             return self.width(layer_idx)
         return (self.kernel_size - 1) * self.gap(layer_idx) + 1
 
-    def cache_layer(self, config) -> CacheLayerMixin:
-        return self.cache_layer_at(config, config.num_hidden_layers - 1)
-
-    def cache_layer_at(self, config, layer_idx: int) -> CacheLayerMixin:
+    def cache_layer(self, config, layer_idx: int = 0) -> CacheLayerMixin:
         reach = self.reach(layer_idx)
         return DynamicLayer() if reach is None else window_cache(reach)

@@ -4,7 +4,7 @@ ones."""
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,10 @@ from transformers.cache_utils import Cache
 from ..core.cache import appended
 from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
+from ..core.hand_overs import HandOver
+from ..core.prepared import Carry, State
 from ..core.reading_weights import weight_of
-from ..core.segment_memory import SegmentCacheLayer, take_slots
+from ..core.segment_memory import MemoryLayout, SegmentCacheLayer, StepMemory, take_slots
 from ..core.sequence_parallel import SequenceForm, Unserved
 from ..ops.common.products import wide_products
 from ..ops.common.relative_sinusoids import relative_sinusoids
@@ -23,44 +25,34 @@ from ..ops.common.shifted_rows import shift_rows
 from ..ops.score_terms.attention import distance_products
 from ..ops.score_terms.terms import QueryBlock
 from ..position.score_terms import SelfAttentionTerms
-from .shared.base import KEY_STATES, Attention, AttentionSpec
+from .shared.base import Attention, AttentionSpec, KeyStates
 from .shared.query_blocks import visible_softmax
-from .shared.query_grid import Grid, ScatteredGrid
-from .shared.relative_embeddings import RelativeEmbeddings, key_types
+from .shared.query_grid import Grid, KeyUsage, PairsInSight, QueryGrid, ScatteredGrid
+from .shared.relative_embeddings import DistanceTable, KeyTypes, RelativeEmbeddings, key_types
 from .shared.term_blocks import attend_with_terms, blocks_of
 
-# What a stack with segment memory hands to attention: a stream with the memory that this step reads, [B, M, D],
-# entered as the layer's own input is; and in `context.shared` its length M, which of the slots [memory ; segment] are
-# real [B, M + T] (None: all), and the order in which they stand [B, M + T] (None: as they are). Where a cache
-# continues with a text that follows a memory: which of the call's tokens [B, T] are their row's first or stand behind
-# it (absent: all). Those before are padding, which must not stand between the memory and the text.
-SEGMENT_MEMORY = "segment_memory"
-TEXT_BEGUN = "segment_memory_text_begun"
-MEMORY_LENGTH, MEMORY_REAL, MEMORY_ORDER = "segment_memory_length", "segment_memory_real", "segment_memory_order"
-# What a stack that pools queries hands to attention: a stream with the states [B, S, D] that keys and values are made
-# of, entered as the layer's own input is; and in `context.shared` which of them are real [B, S] (None: all), and the
-# [`Grid`].
-KEY_REAL, KEY_COUNT, GRID = "key_states_real", "key_states_count", "position_grid"
-# Where a stack moves or pools tokens of several types: those of queries and of keys ([B, T], [B, S]).
-TOKEN_TYPES = "token_types_of_queries_and_keys"
-# Where a stack says which pairs of queries and keys are in sight, in `context.shared`: [B, T, S] boolean.
-PAIRS = "pairs_in_sight"
-# Where a stack wants to know how much attention each key got: a dict in `context.shared`, step -> [B, M + T], the sums
-# over heads and queries, in the order of the keys.
-KEY_USAGE = "key_usage"
-BIASES = ("transformer_xl_content_bias", "transformer_xl_position_bias")
-TABLE = "transformer_xl_table"
-# Of learned tables, which have gradients: a stream each. The types of keys stand in `context.shared`.
-LEARNED_TABLE, TYPE_TABLE, TYPE_BIAS = "transformer_xl_distances", "transformer_xl_types", "transformer_xl_type_bias"
-KEY_TYPES = "transformer_xl_key_types"
+
+class SharedBiases(State):
+    """u and v [H, d] of layer 0, and t where it has one."""
+
+    content: Tensor
+    position: Tensor
+    types: Tensor | None = None
+
+
+class LearnedVectors(State):
+    """Vectors [n, D] with a gradient, of distances (slot "distances") or of token types ("types")."""
+
+    rows: Tensor
 
 
 def count_usage(context: LayerContext, step: int, weights: Tensor, rows: slice, keys: int) -> None:
     """Adds the attention [B, H, t, s] that the real ones of the queries `rows` pay to what each of `keys` keys has
     got."""
-    usage = context.shared.get(KEY_USAGE)
-    if usage is None:
+    found = context.find(KeyUsage)
+    if found is None:
         return
+    usage = found.by_step
     paid, real = weights.detach().sum(1), context.query_padding_mask
     if real is not None:
         paid = paid * real[:, rows, None]
@@ -92,7 +84,7 @@ class TransformerXLAttention(Attention):
     """
 
     undecayed = ("content_bias", "position_bias", "segment_bias", "type_bias")
-    table_name: ClassVar[str] = TABLE  # of R in `context.shared`
+    table_slot: ClassVar[str] = "transformer_xl"  # of R
 
     spec: TransformerXLSpec
 
@@ -130,16 +122,17 @@ class TransformerXLAttention(Attention):
     def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
         if self.spec.share_biases and self.content_bias is not None and self.position_bias is not None:
             biases = (weight_of(self, "content_bias"), weight_of(self, "position_bias"))
-            context.streams.update(zip(BIASES, biases, strict=True))
-            if self.type_bias is not None:
-                context.streams[TYPE_BIAS] = weight_of(self, "type_bias")
+            types = None if self.type_bias is None else weight_of(self, "type_bias")
+            context.start(SharedBiases(*biases, types))
         if self.relative is not None and (types := self.relative.of_types()) is not None:
-            given, order = context.inputs.get("token_type_ids"), context.shared.get(MEMORY_ORDER)
-            context.streams[TYPE_TABLE] = types
-            context.shared[KEY_TYPES] = key_types(given, context, context.shared.get(MEMORY_LENGTH, 0), order)
-        if self.table_name not in context.shared and LEARNED_TABLE not in context.streams:
-            length = context.query_index.shape[0]
-            keys = context.shared.get(KEY_COUNT, length + self._slots_ahead(context, past_key_values))
+            context.start(LearnedVectors(types), "types")
+            layout, given = MemoryLayout.of(context), context.inputs.get("token_type_ids")
+            context.keep(KeyTypes(key_types(given, context, layout.length, layout.order)))
+        known = context.find(DistanceTable, self.table_slot) or context.state(LearnedVectors, "distances")
+        if known is None:
+            length, moved = context.query_index.shape[0], context.find(QueryGrid)
+            keys = None if moved is None else moved.count
+            keys = length + self._slots_ahead(context, past_key_values) if keys is None else keys
             grid = self._grid(context, length, keys)
             like = self.q_proj.weight
             distance = (
@@ -150,34 +143,36 @@ class TransformerXLAttention(Attention):
                 distance = distance.clamp(-self.spec.clamp, self.spec.clamp)
             learned = None if self.relative is None else self.relative.of_distances(distance)
             if learned is not None:
-                context.streams[LEARNED_TABLE] = learned
+                context.start(LearnedVectors(learned), "distances")
                 return
             table = relative_sinusoids(distance, self.table_width, like)
-            context.shared[self.table_name] = F.dropout(table, self.table_dropout, self.training)
+            table = F.dropout(table, self.table_dropout, self.training)
+            context.keep(DistanceTable(table), self.table_slot)
 
     @staticmethod
     def _grid(context: LayerContext, length: int, keys: int) -> Grid:
         """The stack's, or that of a text whose last tokens are the queries."""
-        return context.shared.get(GRID) or Grid(keys - length)
+        found = context.find(QueryGrid)
+        return Grid(keys - length) if found is None else found.grid
 
     def _slots_ahead(self, context: LayerContext, past_key_values: Cache | None) -> int:
         """Keys before the segment: of the memory, or of the cache."""
         cache = self_attention_cache(past_key_values)
         if cache is None or not cache.get_seq_length():
-            return context.shared.get(MEMORY_LENGTH, 0)
+            return MemoryLayout.of(context).length
         layer = cache.layers[0]
         return layer.stored if isinstance(layer, SegmentCacheLayer) else cache.get_seq_length()
 
     def _biases(self, context: LayerContext) -> tuple[Tensor, Tensor]:
         if self.content_bias is not None and self.position_bias is not None:
             return self.content_bias, self.position_bias
-        try:
-            return context.streams[BIASES[0]], context.streams[BIASES[1]]
-        except KeyError:
+        shared = context.state(SharedBiases)
+        if shared is None:
             raise ValueError(
                 "transformer_xl layers share the biases of layer 0, which has another attention here; set "
                 "`share_biases=False`."
-            ) from None
+            )
+        return shared.content, shared.position
 
     # ------------------------------------------------------------------------------------------------ the mechanism
 
@@ -199,8 +194,10 @@ class TransformerXLAttention(Attention):
         content = (query + content_bias[:, None].to(query.dtype)) * self.scaling
         length, keys = query.shape[2], key.shape[2]
         learned = self.spec.distances == "learned"
-        table = context.streams[LEARNED_TABLE] if learned else context.shared[self.table_name]
-        relative = self._relative(table, keys, past_key_values, step)
+        table = (
+            context.given(LearnedVectors, "distances") if learned else context.prepared(DistanceTable, self.table_slot)
+        )
+        relative = self._relative(table.rows, keys, past_key_values, step)
         grid = self._grid(context, length, keys)
         if self.wants_weights(context):
             rows = slice(0, length)
@@ -211,14 +208,14 @@ class TransformerXLAttention(Attention):
             scores = grid.without_first(by_distance.gather(-1, column), rows)
             scores = scores + wide_products(content, key)
             if of_types is not None:
-                scores = scores + by_key_type(of_types, context.shared[KEY_TYPES]).mT
+                scores = scores + by_key_type(of_types, context.prepared(KeyTypes).types).mT
             if self.segment_bias is not None and self.segment_table is not None:
                 segmental = (query + self.segment_bias[:, None].to(query.dtype)) * self.scaling
                 by_kind = wide_products(segmental, self.segment_table.permute(1, 0, 2).to(query.dtype))
                 same = self.same_segment(context, rows, slice(0, keys))
                 scores = scores + grid.without_first(by_segment(by_kind, same), rows)
             mask = self.visible(rows, slice(0, keys), grid, context, real)
-            can_be_empty = real is not None or PAIRS in context.shared
+            can_be_empty = real is not None or context.find(PairsInSight) is not None
             weights = visible_softmax(scores, mask, can_be_empty, overwrite=True).to(value.dtype)
             count_usage(context, step, weights, rows, keys)
             dropped = F.dropout(weights, self.dropout) if self.training and self.dropout else weights
@@ -244,22 +241,26 @@ class TransformerXLAttention(Attention):
         (None: no types): (q + u) k + (q + t) e = (q + u) (k + e) + (t - u) e."""
         if self.t_proj is None:
             return key, None
-        bias = self.type_bias if self.type_bias is not None else context.streams[TYPE_BIAS]
-        vectors = self.t_proj(context.streams[TYPE_TABLE]).unflatten(-1, (self.num_heads, -1)).transpose(0, 1)
+        bias = cast(Tensor, context.given(SharedBiases).types if self.type_bias is None else self.type_bias)
+        vectors = (
+            self.t_proj(context.given(LearnedVectors, "types").rows)
+            .unflatten(-1, (self.num_heads, -1))
+            .transpose(0, 1)
+        )
         number = wide_products(vectors, (bias - content_bias)[:, None].to(vectors.dtype)) * self.scaling
-        return key + vectors[:, context.shared[KEY_TYPES]].transpose(0, 1), number.to(key.dtype)
+        return key + vectors[:, context.prepared(KeyTypes).types].transpose(0, 1), number.to(key.dtype)
 
     def _keys_and_values(
         self, hidden_states: Tensor, context: LayerContext, past_key_values: Cache | None, step: int
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Keys and values of memory and tokens, and which are real [B, S] (None: all)."""
         tokens, real = hidden_states, context.query_padding_mask
-        earlier, source = context.streams.get(SEGMENT_MEMORY), context.streams.get(KEY_STATES)
+        earlier, source = context.state(StepMemory), context.state(KeyStates)
         if source is not None:
-            tokens, real = source, context.shared[KEY_REAL]
+            tokens, real = source.states, context.prepared(QueryGrid).real
         if earlier is not None:
-            tokens, real = torch.cat([earlier, hidden_states], dim=1), context.shared[MEMORY_REAL]
-            order = context.shared[MEMORY_ORDER]
+            layout = context.prepared(MemoryLayout)
+            tokens, real, order = torch.cat([earlier.states, hidden_states], dim=1), layout.real, layout.order
             tokens = tokens if order is None else take_slots(tokens, order)
         key, value = self.keys(tokens), self.heads(self.v_proj(tokens))
         cache = self_attention_cache(past_key_values)
@@ -267,7 +268,7 @@ class TransformerXLAttention(Attention):
             return key, value, real
         layer = cache.layers[step] if step < len(cache.layers) else None
         if isinstance(layer, SegmentCacheLayer):
-            return layer.extend(key, value, real, hidden_states.shape[1], context.shared.get(TEXT_BEGUN))
+            return layer.extend(key, value, real, hidden_states.shape[1], MemoryLayout.of(context).begun)
         if context.static or earlier is not None:
             raise ValueError(
                 "transformer_xl keeps the last keys and values and a memory before them, which a"
@@ -298,7 +299,8 @@ class TransformerXLAttention(Attention):
 
     def same_segment(self, context: LayerContext, rows: slice, keys: slice) -> Tensor:
         """Whether the queries `rows` and `keys` are of one segment, [B or 1, 1, t, s]."""
-        of_queries, of_keys = context.shared.get(TOKEN_TYPES) or (context.inputs.get("token_type_ids"),) * 2
+        moved = context.find(QueryGrid)
+        of_queries, of_keys = (context.inputs.get("token_type_ids"),) * 2 if moved is None else moved.types
         if of_queries is None or of_keys is None:
             shape = (1, 1, rows.stop - rows.start, keys.stop - keys.start)
             return torch.ones(shape, dtype=torch.bool, device=context.query_index.device)
@@ -322,9 +324,9 @@ class TransformerXLAttention(Attention):
             if order:
                 mask = distance >= 0 if mask is None else mask & (distance >= 0)
             mask = mask if mask is None or mask.ndim == 4 else mask[None, None]
-        pairs = context.shared.get(PAIRS)
-        if pairs is not None:
-            pairs = pairs[:, None, rows, keys]
+        sight = context.find(PairsInSight)
+        if sight is not None:
+            pairs = sight.pairs[:, None, rows, keys]
             mask = pairs if mask is None else mask & pairs
         if real is not None:
             padding = real[:, None, None, keys]
@@ -363,12 +365,12 @@ class RelativeTerms(SelfAttentionTerms):
     ) -> None:
         super().__init__(layer.scaling, tables, context, num_keys)
         self.layer, self.grid, self.real, self.step = layer, grid, real, step
-        self.needs_weights = KEY_USAGE in context.shared
-        self.types = context.shared[KEY_TYPES] if layer.t_proj is not None else None
+        self.needs_weights = context.find(KeyUsage) is not None
+        self.types = context.prepared(KeyTypes).types if layer.t_proj is not None else None
 
     @property
     def rows_can_be_empty(self) -> bool:
-        return self.real is not None or PAIRS in self.context.shared
+        return self.real is not None or self.context.find(PairsInSight) is not None
 
     @property
     def ordered(self) -> bool:
@@ -445,13 +447,11 @@ class TransformerXLSpec(AttentionSpec):
 
     summary = "content and relative-position scores with two global biases"
     layers_apart = False  # layer 0 owns the biases of all
-    rotation = False
-    packed = True
-    first_owns = True
-    reads_segment_memory = True
-    counts_usage = True
-    pooled_queries = True
-    scattered_queries = True
+    acts = frozenset()
+    supports = frozenset({"packed_rows"})
+    reads = frozenset(
+        {HandOver.SEGMENT_MEMORY, HandOver.KEY_USAGE, HandOver.POOLED_QUERIES, HandOver.SCATTERED_QUERIES}
+    )
     knows_order = True
 
     share_biases: bool = True
@@ -498,13 +498,13 @@ class TransformerXLSpec(AttentionSpec):
                 " cache or memory keep none; use it in an encoder without memory, or set `segments=False`."
             )
 
-    def shared_sizes(self, config) -> tuple | None:
+    def carries(self, config) -> Carry | None:
         if not (self.share_biases or self.distances == "learned" or self.types_of(config)):
             return None
         heads = (config.num_attention_heads, config.head_width) if self.share_biases else ()
-        return (*heads, self.distances, self.types_of(config))
+        return Carry(SharedBiases, (*heads, self.distances, self.types_of(config)), of_first=True)
 
-    def cache_layer(self, config) -> SegmentCacheLayer:
+    def cache_layer(self, config, layer_idx: int = 0) -> SegmentCacheLayer:
         """Room for the stack's memory, or for all tokens."""
         return SegmentCacheLayer(config.stack.cache_slots(config))
 

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,9 @@ from transformers.cache_utils import Cache
 
 from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput
+from ..core.prepared import Carry, Prepared, State
 from ..core.reading_weights import weight_of
+from ..core.visibility import DenseBias
 from ..normalization.base import NormSpec
 from ..ops.block_sparse.attention import block_sparse_attention
 from ..ops.block_sparse.patterns import Pattern
@@ -24,11 +27,14 @@ from .shared.block_sparse import BlockSparseAttention
 from .shared.head_parts import Heads
 from .shared.pattern_spec import BlockSparseSpec, window
 
-BLOCKS = "transient_global_blocks"  # in `context.shared`
-TABLE = "transient_global_table"  # in `context.streams`: the biases of summaries, of layer 0
+
+class BlockTable(State):
+    """The biases of summaries, of layer 0."""
+
+    weight: Tensor
 
 
-class Blocks(NamedTuple):
+class Blocks(Prepared):
     """The block of every token, [B or 1, T] (padding and tokens of texts without a whole block: 0), which tokens are
     in one, [B or 1, T], and which blocks a text has, [B or 1, S]."""
 
@@ -85,12 +91,10 @@ class TransientGlobalAttention(BlockSparseAttention):
     def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
         super().prepare(context, past_key_values)
         if self.block_bias is not None:
-            context.streams[TABLE] = weight_of(self.block_bias)
-        # Views of layers may differ in the size of their blocks.
-        known = context.shared.setdefault(BLOCKS, {})
-        if self.spec.block_size not in known:
-            length, device = context.query_index.shape[0], context.query_index.device
-            known[self.spec.block_size] = blocks_of_text(context.padding_mask, length, self.spec.block_size, device)
+            context.start(BlockTable(weight_of(self.block_bias)))
+        index, size = context.query_index, self.spec.block_size  # layers may differ in it
+        arguments = context.padding_mask, index.shape[0], size, index.device
+        context.prepare(Blocks, lambda: blocks_of_text(*arguments), size)
 
     def forward(
         self,
@@ -104,7 +108,7 @@ class TransientGlobalAttention(BlockSparseAttention):
         own, key = self.normalized(self.q_proj(hidden_states), self.k_proj(hidden_states))
         own, key, value = (self.heads(x) for x in (own, key, self.v_proj(hidden_states)))
         query, key, value = self.place(own, key, value, context)
-        blocks = context.shared[BLOCKS][self.spec.block_size]
+        blocks = context.prepared(Blocks, self.spec.block_size)
         if not blocks.seen.shape[1]:
             output, weights = self.attend(query, key, value, context)
         else:
@@ -127,7 +131,11 @@ class TransientGlobalAttention(BlockSparseAttention):
 
     def _bias_of_blocks(self, blocks: Blocks, context: LayerContext) -> Tensor:
         """c[bucket(s - r)] for tokens of block r and the summary s, [H, S, S]."""
-        table = context.streams.get(TABLE) if self.block_bias is None else weight_of(self.block_bias)
+        given, table = context.state(BlockTable), None
+        if self.block_bias is not None:
+            table = weight_of(self.block_bias)
+        elif given is not None:
+            table = given.weight
         if table is None:
             raise ValueError(
                 "transient_global layers share the table of layer 0, which has another attention here; give layer 0"
@@ -191,7 +199,7 @@ class TransientGlobalAttention(BlockSparseAttention):
             cap = self.spec.score_cap
             near, far = cap * torch.tanh(near / cap), cap * torch.tanh(far / cap)
         if self.score_bias(context) is not None:
-            near = near + context.streams["dense_bias"]
+            near = near + context.given(DenseBias).matrix
         far = far + of_blocks[:, blocks.of_token].transpose(0, 1)
         local = self._pairs(context)
         seen = blocks.seen[:, None, None].expand_as(far)
@@ -211,13 +219,12 @@ class TransientGlobalSpec(BlockSparseSpec):
     table of biases by the distance in blocks (even). max_distance: blocks from which all distances share a row."""
 
     summary = "a sliding window, and summaries of all blocks of the text"
-    causal = False
-    why_not_causal = "a token reads the summary of its own block, with later tokens in it."
+    why_not: ClassVar[Mapping[str, str]] = {
+        "causal": "a token reads the summary of its own block, with later tokens in it."
+    }
     layers_apart = False  # layer 0 owns the table of all
-    first_owns = True
-    score_terms = False
-    head_terms = False
-    explicit_mask = False
+    acts = frozenset({"rotation", "score_bias"})
+    supports = frozenset({"token_numbers"})
 
     window_size: int = bounded(127, "window", least=1)
     block_size: int = bounded(16, "global_block_size", least=1)
@@ -236,8 +243,8 @@ class TransientGlobalSpec(BlockSparseSpec):
                 f" got {self.max_distance}."
             )
 
-    def shared_sizes(self, config) -> tuple | None:
-        return (config.num_attention_heads, self.num_buckets, self.max_distance)
+    def carries(self, config) -> Carry:
+        return Carry(BlockTable, (config.num_attention_heads, self.num_buckets, self.max_distance), of_first=True)
 
     def weighs(self, config) -> bool:
         return False

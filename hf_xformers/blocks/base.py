@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,14 +15,22 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..core.components import Spec
 from ..core.context import LayerContext, SublayerOutput, add_losses
+from ..core.prepared import Names, Prepared, State, States, flattened, one_state, unflattened
 from ..core.sublayer import Sublayer
 from ..normalization.residual import Residual
 
-# The stream that holds the other half of a pair of residual streams.
-PARTNER = "residual_partner"
-# In `context.shared`: which tokens [B, T] a stack still runs. Of the others it keeps the states as they are, so that
-# feed-forward sublayers of single tokens leave them out.
-RUNNING = "running_tokens"
+
+class Partner(State):
+    """The other half of a pair of residual streams."""
+
+    states: Tensor
+
+
+class RunningTokens(Prepared):
+    """Which tokens [B, T] a stack still runs. Of the others it keeps the states as they are, so that feed-forward
+    sublayers of single tokens leave them out."""
+
+    mask: Tensor
 
 
 Kind = Literal["attention", "cross_attention", "feedforward"]
@@ -45,21 +53,16 @@ class SublayerPlan:
 
 class BlockSpec(Spec):
     """Base of block specs. mixes: what of it looks at other tokens besides its attentions, such as a convolution;
-    empty: nothing. unpads: that is done in sublayers, which are given rows where states are those of real tokens
-    alone; if not, why_not_unpad says what is not. passes_streams: it carries what the attentions of several layers
-    share.
-    in_sequence: every sublayer reads what the one before it has added to. additive: where the config's residual adds
-    to the stream, nothing else is done to it. reshapes: its attention has other channels or heads than the config
-    says. takes_spans: states of spans of the text go through its layers next to those of tokens."""
+    empty: nothing. It does so in sublayers, which are given rows where states are those of real tokens alone
+    (`unpadding`); if not, `why_not` says what is not. passes_states: it carries what the attentions of several
+    layers share. in_sequence: every sublayer reads what the one before it has added to. additive: where the config's
+    residual adds to the stream, nothing else is done to it."""
 
     mixes: ClassVar[str] = ""
-    unpads: ClassVar[bool] = True
-    passes_streams: ClassVar[bool] = True
+    supports: ClassVar[frozenset[str]] = frozenset({"unpadding"})
+    passes_states: ClassVar[bool] = True
     in_sequence: ClassVar[bool] = True
     additive: ClassVar[bool] = True
-    reshapes: ClassVar[bool] = False
-    takes_spans: ClassVar[bool] = False
-    why_not_unpad: ClassVar[str] = ""
 
     def plan(self, config: Any, layer_idx: int, cross: bool) -> list[SublayerPlan]:
         """The sublayers of layer `layer_idx`, in order; `cross`: the tower reads a memory."""
@@ -72,6 +75,15 @@ class BlockSpec(Spec):
 
     def build(self, config: Any, **where: Any) -> XFormerLayer:
         return XFormerLayer(config, self, **where)
+
+
+class LayerOutput(NamedTuple):
+    """What a layer gives: hidden_states [B, T, D], what the next layer is given besides them, and auxiliary losses by
+    name."""
+
+    hidden_states: Tensor
+    states: States
+    losses: dict[str, Tensor]
 
 
 class XFormerLayer(GradientCheckpointingLayer):
@@ -88,7 +100,7 @@ class XFormerLayer(GradientCheckpointingLayer):
         self.plan_alone = tuple(entry for entry in self.plan if entry.kind != "cross_attention")
         self.lenders: dict[str, XFormerLayer] = {}  # plain: shared sublayers register once
         self.layer_drop = config.layer_drop
-        if self.layer_drop and type(self).forward is not XFormerLayer.forward:
+        if self.layer_drop and type(self).run is not XFormerLayer.run:
             raise ValueError(
                 f"block {block.type!r} runs its layers in a way of its own, in which none can be left out"
                 " (`layer_drop`); set it to 0, or use the block 'vanilla'."
@@ -118,12 +130,30 @@ class XFormerLayer(GradientCheckpointingLayer):
             return config.cross_attention.build(config, layer_idx=layer_idx, cross=True)
         return config.attention.build(config, layer_idx=layer_idx)
 
-    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple:
-        """[`forward`], whose results come back to where `hidden_states` are from the device that the layer is on."""
-        output, device = super().__call__(hidden_states, *args, **kwargs), hidden_states.device
-        if output[0].device == device:
-            return output
-        return tuple(part.to(device) if isinstance(part, Tensor) else part for part in output)
+    def __call__(
+        self, hidden_states: Tensor, memory: Tensor | None = None, states: States | None = None, **given: Any
+    ) -> LayerOutput:
+        """[`XFormerLayer.run`], through whatever hooks the call of a module or recomputes its activations."""
+        return self._called(super().__call__, hidden_states, memory, states or {}, given)
+
+    def unrecorded(
+        self, hidden_states: Tensor, memory: Tensor | None = None, states: States | None = None, **given: Any
+    ) -> LayerOutput:
+        """The same past the hooks that record a layer's output."""
+        return self._called(self.forward, hidden_states, memory, states or {}, given)
+
+    @staticmethod
+    def _called(
+        function: Callable[..., tuple], hidden_states: Tensor, memory: Tensor | None, states: States, given: dict
+    ) -> LayerOutput:
+        """The results come back to where `hidden_states` are from the device that the layer is on."""
+        names, tensors = flattened(states)
+        output, device = function(hidden_states, memory, *tensors, names=names, **given), hidden_states.device
+        if output[0].device != device:
+            output = tuple(part.to(device) if isinstance(part, Tensor) else part for part in output)
+        hidden_states, names, loss_names, *tensors = output
+        losses = dict(zip(loss_names, tensors[len(names) :], strict=True))
+        return LayerOutput(hidden_states, unflattened(names, tensors[: len(names)]), losses)
 
     def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
         """Lets every sublayer put what can be shared into the context."""
@@ -131,30 +161,36 @@ class XFormerLayer(GradientCheckpointingLayer):
             self.function(entry).prepare(context, past_key_values)
 
     def forward(
+        self, hidden_states: Tensor, memory: Tensor | None, *tensors: Tensor, names: Names = (), **given: Any
+    ) -> tuple:
+        """[`XFormerLayer.run`] with states as tensors and their names -> a flat tuple `(hidden_states, names, names of
+        losses, *tensors, *losses)`: reentrant checkpointing follows only tensors that are positional on the way in and
+        flat on the way out."""
+        hidden_states, states, losses = self.run(hidden_states, memory, unflattened(names, tensors), **given)
+        names, passed = flattened(states)
+        return (hidden_states, names, tuple(losses), *passed, *losses.values())
+
+    def run(
         self,
         hidden_states: Tensor,
-        memory: Tensor | None = None,
-        *stream_tensors: Tensor,
+        memory: Tensor | None,
+        states: States,
+        *,
         context: LayerContext,
         step: int,
-        stream_names: tuple[str, ...] = (),
         past_key_values: Cache | None = None,
         before_sublayer: Callable[[], None] | None = None,
-    ) -> tuple:
-        """hidden_states [B, T, D], memory [B, S, D] and any streams of the layer below -> a flat tuple
-        `(hidden_states, stream names, loss names, *streams, *losses)`, which [`unpack_layer`] reads.
+    ) -> LayerOutput:
+        """hidden_states [B, T, D], memory [B, S, D] and the states of the layer below -> those of this layer.
 
-        With a stream [`PARTNER`] the residual stream is a pair: each sublayer reads the partner and adds to
-        `hidden_states`, then the two change roles (reversible layers).
-
-        Tensors that carry gradients are positional on the way in and flat on the way out: reentrant checkpointing
-        follows only those.
+        With a [`Partner`] the residual stream is a pair: each sublayer reads the partner and adds to `hidden_states`,
+        then the two change roles (reversible layers).
         """
         if self.training and self.layer_drop and float(torch.rand(())) < self.layer_drop:  # LayerDrop
-            return (hidden_states, tuple(stream_names), (), *stream_tensors)
-        streams = dict(zip(stream_names, stream_tensors, strict=True))
-        partner = streams.pop(PARTNER, None)
-        context = context.with_streams(streams)
+            return LayerOutput(hidden_states, states, {})
+        other = states.pop((Partner, None), None)
+        partner = None if other is None else other.states
+        context = context.passing(states)
         around = self.around(context)
         losses: dict[str, Tensor] = {}
         read = entered = begun = hidden_states
@@ -174,13 +210,13 @@ class XFormerLayer(GradientCheckpointingLayer):
             hidden_states, partner = (written, None) if partner is None else (partner, written)
             if result.aux_losses:
                 add_losses(losses, result.aux_losses)
-            if result.streams:
-                streams = {**streams, **result.streams}
-                context = context.with_streams(streams)
+            if result.states:
+                states = {**states, **result.states}
+                context = context.passing(states)
                 around = self.around(context)
         if partner is not None:
-            streams[PARTNER] = partner
-        return (hidden_states, tuple(streams), tuple(losses), *streams.values(), *losses.values())
+            states = {**states, **one_state(Partner(partner))}
+        return LayerOutput(hidden_states, states, losses)
 
     def remember(self, hidden_states: Tensor, context: LayerContext, past_key_values: Cache, step: int) -> None:
         """Puts the keys and values of tokens [B, T, D] into the cache that no sublayer of this layer works on any
@@ -255,8 +291,8 @@ class XFormerLayer(GradientCheckpointingLayer):
         if entry.kind != "feedforward":
             read = self.memory_of(entry, memory)
             result = function(entered, seen, memory=read, past_key_values=past_key_values, step=step)
-        elif RUNNING in context.shared and function.takes_unpadded:
-            running = context.packed(context.shared[RUNNING])
+        elif (some := context.find(RunningTokens)) is not None and function.takes_unpadded:
+            running = context.packed(some.mask)
             mapped = function(entered[running][None], context.of_tokens()).output
             result = SublayerOutput(torch.zeros_like(entered).masked_scatter(running[..., None], mapped))
         else:
@@ -265,10 +301,3 @@ class XFormerLayer(GradientCheckpointingLayer):
             return result
         gate = None if result.gate is None else alone.pack(result.gate)
         return result._replace(output=alone.pack(result.output), gate=gate)
-
-
-def unpack_layer(output: tuple) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-    """A layer's flat output -> (hidden_states, streams by name, auxiliary losses by name)."""
-    hidden_states, stream_names, loss_names, *tensors = output
-    streams = dict(zip(stream_names, tensors[: len(stream_names)], strict=True))
-    return hidden_states, streams, dict(zip(loss_names, tensors[len(stream_names) :], strict=True))

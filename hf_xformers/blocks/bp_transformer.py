@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -12,23 +13,23 @@ from transformers.cache_utils import Cache
 
 from ..core.components import register
 from ..core.context import LayerContext, SublayerOutput
-from ..core.text_tree import BESIDE, SPANS, TREE, make_tree
-from .base import SublayerPlan, XFormerLayer, unpack_layer
+from ..core.hand_overs import HandOver
+from ..core.prepared import States, one_state
+from ..core.text_tree import Spans, SpansBeside, make_tree
+from .base import LayerOutput, SublayerPlan, XFormerLayer
 from .vanilla import VanillaBlockSpec
-
-WIDE = "bp_wide_context"
 
 
 class BPTransformerLayer(XFormerLayer):
-    """Tokens [B, T, D], and behind them spans [B, N, D], which start as zeros and are passed on as the stream
-    `bp_spans`, go through one attention and one feed-forward with the same parameters and norms (Ye et al. 2019,
-    arXiv 1911.04070, section 3.2). Cross-attention is for tokens alone. With a cache the spans are those that this
-    call's tokens complete."""
+    """Tokens [B, T, D], and behind them spans [B, N, D], which start as zeros and are passed on as a state, go through
+    one attention and one feed-forward with the same parameters and norms (Ye et al. 2019, arXiv 1911.04070, section
+    3.2). Cross-attention is for tokens alone. With a cache the spans are those that this call's tokens complete."""
 
     @staticmethod
     def wide(context: LayerContext) -> LayerContext:
         """The call as functions of single nodes see it: spans are further tokens."""
-        if WIDE not in context.shared:
+
+        def make() -> SpansBeside:
             tree, real = make_tree(context), context.query_padding_mask
             index = torch.arange(context.query_index.shape[0] + tree.count, device=context.query_index.device)
             seen = context.derive(
@@ -37,50 +38,28 @@ class BPTransformerLayer(XFormerLayer):
                 query_index=index,
                 key_index=index,
                 fresh=True,
-                inputs_embeds=None,  # what is shared has no gradient
+                inputs_embeds=None,  # what is prepared has no gradient
             )
-            context.shared[WIDE] = seen
-        return context.shared[WIDE]
+            return SpansBeside(seen)
+
+        return context.prepare(SpansBeside, make).call
 
     def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
-        make_tree(context)
-        context.shared[BESIDE] = True
+        wide = self.wide(context)
         for entry in self.plan:
-            seen = self.wide(context) if entry.kind == "feedforward" else context
-            self.function(entry).prepare(seen, past_key_values)
+            self.function(entry).prepare(wide if entry.kind == "feedforward" else context, past_key_values)
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        memory: Tensor | None = None,
-        *stream_tensors: Tensor,
-        context: LayerContext,
-        step: int,
-        stream_names: tuple[str, ...] = (),
-        past_key_values: Cache | None = None,
-        before_sublayer=None,
-    ) -> tuple:
-        streams = dict(zip(stream_names, stream_tensors, strict=True))
-        length, count = hidden_states.shape[1], context.shared[TREE].count
-        spans = streams.pop(SPANS, None)
-        if spans is None:
-            spans = hidden_states.new_zeros(hidden_states.shape[0], count, hidden_states.shape[2])
-        output = super().forward(
-            torch.cat([hidden_states, spans.to(hidden_states.dtype)], dim=1),
-            memory,
-            *streams.values(),
-            context=context,
-            step=step,
-            stream_names=tuple(streams),
-            past_key_values=past_key_values,
-            before_sublayer=before_sublayer,
-        )
-        hidden_states, streams, losses = unpack_layer(output)
-        hidden_states, streams[SPANS] = hidden_states.split([length, count], dim=1)
-        return (hidden_states, tuple(streams), tuple(losses), *streams.values(), *losses.values())
+    def run(self, hidden_states: Tensor, memory: Tensor | None, states: States, **given: Any) -> LayerOutput:
+        length, count = hidden_states.shape[1], make_tree(given["context"]).count
+        spans = states.pop((Spans, None), None)
+        below = hidden_states.new_zeros(hidden_states.shape[0], count, hidden_states.shape[2])
+        below = below if spans is None else spans.states.to(hidden_states.dtype)
+        joined, states, losses = super().run(torch.cat([hidden_states, below], dim=1), memory, states, **given)
+        hidden_states, above = joined.split([length, count], dim=1)
+        return LayerOutput(hidden_states, {**states, **one_state(Spans(above))}, losses)
 
     def around(self, context: LayerContext) -> LayerContext:
-        return self.wide(context).with_streams(context.streams)
+        return self.wide(context).passing(context.states)
 
     def run_entered(
         self,
@@ -104,15 +83,14 @@ class BPTransformerLayer(XFormerLayer):
 class BPTransformerBlockSpec(VanillaBlockSpec):
     """Attention and feed-forward of tokens and of spans of the text, which attention 'bp_transformer' makes."""
 
-    takes_spans = True
-    packed = False
-    context_parallel = False
-    unpads: ClassVar[bool] = False
-    why_not_unpad: ClassVar[str] = "its spans are those of rows"
+    reads = frozenset({HandOver.SPANS})
+    supports = frozenset()
+    why_not: ClassVar[Mapping[str, str]] = {"unpadding": "its spans are those of rows"}
     summary = "attention, (cross-attention,) feed-forward, for tokens and for spans of the text"
 
     def check(self, config) -> None:
-        if SPANS not in config.attention.text_streams:
+        carry = config.attention.carries(config)
+        if carry is None or carry.kind is not Spans:
             raise ValueError(
                 f"block 'bp_transformer' takes spans along that attention 'bp_transformer' makes, got attention"
                 f" {config.attention.type!r}; use the block 'vanilla'."

@@ -99,7 +99,7 @@ class ConvolutionBlockSpec(BlockSpec):
                 f"block 'convolution' divides `hidden_size` {config.hidden_size} into `groups`, got {self.groups};"
                 " give a number that divides it."
             )
-        if not config.residual.keeps_stream:
+        if not config.residual.module.keeps_stream:
             raise ValueError(
                 f"block 'convolution' adds a convolution of a layer's input to what the layer gives, which residual"
                 f" {config.residual.type!r} would put in its place; use 'post_ln' or another one that adds."

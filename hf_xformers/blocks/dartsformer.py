@@ -185,7 +185,7 @@ class DartsformerBlockSpec(BlockSpec):
     parts become the input of one.
     """
 
-    passes_streams: ClassVar[bool] = False
+    passes_states: ClassVar[bool] = False
     mixes: ClassVar[str] = "its convolutions read a token's neighbors"
 
     summary = "parts of the channels change in turn, by operations that a search has chosen"
@@ -234,7 +234,7 @@ class DartsformerBlockSpec(BlockSpec):
                 f"block 'dartsformer' normalizes parts of the channels, which normalization {norm.type!r} cannot; use"
                 " 'layer_norm' or 'rms_norm'."
             )
-        if not config.cross_attention.hands_out_heads and config.is_decoder and config.is_encoder_decoder:
+        if "parts" not in config.cross_attention.head_options and config.is_decoder and config.is_encoder_decoder:
             raise ValueError(
                 "block 'dartsformer' reads a memory that is wider than its parts, which cross_attention"
                 f" {config.cross_attention.type!r} is not made for; use 'dense'."

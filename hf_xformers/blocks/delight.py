@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, cast
 
@@ -177,9 +178,9 @@ class DelightBlockSpec(BlockSpec):
     activation: its name in transformers' table.
     """
 
-    packed = True
-    reshapes = True
-    passes_streams: ClassVar[bool] = False
+    supports = frozenset({"packed_rows", "unpadding"})
+    why_not: ClassVar[Mapping[str, str]] = {"pages": "its heads have another size than pages"}
+    passes_states: ClassVar[bool] = False
 
     summary = "deep and light transformations before attention of half the width"
 

@@ -126,7 +126,7 @@ class EvolvedTransformerBlockSpec(BlockSpec):
     attention, unless `num_attention_heads` are more.
     """
 
-    passes_streams: ClassVar[bool] = False
+    passes_states: ClassVar[bool] = False
     in_sequence: ClassVar[bool] = False
     mixes: ClassVar[str] = "its convolutions read a token's neighbors"
 

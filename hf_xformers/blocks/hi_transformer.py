@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +13,10 @@ from transformers.cache_utils import Cache
 from ..core.components import register
 from ..core.context import LayerContext, SublayerOutput, add_losses
 from ..core.hand_overs import HandOver
+from ..core.prepared import States
 from ..core.weight_decay import Undecayed
-from .base import BlockSpec, SublayerPlan, XFormerLayer
-from .nesting import NESTING, SENTENCE_POSITIONS, AttentivePooling, Levels
+from .base import BlockSpec, LayerOutput, SublayerPlan, XFormerLayer
+from .nesting import AttentivePooling, Levels, SentencePositions
 
 
 class HiLayer(Undecayed, XFormerLayer):
@@ -40,12 +42,12 @@ class HiLayer(Undecayed, XFormerLayer):
     def initialize(self, config, init) -> None:
         init.normal_(self.document_mark, mean=0.0, std=config.initializer_range)
 
-    def run(
+    def at_level(
         self, prefix: str, hidden_states: Tensor, context: LayerContext, losses: dict[str, Tensor], step: int
     ) -> Tensor:
         """Attention and feed-forward planned under `prefix`, on [R, N, D]."""
         plan = {entry.name: entry for entry in self.plan}
-        context = context.with_streams({})
+        context = context.passing({})
         for kind in ("attention", "feedforward"):
             entry = plan.get(prefix + kind) or plan[kind]  # shared sentence layers have no first ones
             frame = self.frame(entry)
@@ -55,7 +57,7 @@ class HiLayer(Undecayed, XFormerLayer):
         return hidden_states
 
     def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
-        levels: Levels = context.shared[NESTING]
+        levels = context.prepared(Levels)
         for prefix, level in (("first_", levels.words), ("document_", levels.document), ("", levels.informed)):
             for entry in self.plan:
                 if entry.name in (f"{prefix}attention", f"{prefix}feedforward"):
@@ -65,41 +67,39 @@ class HiLayer(Undecayed, XFormerLayer):
                 if entry.name in ("attention", "feedforward"):
                     self.function(entry).prepare(levels.words, None)
 
-    def forward(
+    def run(
         self,
         hidden_states: Tensor,
-        memory: Tensor | None = None,
-        *stream_tensors: Tensor,
+        memory: Tensor | None,
+        states: States,
+        *,
         context: LayerContext,
         step: int,
-        stream_names: tuple[str, ...] = (),
-        past_key_values: Cache | None = None,
-        before_sublayer=None,
-    ) -> tuple:
-        streams = dict(zip(stream_names, stream_tensors, strict=True))
-        levels: Levels = context.shared[NESTING]
-        nesting = levels.nesting
+        **_: Any,
+    ) -> LayerOutput:
+        levels = context.prepared(Levels)
+        nesting, positions = levels.nesting, states[SentencePositions, None]
         losses: dict[str, Tensor] = {}
         batch, count = nesting.words.shape[:2]
         words = nesting.nest(hidden_states)
         if self.first:
-            words = self.run("first_", words, levels.words, losses, step)
+            words = self.at_level("first_", words, levels.words, losses, step)
         sentences = self.pooling(words, nesting.words.flatten(0, 1)).view(batch, count, -1)
-        sentences = self.run("document_", sentences + streams[SENTENCE_POSITIONS], levels.document, losses, step)
+        sentences = self.at_level("document_", sentences + positions.rows, levels.document, losses, step)
         told = (sentences + self.document_mark).view(batch * count, 1, -1)
-        words = self.run("", torch.cat([words, told], dim=1), levels.informed, losses, step)[:, :-1]
+        words = self.at_level("", torch.cat([words, told], dim=1), levels.informed, losses, step)[:, :-1]
         hidden_states = nesting.flatten(words, hidden_states.shape[1])
-        return (hidden_states, tuple(streams), tuple(losses), *streams.values(), *losses.values())
+        return LayerOutput(hidden_states, states, losses)
 
 
 @register("block", "hi_transformer")
 class HiTransformerBlockSpec(BlockSpec):
     """share_sentence_layers: in the first layer, the words' first Transformer is the second one."""
 
-    passes_streams: ClassVar[bool] = False
+    passes_states: ClassVar[bool] = False
     reads: ClassVar[frozenset[HandOver]] = frozenset({HandOver.SENTENCES})
-    unpads: ClassVar[bool] = False
-    why_not_unpad: ClassVar[str] = "its sentences are rows"
+    supports = frozenset()
+    why_not: ClassVar[Mapping[str, str]] = {"unpadding": "its sentences are rows"}
 
     summary = "sentence Transformer, document Transformer, sentence Transformer that reads the document"
 

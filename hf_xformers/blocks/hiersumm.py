@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
@@ -13,16 +13,14 @@ from transformers.cache_utils import Cache
 from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput
 from ..core.hand_overs import HandOver
+from ..core.prepared import Prepared
 from ..core.sublayer import Sublayer
 from ..ops.common.products import wide_products
 from .base import BlockSpec, SublayerPlan, XFormerLayer
 from .nesting import Nesting
 
-PARAGRAPHS = "paragraphs"
 
-
-@dataclass
-class Paragraphs:
+class Paragraphs(Prepared):
     """What layers over paragraphs are told of a call: where the words of B texts stand, and the weights [B, P, P] of a
     given graph of the paragraphs, or None."""
 
@@ -73,7 +71,7 @@ class InterParagraphAttention(Sublayer):
         step: int | None = None,
     ) -> SublayerOutput:
         """hidden_states [B * P, W, D] -> [B * P, W, D], the same for all words of a paragraph."""
-        told: Paragraphs = context.shared[PARAGRAPHS]
+        told = context.prepared(Paragraphs)
         nesting, (rows, width, _) = told.nesting, hidden_states.shape
         weights = self.pooling_weights(hidden_states, nesting.words.flatten(0, 1))
         content = self.content_proj(hidden_states).view(rows, width, self.num_heads, self.head_dim)
@@ -121,10 +119,10 @@ class HierSummBlockSpec(BlockSpec):
     """global_layers: how many of the layers, the last ones, read the other paragraphs. graph_heads: heads of these
     whose weights are those of the input `paragraph_graph` [B, P, P], where it is given."""
 
-    passes_streams: ClassVar[bool] = False
+    passes_states: ClassVar[bool] = False
     reads: ClassVar[frozenset[HandOver]] = frozenset({HandOver.PARAGRAPHS})
-    unpads: ClassVar[bool] = False
-    why_not_unpad: ClassVar[str] = "its paragraphs are rows"
+    supports = frozenset()
+    why_not: ClassVar[Mapping[str, str]] = {"unpadding": "its paragraphs are rows"}
 
     summary = "layers over a paragraph's words, then layers that read the other paragraphs"
 

@@ -57,7 +57,7 @@ class HybridHeadsBlockSpec(BlockSpec):
     and the output of either are multiplied with. feedforward_factor: the same for the feed-forward's output.
     """
 
-    packed = True
+    supports = frozenset({"packed_rows", "unpadding"})
     mixes: ClassVar[str] = "its second mechanism has a state of all earlier tokens"
     summary = "attention and a recurrence in parallel, added together"
 

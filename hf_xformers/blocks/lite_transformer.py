@@ -90,7 +90,7 @@ class LiteTransformerBlockSpec(BlockSpec):
     probability with which a number of a kernel is left out.
     """
 
-    passes_streams: ClassVar[bool] = False
+    passes_states: ClassVar[bool] = False
     mixes: ClassVar[str] = "its convolution reads a token's neighbors"
 
     summary = "attention on half of the channels, convolution on the others"

@@ -14,8 +14,7 @@ class MacaronBlockSpec(BlockSpec):
     residual_scale: s. inner_scale: each feed-forward's part of `intermediate_size` (1/2 keeps the parameter count).
     """
 
-    packed = True
-    context_parallel = True
+    supports = frozenset({"context_parallel", "packed_rows", "unpadding"})
     summary = "attention between two half feed-forward steps"
 
     residual_scale: float | int = 0.5

@@ -36,7 +36,7 @@ class MaskAttentionNetworkBlockSpec(BlockSpec):
     max_distance, relu: of the dynamic mask attention (`dynamic_mask`).
     """
 
-    packed = True
+    supports = frozenset({"packed_rows", "unpadding"})
     mixes: ClassVar[str] = "its masks depend on how far keys are away"
 
     summary = "attention with dynamic masks before self-attention"

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
+from typing import ClassVar
 
 from torch import Tensor
 from transformers.cache_utils import Cache
@@ -11,10 +13,18 @@ from transformers.cache_utils import Cache
 from ..core.components import register
 from ..core.context import LayerContext, SublayerOutput
 from ..core.hand_overs import HandOver
+from ..core.prepared import State
 from .base import BlockSpec, SublayerPlan, XFormerLayer
 
 # The stream with the slots [B, k, D] that tokens read.
-MEMORY_SLOTS = "memory_slots"
+
+
+class MemorySlots(State):
+    """The slots of a memory besides the text, [B, k, D]."""
+
+    states: Tensor
+
+
 READING = "memory_reading"
 
 
@@ -39,7 +49,7 @@ class MemformerLayer(XFormerLayer):
     ) -> SublayerOutput:
         if entry.name != READING:
             return super().run_entered(entry, entered, context, memory, past_key_values, step)
-        slots, context = context.streams[MEMORY_SLOTS], copy.copy(context)
+        slots, context = context.given(MemorySlots).states, copy.copy(context)
         context.memory_padding_mask = None  # that of an encoder's text
         return super().run_entered(entry, entered, context, slots, None, step)
 
@@ -51,8 +61,8 @@ class MemformerBlockSpec(BlockSpec):
     read, reads none. The slots are read by the `cross_attention` component. Needs stack 'memformer'."""
 
     summary = "attention, reading of memory slots, feed-forward"
-    why_not_unpad = "its stack reads states by row"
-    unpads = False
+    why_not: ClassVar[Mapping[str, str]] = {"unpadding": "its stack reads states by row"}
+    supports = frozenset()
     reads = frozenset({HandOver.SLOTS})
 
     def plan(self, config, layer_idx: int, cross: bool) -> list[SublayerPlan]:

@@ -58,7 +58,7 @@ def check_reshaped(name: str, config: Any, part: Any) -> None:
             f" set `head_dim={part.head_width}` if their number is the same, or use a position at the input such as"
             " 'sinusoidal_absolute'."
         )
-    if changed and not config.attention.hands_out_heads:
+    if changed and "parts" not in config.attention.head_options:
         raise ValueError(
             f"block {name!r} gives attention other channels or heads than the rest of the model has, which"
             f" attention {config.attention.type!r} is not made for; use 'dense'."

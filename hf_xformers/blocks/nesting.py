@@ -10,12 +10,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..core.context import LayerContext
+from ..core.prepared import Prepared, State
 from ..ops.common.constants import constant
 from ..ops.common.real_tokens import real_places
-from ..position.base import PositionActs
+from ..position.base import Position
 
-NESTING = "nesting"
-SENTENCE_POSITIONS = "sentence_positions"
+
+class SentencePositions(State):
+    """The vectors of the places of sentences in a text, [1, S, D]."""
+
+    rows: Tensor
 
 
 @dataclass
@@ -117,8 +121,7 @@ class AttentivePooling(nn.Module):
         return (weights.to(items.dtype).unsqueeze(-2) @ items).squeeze(-2)
 
 
-@dataclass
-class Levels:
+class Levels(Prepared):
     """The nesting and the state bundle of each type of sublayer: over the words of a sentence, the same with the
     text's vector after them, and over the sentences of the text."""
 
@@ -128,7 +131,7 @@ class Levels:
     document: LayerContext
 
     @classmethod
-    def of(cls, context: LayerContext, nesting: Nesting, position: PositionActs, like: Tensor) -> Levels:
+    def of(cls, context: LayerContext, nesting: Nesting, position: Position, like: Tensor) -> Levels:
         words, filled = nesting.words.flatten(0, 1), nesting.filled
         informed = torch.cat([words, filled.flatten().unsqueeze(-1)], dim=-1)
         masks = (words, informed, filled)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from ..core.components import register
+from ..core.hand_overs import HandOver
 from .base import BlockSpec, SublayerPlan
 
 
@@ -15,13 +16,12 @@ class NoFFNBlockSpec(BlockSpec):
     memory, which does the feed-forward's work (Sukhbaatar et al. 2019, arXiv 1907.01470).
     """
 
-    packed = True
-    context_parallel = True
+    supports = frozenset({"context_parallel", "packed_rows", "unpadding"})
     summary = "attention (and cross-attention) alone"
 
     def check(self, config) -> None:
         reads = config.is_decoder and config.is_encoder_decoder
-        if not reads and not config.attention.maps_tokens and not config.residual.maps_tokens:
+        if not reads and HandOver.TOKEN_MAP not in config.attention.gives | config.residual.gives:
             raise ValueError(
                 f"block 'no_ffn' leaves a stack of attention {config.attention.type!r} alone without any nonlinear map"
                 " of a token; use attention 'all_attention', residual 'no_residual', or the block in an"

@@ -18,8 +18,7 @@ class ParallelBlockSpec(BlockSpec):
     2022, arXiv 2204.02311, section 2).
     """
 
-    packed = True
-    context_parallel = True
+    supports = frozenset({"context_parallel", "packed_rows", "unpadding"})
     in_sequence: ClassVar[bool] = False
     summary = "attention and feed-forward side by side, added together"
 

@@ -18,8 +18,7 @@ class SandwichBlockSpec(BlockSpec):
     coefficient: k, 0 <= k < layers (0: the vanilla order); `None`: 3/8 of the layers, the paper's best for 16.
     """
 
-    packed = True
-    context_parallel = True
+    supports = frozenset({"context_parallel", "packed_rows", "unpadding"})
     summary = "attention sublayers first, feed-forward sublayers last"
 
     coefficient: int | None = None

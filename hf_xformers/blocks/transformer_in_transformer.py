@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +15,9 @@ from transformers.cache_utils import Cache
 from ..core.components import bounded, register
 from ..core.context import LayerContext
 from ..core.hand_overs import HandOver
-from ..embedding.pixel_patch import PIXELS
-from .base import BlockSpec, SublayerPlan, XFormerLayer
+from ..core.prepared import States, one_state
+from ..embedding.pixel_patch import PIXELS, PixelStates
+from .base import BlockSpec, LayerOutput, SublayerPlan, XFormerLayer
 
 
 class PixelLayer(nn.Module):
@@ -74,36 +76,16 @@ class TNTLayer(XFormerLayer):
                 "block 'transformer_in_transformer' reads the pixels of an image; give `pixel_values`, not"
                 " `inputs_embeds` alone."
             )
-        context.streams.setdefault(PIXELS, context.inputs[PIXELS])
+        if context.state(PixelStates) is None:
+            context.start(PixelStates(context.inputs[PIXELS]))
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        memory: Tensor | None = None,
-        *stream_tensors: Tensor,
-        context: LayerContext,
-        step: int,
-        stream_names: tuple[str, ...] = (),
-        past_key_values: Cache | None = None,
-        before_sublayer=None,
-    ) -> tuple:
-        place = stream_names.index(PIXELS)
-        states = stream_tensors[place]
-        states = self.pixels(states.flatten(0, 1)).view_as(states)
-        told = self.patch_norm(self.join(self.pixel_norm(states.flatten(2))))
+    def run(self, hidden_states: Tensor, memory: Tensor | None, states: States, **given: Any) -> LayerOutput:
+        pixels = states[PixelStates, None].states
+        pixels = self.pixels(pixels.flatten(0, 1)).view_as(pixels)
+        told = self.patch_norm(self.join(self.pixel_norm(pixels.flatten(2))))
         leading = hidden_states[:, : self.leading]
         hidden_states = torch.cat([leading, hidden_states[:, self.leading :] + told], dim=1)
-        streams = (*stream_tensors[:place], states, *stream_tensors[place + 1 :])
-        return super().forward(
-            hidden_states,
-            memory,
-            *streams,
-            context=context,
-            step=step,
-            stream_names=stream_names,
-            past_key_values=past_key_values,
-            before_sublayer=before_sublayer,
-        )
+        return super().run(hidden_states, memory, {**states, **one_state(PixelStates(pixels))}, **given)
 
 
 @register("block", "transformer_in_transformer")
@@ -111,8 +93,8 @@ class TransformerInTransformerSpec(BlockSpec):
     """inner_heads: of the attention among a patch's pixels. inner_ratio: width of their feed-forward, in widths of a
     pixel's vector."""
 
-    unpads: ClassVar[bool] = False
-    why_not_unpad: ClassVar[str] = "it works on pixels inside patches"
+    supports = frozenset()
+    why_not: ClassVar[Mapping[str, str]] = {"unpadding": "it works on pixels inside patches"}
     reads: ClassVar[frozenset[HandOver]] = frozenset({HandOver.PIXELS})
     summary = "a Transformer layer over the pixels of every patch before that over patches"
 
@@ -125,7 +107,7 @@ class TransformerInTransformerSpec(BlockSpec):
                 f"transformer_in_transformer's `inner_heads` {self.inner_heads} do not divide the `inner_width`"
                 f" {config.embedding.inner_width} of embedding 'pixel_patch'; change one of them."
             )
-        if not config.stack.passes_streams:
+        if config.stack.shares != "all":
             raise ValueError(
                 f"block 'transformer_in_transformer' hands pixels from layer to layer, which stack"
                 f" {config.stack.type!r} does not; use the stack 'plain'."

@@ -11,8 +11,7 @@ from .base import BlockSpec, SublayerPlan
 class VanillaBlockSpec(BlockSpec):
     """Self-attention, cross-attention in a decoder with a memory, feed-forward (Vaswani et al. 2017, section 3.1)."""
 
-    packed = True
-    context_parallel = True
+    supports = frozenset({"context_parallel", "packed_rows", "unpadding"})
     summary = "attention, (cross-attention,) feed-forward"
 
     def plan(self, config, layer_idx: int, cross: bool) -> list[SublayerPlan]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..attention.dense import DenseAttention
 from ..attention.shared.base import Attention
 from ..core.context import LayerContext, SublayerOutput
-from ..core.visibility import visible_pairs
+from ..core.visibility import DenseBias, visible_pairs
 from ..ops.common.products import wide_products
 
 
@@ -113,8 +113,8 @@ def softmax_scores(module: Attention, query: Tensor, key: Tensor, context: Layer
     scores = wide_products(query, module.repeated(key)) * module.scaling
     if module.spec.score_cap is not None:
         scores = module.spec.score_cap * torch.tanh(scores / module.spec.score_cap)
-    bias = context.streams.get("dense_bias")
-    return scores if bias is None else scores + bias
+    bias = context.state(DenseBias)
+    return scores if bias is None else scores + bias.matrix
 
 
 __all__ = ["Heads", "has_scores", "heads_of", "self_attentions", "softmax_scores"]

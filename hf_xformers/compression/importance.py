@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..blocks.base import XFormerLayer
+from ..blocks.base import LayerOutput, XFormerLayer
+from ..core.prepared import States
 from ..modeling_tower import XFormerTower
 from .head_pruning import HeadLayer, Kept, times_gates
 
@@ -195,21 +196,21 @@ def layer_losses(model: PreTrainedModel, tower: XFormerTower, batches: Iterable[
 @contextmanager
 def skipped(layers: Sequence[XFormerLayer]):
     """Layers that pass on what they are given."""
-    before = [vars(layer).get("forward") for layer in layers]
+    before = [vars(layer).get("run") for layer in layers]
     for layer in layers:
-        layer.forward = _passing  # type: ignore[method-assign]
+        layer.run = _passing  # type: ignore[method-assign]
     try:
         yield
     finally:
         for layer, found in zip(layers, before):
             if found is None:
-                del layer.forward
+                del layer.run
             else:
-                layer.forward = found  # type: ignore[method-assign]
+                layer.run = found  # type: ignore[method-assign]
 
 
-def _passing(hidden_states: Tensor, memory: Any = None, *streams: Tensor, stream_names=(), **_: Any) -> tuple:
-    return (hidden_states, tuple(stream_names), (), *streams)
+def _passing(hidden_states: Tensor, memory: Tensor | None, states: States, **_: Any) -> LayerOutput:
+    return LayerOutput(hidden_states, states, {})
 
 
 def layer_angles(model: PreTrainedModel, tower: XFormerTower, batches: Iterable[Batch]) -> list[float]:

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 from transformers.cache_utils import Cache
 
-from ..blocks.base import XFormerLayer, unpack_layer
+from ..blocks.base import LayerOutput, XFormerLayer
 from ..core.context import LayerContext
+from ..core.prepared import States
 from .methods.theseus import Theseus
 
 
@@ -108,7 +109,7 @@ class Replacing:
         return bool(torch.rand(()) < self.rate)
 
     def _wrap(self, layer: XFormerLayer, number: int, block: Sequence[XFormerLayer]) -> None:
-        forward, prepare = layer.forward, layer.prepare
+        own, prepare = layer.run, layer.prepare
 
         def prepared(context: LayerContext, past_key_values: Cache | None) -> None:
             prepare(context, past_key_values)
@@ -116,30 +117,18 @@ class Replacing:
                 for old in block:
                     old.prepare(context, past_key_values)
 
-        def run(hidden_states: Tensor, memory: Tensor | None = None, *tensors: Tensor, **named: Any) -> tuple:
+        def run(hidden_states: Tensor, memory: Tensor | None, states: States, **given: Any) -> LayerOutput:
             self.drawn[number] = self.takes_own(layer)
             if self.drawn[number]:
-                return forward(hidden_states, memory, *tensors, **named)
-            return _through(block, hidden_states, memory, tensors, number * len(block), named)
+                return own(hidden_states, memory, states, **given)
+            given.pop("step")
+            for place, old in enumerate(block):  # as one layer; its auxiliary losses are nobody's
+                step = number * len(block) + place
+                hidden_states, states, _ = old(hidden_states, memory, states, step=step, **given)
+            return LayerOutput(hidden_states, states, {})
 
-        layer.forward = run  # type: ignore[method-assign]
+        layer.run = run  # type: ignore[method-assign]
         layer.prepare = prepared  # type: ignore[method-assign]
-
-
-def _through(
-    block: Sequence[XFormerLayer],
-    hidden_states: Tensor,
-    memory: Tensor | None,
-    tensors: Sequence[Tensor],
-    first: int,
-    named: dict[str, Any],
-) -> tuple:
-    """A block of the teacher as one layer; its auxiliary losses are nobody's."""
-    streams = dict(zip(named.pop("stream_names", ()), tensors, strict=True))
-    for place, layer in enumerate(block):
-        given = {**named, "step": first + place, "stream_names": tuple(streams)}
-        hidden_states, streams, _ = unpack_layer(layer(hidden_states, memory, *streams.values(), **given))
-    return (hidden_states, tuple(streams), (), *streams.values())
 
 
 def _tower(model: Any) -> Any:

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..configuration_xformer import XFormerConfig
+from ..core.hand_overs import HandOver
 from ..core.tasks import any_task
 
 _TOKENS = 512  # of the sample: enough to leave a window, quick on a CPU
@@ -125,7 +126,7 @@ def _values(model: PreTrainedModel) -> dict[str, Tensor] | None:
         return {"pixel_values": drawn(config.num_channels, *config.image_shape)}
     if config.modality == "sound":
         return {"input_features": drawn(_FRAMES, config.num_mel_bins)}
-    if not config.embedding.reads_series or not config.head.forecasts:
+    if HandOver.SERIES not in config.embedding.gives or HandOver.SERIES not in config.head.reads:
         return None
     head, features = config.head, config.embedding.time_features
     made = {"past_values": drawn(head.context_length, config.embedding.channels)}

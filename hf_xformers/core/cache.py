@@ -140,7 +140,7 @@ class KeepsMore:
 
 def self_attention_layers(config) -> list:
     """Cache layers of one tower, by execution step: each of the type that the stack, the block or else the attention
-    says (`StackSpec.cache_layer_at`, `BlockSpec.cache_layer`, `AttentionSpec.cache_layer_at`)."""
+    says (`StackSpec.cache_layer`, `BlockSpec.cache_layer`, `AttentionSpec.cache_layer`)."""
     return [layer for layer, _ in cache_layers(config)]
 
 
@@ -153,12 +153,12 @@ def _cache_layer(layer_config, step: int, index: int) -> tuple[CacheLayerMixin, 
     """A new cache layer of an execution step and its layer, and the component whose state it keeps."""
     stack, block = layer_config.stack, layer_config.block
     for holder, layer in (
-        (stack, stack.cache_layer_at(layer_config, step)),
+        (stack, stack.cache_layer(layer_config, step)),
         (block, block.cache_layer(layer_config)),
     ):
         if layer is not None:
             return layer, holder
-    return layer_config.attention.cache_layer_at(layer_config, index), layer_config.attention
+    return layer_config.attention.cache_layer(layer_config, index), layer_config.attention
 
 
 def appended(cache: Cache, key: Tensor, value: Tensor, step: int) -> tuple[Tensor, Tensor]:

@@ -47,10 +47,23 @@ class Spec(TypedSpec):
     (FSDP).
     not_taken_over: fields that mean something else here than in other components of the slot: put in the place of one,
     it starts with its own defaults there.
-    packed: of attentions, blocks and stacks, whether it keeps the documents of a packed row apart
-    (`context.segment_ids`).
-    context_parallel: whether it is right where each process is given a part of every text (single tokens with their
-    positions, and SDPA in causal order without a mask or bias).
+    supports: what of a call it can be right with. `packed_rows`: documents of a packed row that stay apart
+    (`context.segment_ids`). `context_parallel`: a part of every text in each process (single tokens with their
+    positions, and SDPA in causal order without a mask or bias). Of attentions, `pair_mask`: a prepared mask
+    (`context.explicit_mask`); `pages`: keys and values of many texts side by side, any of which a mask of pairs may
+    hide (continuous batching); `interface`: its usual path is transformers' attention interface, with queries, keys
+    and values and nothing more, so that a function registered there may do all of it; `token_numbers`: a number for
+    each token, kept next to its key (`TokenNumbers`). Of positions, `neighbors`: a bias that is a function of the
+    distance alone, so that a part of a text can read its neighbors. Of stacks and blocks, `unpadding`: the real
+    tokens of a batch as one row (`unpad_inputs`). Of stacks, `choices`: what layers give is added up row by row and as
+    it is, so that probabilities of choices come through (`core/choices.py`); `layer_drop`: a layer may be left out of
+    a training step.
+    why_not: why it does not support something, in words: `unpadding` or `pages`; and of attentions, `causal` order;
+    generation (`generate`); and a graph that is exported for texts of `any_length`.
+    splits: what tensor or expert parallelism may divide over processes. `heads` of an attention: no parameter, buffer
+    or pattern of a single head besides the projections, and no exchange between heads. The rows of an embedding's one
+    `table`, `tokens`, which is read by calling it alone; the `vocabulary` of a head's projection, `decoder`; the
+    `inner` channels of a feed-forward, by the names `up_proj`, `gate_proj` and `down_proj`, and its `experts`.
     unquantized: linear maps inside it that keep their precision when a model is quantized, by the ends of their names,
     each with the reason: a small change of theirs is a large one of the outputs, as `compression/quantizable.py`
     measures it.
@@ -65,8 +78,9 @@ class Spec(TypedSpec):
     tensor_parallel: ClassVar[bool] = True
     layers_apart: ClassVar[bool] = True
     not_taken_over: ClassVar[tuple[str, ...]] = ()
-    packed: ClassVar[bool] = False
-    context_parallel: ClassVar[bool] = False
+    supports: ClassVar[frozenset[str]] = frozenset()
+    why_not: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    splits: ClassVar[frozenset[str]] = frozenset()
     unquantized: ClassVar[Mapping[str, str]] = MappingProxyType({})
     gives: ClassVar[frozenset[HandOver]] = frozenset()
     reads: ClassVar[frozenset[HandOver]] = frozenset()
@@ -155,10 +169,10 @@ def check_components(config: Any) -> None:
         ValueError: the first combination that cannot work.
     """
     attention, position, cross = config.attention, config.position, config.cross_attention
-    if config.is_decoder and not attention.causal:
+    if config.is_decoder and "causal" in attention.why_not:
         raise ValueError(
             f"attention {attention.type!r} has no causal form and cannot stand in a decoder:"
-            f" {attention.why_not_causal} Use it in an encoder, or give the decoder another mechanism, e.g."
+            f" {attention.why_not['causal']} Use it in an encoder, or give the decoder another mechanism, e.g."
             " `decoder={'attention': 'dense'}` in an encoder-decoder."
         )
     if not config.is_decoder and not attention.bidirectional:
@@ -182,13 +196,13 @@ def check_components(config: Any) -> None:
         )
     if not cross.cross:
         raise ValueError(f"attention {cross.type!r} cannot read a memory as `cross_attention`; use 'dense' there.")
-    for act, capability, what in (
-        ("score_bias", "score_bias", "adds a bias to attention scores"),
-        ("rotation", "rotation", "rotates queries and keys"),
-        ("score_terms", "score_terms", "adds terms of queries and keys to attention scores"),
-        ("head_terms", "head_terms", "adds to the queries, keys and values of every layer"),
+    for act, what in (
+        ("score_bias", "adds a bias to attention scores"),
+        ("rotation", "rotates queries and keys"),
+        ("score_terms", "adds terms of queries and keys to attention scores"),
+        ("head_terms", "adds to the queries, keys and values of every layer"),
     ):
-        if act in position.acts and not getattr(attention, capability):
+        if act in position.acts - attention.acts:
             raise ValueError(
                 f"position {position.type!r} {what}, which attention {attention.type!r} has no place for; use an"
                 " input-level position such as 'sinusoidal_absolute' or 'learned_absolute', or attention 'dense' or"
@@ -216,7 +230,7 @@ def _check_heads(slot: str, spec: Any, config: Any) -> None:
     """Refuses what attention cannot do to its queries, keys and scores."""
     if spec.query_key_norm != "none":
         norm = config.normalization
-        if not spec.normalizes_heads:
+        if "norm" not in spec.head_options:
             raise ValueError(
                 f"{slot} {spec.type!r} makes its queries and keys in a way of its own and cannot normalize them; leave"
                 " `query_key_norm` at 'none', or use a mechanism such as 'dense'."
@@ -235,25 +249,29 @@ def _check_heads(slot: str, spec: Any, config: Any) -> None:
         if spec.score_cap <= 0:
             raise ValueError(f"{slot} {spec.type!r} needs a positive `score_cap`, or None, got {spec.score_cap}.")
         inside = config.position.acts & {"score_terms", "score_bias"}
-        if not spec.caps_scores or (slot == "attention" and inside):
-            what = f"position {config.position.type!r}" if spec.caps_scores else f"{slot} {spec.type!r}"
+        able = "cap" in spec.head_options
+        if not able or (slot == "attention" and inside):
+            what = f"position {config.position.type!r}" if able else f"{slot} {spec.type!r}"
             raise ValueError(
                 f"{what} has no place for `score_cap` {spec.score_cap}, which dense and windowed attention have with a"
                 " position outside the scores; set it to None, or use these."
             )
-    if spec.output_gate != "none" and not spec.hands_out_heads:
+    if spec.output_gate != "none" and "parts" not in spec.head_options:
         raise ValueError(
             f"{slot} {spec.type!r} does not hand out what its heads read one by one, as `output_gate`"
             f" {spec.output_gate!r} needs; leave it at 'none', or use a mechanism such as 'dense' or 'sliding_window'."
         )
     inside = config.position.acts & {"score_terms", "score_bias"}
-    if spec.learned_sinks and (not spec.learns_sinks or (slot == "attention" and inside)):
-        what = f"position {config.position.type!r}" if spec.learns_sinks else f"{slot} {spec.type!r}"
+    able = "sink" in spec.head_options
+    if spec.learned_sinks and (not able or (slot == "attention" and inside)):
+        what = f"position {config.position.type!r}" if able else f"{slot} {spec.type!r}"
         raise ValueError(
             f"{what} has no place for `learned_sinks`, which dense and windowed attention have with a position outside"
             " the scores; leave them off, or use these."
         )
-    spec.check_heads(slot, config)
+    for part in (*spec.losses, spec.aggregation):
+        if part is not None:
+            part.check(spec, slot, config)
 
 
 def refuse_packing(layers: list) -> None:
@@ -265,7 +283,7 @@ def refuse_packing(layers: list) -> None:
     for layer in layers:
         for slot in ("stack", "block", "attention"):
             spec = getattr(layer, slot)
-            if not spec.packed:
+            if "packed_rows" not in spec.supports:
                 raise ValueError(
                     f"`position_ids` restart inside a row (packed documents), which {slot} {spec.type!r} cannot keep"
                     " apart; give one document per row, or an `attention_mask` to say that rows are not packed."
@@ -298,39 +316,41 @@ def check_shared(layers: list) -> None:
 def _check_chain(slot: str, layers: list) -> None:
     specs = [getattr(layer, slot) for layer in layers]
     for index, (layer, spec) in enumerate(zip(layers, specs, strict=True)):
-        sizes = spec.shared_sizes(layer)
-        for holder, shares in ((layer.stack, spec.hands_on(layer)), (layer.block, sizes is not None)):
-            if shares and not holder.passes_streams:
+        carry = spec.carries(layer)
+        if carry is None:
+            continue
+        lost = carry.handed_on and layer.stack.shares != "all"
+        for holder, loses in ((layer.stack, lost), (layer.block, not layer.block.passes_states)):
+            if loses:
                 raise ValueError(
                     f"{slot} {spec.type!r} as it is set hands tensors from layer to layer, which {holder.slot}"
                     f" {holder.type!r} cannot pass on; use another mechanism, e.g. 'dense', or the stack 'plain' and"
                     " the block 'vanilla'."
                 )
-        if sizes is None:
-            continue
-        if spec.first_owns and not layer.stack.prepares_together:
+        if carry.of_first and layer.stack.shares == "nothing":
             raise ValueError(
                 f"{slot} {spec.type!r} as it is set has parts in layer 0 that all layers read, and stack"
                 f" {layer.stack.type!r} runs its layers apart; use another mechanism, e.g. 'dense', or the stack"
                 " 'plain'."
             )
-        first = specs[0].shared_sizes(layers[0]) if specs[0].type == spec.type else None
-        if spec.first_owns and first is None:
+        first = specs[0].carries(layers[0]) if specs[0].type == spec.type else None
+        if carry.of_first and first is None:
             raise ValueError(
                 f"{slot} {spec.type!r} of layer {index} reads what layer 0 owns, which has {specs[0].type!r} as it is"
                 f" set; give layer 0 {spec.type!r} with the same fields, or layer {index} another mechanism."
             )
-        if spec.runs_through and any(other.type != spec.type for other in specs):
+        if carry.throughout and any(other.type != spec.type for other in specs):
             others = ", ".join(sorted({repr(other.type) for other in specs if other.type != spec.type}))
             raise ValueError(
                 f"{slot} {spec.type!r} carries a memory through all layers of a tower, of which some have {others};"
                 f" give all layers {spec.type!r}, or none."
             )
         for other, (wider, kept) in enumerate(zip(layers, specs, strict=True)):
-            if kept.type == spec.type and kept.shared_sizes(wider) not in (None, sizes):
+            other_carry = kept.carries(wider) if kept.type == spec.type else None
+            if other_carry is not None and other_carry.sizes != carry.sizes:
                 raise ValueError(
                     f"{slot} {spec.type!r} shares tensors between layers, so their sizes have to be alike, but layer"
-                    f" {index} has {sizes} and layer {other} {kept.shared_sizes(wider)}; leave those out of"
+                    f" {index} has {carry.sizes} and layer {other} {other_carry.sizes}; leave those out of"
                     " `per_layer_config`."
                 )
 
@@ -343,10 +363,10 @@ def refuse_unpadding(config: Any) -> None:
     """
     for slot in ("stack", "block"):
         spec = getattr(config, slot)
-        if not spec.unpads:
+        if "unpadding" not in spec.supports:
             raise ValueError(
                 f"`unpad_inputs=True` joins the real tokens of a batch into one row between attentions, which {slot} "
-                f"{spec.type!r} does not allow: {spec.why_not_unpad}; leave `unpad_inputs` out."
+                f"{spec.type!r} does not allow: {spec.why_not.get('unpadding', '')}; leave `unpad_inputs` out."
             )
 
 

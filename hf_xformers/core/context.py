@@ -8,7 +8,7 @@ many times (shared weights): nothing that depends on the call lives on a module.
 from __future__ import annotations
 
 import copy
-from collections.abc import MutableMapping
+from collections.abc import Callable, Hashable, MutableMapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
-from .elsewhere import MOVED, context_on
+from .elsewhere import Moved, context_on
+from .prepared import Key, P, Prepared, S, State, States, not_there
 from .text_parts import TextParts
 from .unpadding import Unpadding
 
@@ -50,11 +51,10 @@ class LayerContext:
         back_end: what a serving engine gives its attention function, by name; it keeps keys and values itself, and
             tokens of several texts stand side by side (`core/serving.py`).
         inputs: further model inputs that a component asked for by name (`Spec.inputs`) and the caller gave.
-        shared: results computed once per call and read by every layer (masks, rotary tables), and modules whose
-            parameters they read. No tensor with a gradient: a stack that runs layers again would lose it.
-        streams: tensors with gradients that layers read and pass on (score biases, other layers' scores, extra
-            sequences). They travel through a layer's arguments, so that checkpointing follows them. What a layer hands
-            on leads with the batch, or with 1.
+        made: what is made once per call and read by every layer (masks, rotary tables), by class and slot
+            ([`LayerContext.prepare`]). No tensor with a gradient.
+        states: tensors with gradients that layers read and pass on (score biases, other layers' scores, extra
+            sequences), likewise by class and slot ([`LayerContext.state`]).
     """
 
     padding_mask: Tensor | None
@@ -76,8 +76,8 @@ class LayerContext:
     position_ids: Tensor | None = None
     back_end: dict[str, Any] = field(default_factory=dict)
     inputs: dict[str, Any] = field(default_factory=dict)
-    shared: MutableMapping[str, Any] = field(default_factory=dict)
-    streams: dict[str, Tensor] = field(default_factory=dict)
+    made: MutableMapping[Key, Any] = field(default_factory=dict)
+    states: States = field(default_factory=dict)
 
     def __copy__(self) -> LayerContext:
         # Every layer of a decoding step may have a view of its own. copy.copy is slow
@@ -89,8 +89,45 @@ class LayerContext:
     def to(self, device: torch.device | str | int, **_: Any) -> LayerContext:
         """This call on another device; this very object, if all of it is there."""
         device = torch.device(device)
-        there = self.positions.device == device and MOVED not in self.shared
+        there = self.positions.device == device and (Moved, None) not in self.made
         return self if there else context_on(self, device)
+
+    def prepare(self, kind: type[P], make: Callable[[], P], slot: Hashable = None) -> P:
+        """What `make` gives, made unless this call has a `kind` already."""
+        found = self.made.get((kind, slot))
+        if found is None:
+            found = self.made[kind, slot] = make()
+        return found
+
+    def prepared(self, kind: type[P], slot: Hashable = None) -> P:
+        """This call's `kind`. Raises `LookupError` where nothing has put one there."""
+        found = self.made.get((kind, slot))
+        if found is None:
+            raise not_there(kind, slot)
+        return found
+
+    def find(self, kind: type[P], slot: Hashable = None) -> P | None:
+        """This call's `kind`, if it has one."""
+        return self.made.get((kind, slot))
+
+    def keep(self, value: Prepared, slot: Hashable = None) -> None:
+        """Puts `value` there, under its class."""
+        self.made[type(value), slot] = value
+
+    def start(self, state: State, slot: Hashable = None) -> None:
+        """Puts a state there that layers read."""
+        self.states[type(state), slot] = state
+
+    def given(self, kind: type[S], slot: Hashable = None) -> S:
+        """The state of this kind that a stack or the layers below have given. Raises `LookupError` where none has."""
+        found = self.states.get((kind, slot))
+        if found is None:
+            raise not_there(kind, slot)
+        return found
+
+    def state(self, kind: type[S], slot: Hashable = None) -> S | None:
+        """The same, if there is any."""
+        return self.states.get((kind, slot))
 
     @property
     def query_padding_mask(self) -> Tensor | None:
@@ -119,19 +156,22 @@ class LayerContext:
         seen.padding_mask = None
         return seen
 
-    def with_streams(self, streams: dict[str, Tensor]) -> LayerContext:
-        """The same call seen from inside one layer, with that layer's streams; this very object, if neither has
-        any."""
-        if not streams and not self.streams:
+    def passing(self, states: States) -> LayerContext:
+        """The same call seen from inside one layer, with that layer's states; this very object, if neither has any."""
+        if not states and not self.states:
             return self
         seen = copy.copy(self)
-        seen.streams = streams
+        seen.states = states
         return seen
 
-    def derive(self, **changes: Any) -> LayerContext:
-        """A copy for a part of the stack with other length, positions or masks; shared results are not carried
-        over."""
-        return replace(self, shared={}, streams={}, **changes)
+    def kept(self, *kinds: type[Prepared]) -> dict[Key, Any]:
+        """What is made of these kinds."""
+        return {key: value for key, value in self.made.items() if key[0] in kinds}
+
+    def derive(self, *kinds: type[Prepared], **changes: Any) -> LayerContext:
+        """A copy for a part of the stack with other length, positions or masks; of what is made, only these `kinds`
+        are carried over."""
+        return replace(self, made=self.kept(*kinds), states={}, **changes)
 
 
 class SublayerOutput(NamedTuple):
@@ -139,14 +179,14 @@ class SublayerOutput(NamedTuple):
 
     output: [B, T, D]; weights: attention weights [B, H, T, S] where asked for, else None; gate: [B, T, 1] factor in
     [0, 1] on the output, or None; aux_losses: scalars by name, and what `core/choices.py`
-    describes; streams: tensors handed to the next layer by name.
+    describes; states: what the next layer is given ([`one_state`](prepared.py)).
     """
 
     output: Tensor
     weights: Tensor | None = None
     gate: Tensor | None = None
     aux_losses: dict[str, Tensor] | None = None
-    streams: dict[str, Tensor] | None = None
+    states: States | None = None
 
 
 def self_attention_cache(cache: Cache | None) -> Cache | None:

@@ -2,40 +2,45 @@
 """A call's context on another device, for models whose layers are divided over several (Accelerate's `device_map`).
 
 Accelerate moves the arguments of every layer to the layer's device, the context by its `to`. What layers put into
-`shared` there is found by later layers, wherever these are.
+a call there is found by later layers, wherever these are.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .prepared import Prepared
 from .reading_weights import weight_of
 
-# In `shared` of a call that has been on two devices: (value, its copy) by the value's id and the device.
-MOVED = "on_other_devices"
+
+class Moved(Prepared):
+    """Of a call that has been on two devices: (value, its twin) by the value's id and the device."""
+
+    twins: dict[tuple[int, torch.device], tuple[Any, Any]] = field(default_factory=dict)
 
 
 class Elsewhere(MutableMapping):
     """Another mapping, whose values are read on `device` and written as they are."""
 
-    def __init__(self, kept: MutableMapping[str, Any], device: torch.device, moved: dict) -> None:
+    def __init__(self, kept: MutableMapping[Any, Any], device: torch.device, moved: dict) -> None:
         self.kept, self.device, self.moved = kept, device, moved
 
-    def __getitem__(self, name: str) -> Any:
-        return _on(self.kept[name], self.device, self.moved)
+    def __getitem__(self, key: Any) -> Any:
+        return _on(self.kept[key], self.device, self.moved)
 
-    def __setitem__(self, name: str, value: Any) -> None:
-        self.kept[name] = value
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.kept[key] = value
 
-    def __delitem__(self, name: str) -> None:
-        del self.kept[name]
+    def __delitem__(self, key: Any) -> None:
+        del self.kept[key]
 
-    def __iter__(self) -> Iterator[str]:
+    def __iter__(self) -> Iterator[Any]:
         return iter(self.kept)
 
     def __len__(self) -> int:
@@ -44,11 +49,11 @@ class Elsewhere(MutableMapping):
 
 def context_on(context: Any, device: torch.device) -> Any:
     """The copy of a `LayerContext` on a device."""
-    shared = context.shared.kept if isinstance(context.shared, Elsewhere) else context.shared
-    moved = shared.setdefault(MOVED, {})
+    made = context.made.kept if isinstance(context.made, Elsewhere) else context.made
+    moved = made.setdefault((Moved, None), Moved()).twins
     twin = copy.copy(context)
     for name, value in vars(context).items():
-        setattr(twin, name, _on(value, device, moved) if name != "shared" else Elsewhere(shared, device, moved))
+        setattr(twin, name, _on(value, device, moved) if name != "made" else Elsewhere(made, device, moved))
     return twin
 
 
@@ -64,6 +69,8 @@ def _on(value: Any, device: torch.device, moved: dict) -> Any:
         return _module_on(value, device)
     elif isinstance(value, (MutableMapping, Elsewhere)):
         return Elsewhere(value, device, moved)
+    elif isinstance(value, Prepared):  # it may hold modules
+        return _twin(value, device, moved)
     elif not isinstance(value, (tuple, list)) and not type(value).__module__.startswith("hf_xformers."):
         return value
     key = (id(value), device)
@@ -96,4 +103,4 @@ def _module_on(module: nn.Module, device: torch.device) -> nn.Module:
     return twin
 
 
-__all__ = ["MOVED", "Elsewhere", "context_on"]
+__all__ = ["Elsewhere", "Moved", "context_on"]

@@ -6,10 +6,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ..core.hand_overs import HandOver
 from .context import LayerContext
+from .prepared import Prepared
 
-NOISE = "gate_noise"
 OPEN, ALL = "gates_open", "gates_all"
+
+
+class GateNoise(Prepared):
+    """alpha of [`Gates`] in a training pass."""
+
+    alpha: Tensor
 
 
 class Gates(nn.Module):
@@ -34,7 +41,7 @@ class Gates(nn.Module):
         logits = logits if logits.dtype == torch.float64 else logits.float()
         if not self.training:
             return (logits >= 0).to(tokens.dtype)
-        return torch.sigmoid(logits + context.shared[NOISE] * torch.randn_like(logits)).to(tokens.dtype)
+        return torch.sigmoid(logits + context.prepared(GateNoise).alpha * torch.randn_like(logits)).to(tokens.dtype)
 
 
 def gate_usage(*gates: tuple[Tensor, Tensor | None]) -> dict[str, Tensor]:
@@ -51,7 +58,7 @@ def gate_usage(*gates: tuple[Tensor, Tensor | None]) -> dict[str, Tensor]:
 
 def check_stack(component, config) -> None:
     """Gates need a stack that feeds them. Raises `ValueError` otherwise."""
-    if not config.stack.feeds_gates:
+    if HandOver.GATE_NOISE not in config.stack.gives:
         raise ValueError(
             f"{component.slot} {component.type!r} has gates that the stack {config.stack.type!r} gives no noise and no"
             " budget; set `stack='conditional_computation'`."

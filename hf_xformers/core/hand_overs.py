@@ -10,21 +10,31 @@ from typing import Any
 
 
 class HandOver(Enum):
-    """What a spec `gives`, and another spec of the same layer `reads`.
+    """What a spec `gives`, and another spec of the same layer `reads`."""
 
-    SENTENCES: a text as sentences of words. PARAGRAPHS: a text's paragraphs as rows, with which rows are of one text.
-    PIXELS: the pixels inside every patch of an image. SLOTS: those of a memory next to the text. FEEDBACK: memories of
-    what all layers gave at earlier steps. SUMMARIES: global tokens that stand for parts of the text. TASK: a vector of
-    each text's task.
-    """
+    SENTENCES = "a text as sentences of words"
+    PARAGRAPHS = "a text's paragraphs as rows, with which rows are of one text"
+    PIXELS = "the pixels inside every patch of an image"
+    SLOTS = "those of a memory besides the text"
+    FEEDBACK = "memories of what all layers gave at earlier steps"
+    SUMMARIES = "global tokens that stand for parts of the text"
+    TASK = "a vector of each text's task"
 
-    SENTENCES = "sentences"
-    PARAGRAPHS = "paragraphs"
-    PIXELS = "pixels"
-    SLOTS = "slots"
-    FEEDBACK = "feedback"
-    SUMMARIES = "summaries"
-    TASK = "task"
+    # Who needs one of these says so in its own `check`.
+    SEGMENT_MEMORY = "states of earlier segments"
+    KEY_USAGE = "a ledger for how much attention each key gets"
+    POOLED_QUERIES = "queries that are fewer than keys, each with a place of its own"
+    SCATTERED_QUERIES = "queries that stand anywhere among the keys, and which pairs are in sight"
+    KEY_STATES = "other states for keys and values than queries are made of, with a position inside attention"
+    LEADING_KEYS = "keys and values to stand before those of the tokens"
+    AXES = "the rows and the columns of a grid of tokens, by turns"
+    SPANS = "states of spans of the text, which go through layers besides those of tokens"
+    EARLIER_IDS = "the ids of the call's tokens, and of the one before"
+    GATE_NOISE = "noise and a budget for gates inside sublayers"
+    MEMORIES = "a memory of an encoder for each decoder layer"
+    INSERTION_ORDER = "tokens in the order of their generation, which stand elsewhere in the text"
+    SERIES = "numbers of a time series"
+    TOKEN_MAP = "a nonlinear map of single tokens, which is a feed-forward's work"
 
 
 @dataclass(frozen=True)

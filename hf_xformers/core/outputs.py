@@ -12,6 +12,7 @@ import torch
 from transformers import modeling_outputs as base
 from transformers.utils import ModelOutput
 
+from .prepared import State
 from .segment_memory import SegmentMemory
 
 
@@ -40,13 +41,13 @@ class TowerOutput(FieldsAtOnce, base.BaseModelOutputWithPastAndCrossAttentions):
     """last_hidden_state [B, T, D]; padding_mask: boolean [B, T] that belongs to it (None: nothing is padded); memories
     [B, steps of the decoder, T, D]: what each decoder layer reads, from an encoder that gives them different ones (the
     batch comes first, so that beams expand it); segment_memory: what the next segment of the text may read of this
-    one, from a stack with such a memory; streams: what the last layer passed on and a pooler reads."""
+    one, from a stack with such a memory; text_state: what the last layer passed on and a pooler reads."""
 
     padding_mask: torch.Tensor | None = None
     aux_losses: dict[str, torch.Tensor] | None = None
     memories: torch.Tensor | None = None
     segment_memory: SegmentMemory | None = None
-    streams: dict[str, torch.Tensor] | None = None
+    text_state: State | None = None
     log_probs: torch.Tensor | None = None
     summaries: torch.Tensor | None = None
 

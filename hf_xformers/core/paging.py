@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
+from ..core.hand_overs import HandOver
 from .cache import cache_layers
 from .components import Spec
 
@@ -81,15 +82,15 @@ def why_not_side_by_side(config: Any) -> str:
     for layer in config.layer_configs():
         for slot in ("stack", "block"):
             spec = getattr(layer, slot)
-            if not spec.unpads:
-                return f"{_named(spec)} does not allow: {spec.why_not_unpad or 'it mixes tokens by itself'}"
+            if "unpadding" not in spec.supports:
+                return f"{_named(spec)} does not allow: {spec.why_not.get('unpadding', 'it mixes tokens by itself')}"
         if layer.block.mixes:
             return f"{_named(layer.block)} does not allow: {layer.block.mixes}"
-        if layer.block.reshapes:
-            return f"{_named(layer.block)} does not allow: its heads have another size than pages"
-        if not layer.attention.reads_pages:
+        if "pages" in layer.block.why_not:
+            return f"{_named(layer.block)} does not allow: {layer.block.why_not['pages']}"
+        if "pages" not in layer.attention.supports:
             return f"{_named(layer.attention)} does not allow: its state is not keys and values that any mask may hide"
-        if layer.feedforward.reads_previous:
+        if HandOver.EARLIER_IDS in layer.feedforward.reads:
             return f"{_named(layer.feedforward)} does not allow: it reads the token before"
         position = layer.position
         if position.acts - _ACTS:

@@ -22,7 +22,7 @@ def _splits_heads(layer: Any, kind: str) -> bool:
     alone = spec.query_key_norm == "none" and spec.aggregation is None and not spec.losses
     alone = alone and spec.output_gate == "none" and not spec.learned_sinks
     alone = alone and layer.key_value_heads > 1  # or all processes need the one
-    return spec.splits_heads and alone and not (own and layer.position.acts & _ALL_HEADS)
+    return "heads" in spec.splits and alone and not (own and layer.position.acts & _ALL_HEADS)
 
 
 def _undivided(config: Any) -> Any:
@@ -38,7 +38,7 @@ def _undivided(config: Any) -> Any:
 def tensor_parallel_plan(config: Any) -> dict[str, str] | None:
     """Names of a base model's modules -> how they are split over processes; None where nothing is.
 
-    Attention is split by heads where heads know nothing of each other (`AttentionSpec.splits_heads`, no position that
+    Attention is split by heads where heads know nothing of each other (`Spec.splits`, no position that
     acts inside the attention of single heads, and more than one key/value head), dense feed-forward networks by inner
     channels, the token table by rows, where the head that may be tied to it can be. All else is whole in every
     process.
@@ -51,7 +51,7 @@ def tensor_parallel_plan(config: Any) -> dict[str, str] | None:
         for index in range(view.num_hidden_layers):
             for entry in view.layer(index).block.plan(view.layer(index), index, tower == "decoder"):
                 if entry.kind == "feedforward":
-                    rules = _INNER if all(layer.feedforward.splits_inner for layer in layers) else {}
+                    rules = _INNER if all("inner" in layer.feedforward.splits for layer in layers) else {}
                     gated = any(layer.feedforward.gated for layer in layers)
                     rules = {name: rule for name, rule in rules.items() if gated or name != "gate_proj"}
                 elif entry.name != entry.kind:  # what a block adds of its own, which gets the cache as attention does
@@ -59,7 +59,7 @@ def tensor_parallel_plan(config: Any) -> dict[str, str] | None:
                 else:
                     rules = _HEADS if all(_splits_heads(layer, entry.kind) for layer in layers) else {}
                 plan.update({f"{tower}.layers.*.{entry.name}.{name}": rule for name, rule in rules.items()})
-    if plan and config.embedding.splits_table and config.head.splits_vocabulary:
+    if plan and "table" in config.embedding.splits and "vocabulary" in config.head.splits:
         towers = ("trunk", "decoder") if config.is_encoder_decoder else ("trunk",)
         plan.update({f"{tower}.embedding.tokens": "embedding_rowwise" for tower in towers})
     return plan or None
@@ -76,7 +76,7 @@ def expert_parallel_plan(config: Any) -> dict[str, str] | None:
     for tower, view in zip(("trunk", "decoder"), config.tower_configs()):
         specs = [layer.feedforward for layer in view.layer_configs()]
         names = dict.fromkeys(name for spec in specs for name in spec.expert_parameters())
-        if not names or not all(spec.splits_experts for spec in specs if spec.expert_parameters()):
+        if not names or not all("experts" in spec.splits for spec in specs if spec.expert_parameters()):
             continue
         for index in range(view.num_hidden_layers):
             for entry in view.layer(index).block.plan(view.layer(index), index, tower == "decoder"):
@@ -129,7 +129,7 @@ def check_expert_parallel(config: Any, size: int, option: str = "ep_size") -> No
         )
     for spec in specs:
         count = spec.expert_count()
-        if count and not spec.splits_experts:
+        if count and "experts" not in spec.splits:
             raise ValueError(
                 f"feedforward {spec.type!r} puts the network of a token together from slices of several experts, which"
                 f" `{option}={size}` processes cannot hold apart; {instead}, or take one hash (`multi_hash=1`)."

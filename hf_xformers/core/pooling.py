@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from ..ops.common.real_tokens import first_real, last_real
+from .prepared import State
 
 
 def pool(hidden_states: Tensor, mask: Tensor | None, how: str) -> Tensor:
@@ -31,12 +32,21 @@ def pool(hidden_states: Tensor, mask: Tensor | None, how: str) -> Tensor:
 class TextPooler(nn.Module):
     """Base of what makes a text's vector: `forward(hidden_states [B, T, D], padding_mask [B, T] or None)`.
 
-    inputs: model inputs that it is given besides these by name; streams: what the last layer passed on, likewise (None
-    where a stack hands nothing on).
+    inputs: model inputs that it is given besides these by name; state: what of the last layer it is given as `state`
+    (None where a stack passes nothing on).
     """
 
     inputs: ClassVar[tuple[str, ...]] = ()
-    streams: ClassVar[tuple[str, ...]] = ()
+    state: ClassVar[type[State] | None] = None
+
+
+@runtime_checkable
+class MakesTextVector(Protocol):
+    """A stack, or an attention under a stack that says nothing, with a pooler of its own."""
+
+    def build_pooler(self, config: Any) -> TextPooler | None:
+        """What makes a text's vector of the last states in place of the usual pooler, called with `(hidden_states [B,
+        T, D], padding_mask)` and what its class names; None: the usual one."""
 
 
 class Pooler(TextPooler):

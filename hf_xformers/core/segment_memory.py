@@ -19,6 +19,34 @@ from transformers.cache_utils import DynamicLayer
 from ..compat import pytree
 from ..ops.common.real_tokens import from_first_real, real_last
 from .cache import SlotStateLayer
+from .context import LayerContext
+from .prepared import Prepared, State
+
+
+class MemoryLayout(Prepared):
+    """How a segment memory and the tokens of a call stand side by side.
+
+    length: M, slots of the memory; real: [B, M + T], which slots are real (None: all); order: [B, M + T], in which
+    they stand (None: as they are). begun: where a cache continues with a text that follows a memory, which of the
+    call's tokens [B, T] are their row's first or stand behind it (None: all); those before are padding, which must not
+    stand between the memory and the text.
+    """
+
+    length: int = 0
+    real: Tensor | None = None
+    order: Tensor | None = None
+    begun: Tensor | None = None
+
+    @classmethod
+    def of(cls, context: LayerContext) -> MemoryLayout:
+        """That of a call; a call without memory has one as well."""
+        return context.find(cls) or cls()
+
+
+class StepMemory(State):
+    """What a step reads of the memory, [B, M, D], entered as the layer's own input is."""
+
+    states: Tensor
 
 
 @dataclasses.dataclass

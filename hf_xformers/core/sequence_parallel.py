@@ -136,7 +136,7 @@ def why_not_sequence_parallel(config: Any) -> str:
             )
         acts = layer.position.acts
         served = {"attention", "cross_attention"}
-        if form is SequenceForm.NEIGHBOURS and layer.position.bias_of_distance and acts == {"score_bias"}:
+        if form is SequenceForm.NEIGHBOURS and "neighbors" in layer.position.supports and acts == {"score_bias"}:
             served.add("position")
         if form is SequenceForm.MEMORY:
             served.add("stack")
@@ -144,7 +144,7 @@ def why_not_sequence_parallel(config: Any) -> str:
             spec = getattr(layer, slot)
             if slot in served:
                 continue
-            if not spec.context_parallel:
+            if "context_parallel" not in spec.supports:
                 return f"{slot} {spec.type!r} reads more of a text than the part that a process holds"
     return ""
 

@@ -29,7 +29,7 @@ def sharding_in_force() -> str:
 def why_not_context_parallel(config: Any) -> str:
     """Why a model of this config cannot be trained on parts of texts, in a clause; empty if it can.
 
-    Components declare it (`Spec.context_parallel`), and only causal order can be kept: torch's ring attention takes no
+    Components declare it (`Spec.supports`), and only causal order can be kept: torch's ring attention takes no
     mask.
     """
     if config.is_encoder_decoder or not config.is_decoder:
@@ -37,7 +37,7 @@ def why_not_context_parallel(config: Any) -> str:
     for layer in config.layer_configs():
         for slot in SLOTS:
             spec = getattr(layer, slot)
-            if slot != "cross_attention" and not spec.context_parallel:
+            if slot != "cross_attention" and "context_parallel" not in spec.supports:
                 return f"{slot} {spec.type!r} reads more of a text than the part that a process holds"
     return ""
 

@@ -29,16 +29,16 @@ def why_not_served(config: Any) -> str:
         return reason
     for layer in config.layer_configs():
         attention, position = layer.attention, layer.position
-        if not attention.asks_interface:
+        if "interface" not in attention.supports:
             return f"attention {attention.type!r}, as it is set, does not allow: it asks no attention function"
         if "score_bias" in position.acts:
             return f"position {position.type!r} does not allow: its scores have a bias, which an engine does not know"
     stack = config.stack
     if is_shared(config) or {stack.num_steps(config), stack.num_layers(config)} != {config.num_hidden_layers}:
         return "layers that run at several depths do not allow: an engine keeps those of each layer once"
-    if stack.has_exits or stack.has_token_exits:
+    if stack.exits in ("texts", "tokens"):
         return f"stack {stack.type!r} does not allow: texts may leave it early"
-    if config.is_decoder and not config.head.is_projection():
+    if config.is_decoder and not config.head.logits(config).plain:
         return f"head {config.head.type!r}, as it is set, does not allow: an engine projects the last states alone"
     return ""
 

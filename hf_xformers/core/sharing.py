@@ -103,6 +103,11 @@ def _shapes(module: Any) -> tuple[type, dict[str, Any]]:
     return type(module), {name: tensor.shape for name, tensor in module.state_dict().items()}
 
 
+def _hands_on(attention: Any, config: Any) -> bool:
+    carry = attention.carries(config)
+    return carry is not None and carry.handed_on
+
+
 def check_sharing(config) -> None:
     """Refuses layers, or parts of them, that are shared over depth where a layer's place counts.
 
@@ -130,7 +135,7 @@ def check_sharing(config) -> None:
             " `per_layer_config`."
         )
     attention = config.attention
-    if config.share != "feedforward" and attention.hands_on(config):
+    if config.share != "feedforward" and _hands_on(attention, config):
         raise ValueError(
             f"attention {attention.type!r} as it is set hands tensors from layer to layer, so that a layer's place"
             " counts, and `distinct_layers` or `layer_map` runs it at several; leave it out, use attention 'dense', or"
@@ -187,13 +192,13 @@ def check_layer_drop(config) -> None:
     """
     if not config.layer_drop:
         return
-    if not config.stack.drops_layers:
+    if "layer_drop" not in config.stack.supports:
         raise ValueError(
             f"stack {config.stack.type!r} does not run its layers one after the other, each adding to the same states,"
             " so none can be left out (`layer_drop`); set it to 0, or use the stack 'plain'."
         )
     for view in config.layer_configs():
-        if view.attention.hands_on(view):
+        if _hands_on(view.attention, view):
             raise ValueError(
                 f"attention {view.attention.type!r} as it is set hands tensors from layer to layer, so none can be"
                 " left out (`layer_drop`); set it to 0, or use attention 'dense'."

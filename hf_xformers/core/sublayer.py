@@ -23,9 +23,8 @@ class Sublayer(nn.Module):
         return False
 
     def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
-        """Called once per forward call and layer before the first layer runs: put into `context.shared` what layers
-        can share, under a key that names it, unless it is there already. What carries gradients goes into
-        `context.streams` instead."""
+        """Called once per forward call and layer before the first layer runs: let the call make what layers can
+        share, once (`context.prepare`). What carries gradients it is given by `context.start`."""
 
 
 __all__ = ["Sublayer"]

@@ -10,10 +10,15 @@ from torch import Tensor
 
 from .context import LayerContext
 from .inputs import check_axes
+from .prepared import State
 
 TASKS = "tasks"
-# The stream with the vector z of each row's task, [B or 1, D].
-STREAM = "ca_mtl_task"
+
+
+class TaskVector(State):
+    """The vector z of each row's task, [B or 1, D]."""
+
+    vector: Tensor
 
 
 def task_numbers(context: LayerContext, count: int) -> Tensor:
@@ -58,4 +63,4 @@ def check_one_text(config: Any, component: str, count: int) -> None:
         )
 
 
-__all__ = ["STREAM", "TASKS", "any_task", "check_one_text", "number_of_tasks", "task_numbers"]
+__all__ = ["TASKS", "any_task", "check_one_text", "number_of_tasks", "task_numbers"]

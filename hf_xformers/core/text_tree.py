@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -12,13 +10,22 @@ from ..ops.binary_partition import finished_spans, listed_spans
 from ..ops.common.real_tokens import real_first, real_places
 from .context import LayerContext
 from .extent import can_inspect
-
-# The stream of their states; what a call shares: its tree, and that spans go through layers next to tokens.
-SPANS, TREE, BESIDE = "bp_spans", "bp_tree", "bp_spans_go_beside"
+from .prepared import Prepared, State
 
 
-@dataclass
-class Tree:
+class Spans(State):
+    """The states of spans, [B, N, D]."""
+
+    states: Tensor
+
+
+class SpansBeside(Prepared):
+    """The call as functions of single nodes see it where spans go through layers besides tokens, as further tokens."""
+
+    call: LayerContext
+
+
+class Tree(Prepared):
     """Where the nodes of a call's texts are.
 
     place: [B or 1, T] how many real tokens stand before each query; order: [B, S] the slots of tokens, real ones
@@ -50,8 +57,10 @@ class Tree:
 
 def make_tree(context: LayerContext) -> Tree:
     """The tree of a call, made once for all layers."""
-    if TREE in context.shared:
-        return context.shared[TREE]
+    return context.prepare(Tree, lambda: _tree(context))
+
+
+def _tree(context: LayerContext) -> Tree:
     mask, queries = context.padding_mask, context.query_index
     slots = int(context.key_index.shape[0])  # a graph is for this length
     levels, nodes, _ = listed_spans(slots, context.causal, queries.device)
@@ -85,5 +94,4 @@ def make_tree(context: LayerContext) -> Tree:
             valid = (node << level) < real
         sorted_mask = torch.arange(slots, device=mask.device) < real
         tree = Tree(place, order, sorted_mask, level, node, valid, start, levels.shape[0])
-    context.shared[TREE] = tree
     return tree

@@ -6,7 +6,33 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..ops.common.real_tokens import real_first
 from .context import LayerContext
+from .prepared import Prepared, State
+
+
+class BooleanMask(Prepared):
+    """[`boolean_mask`] of a call."""
+
+    mask: Tensor | None
+
+
+class DenseBias(State):
+    """What is added to the scores of all pairs, [B or 1, H, T, S]."""
+
+    matrix: Tensor
+
+
+class VisiblePairs(Prepared):
+    """[`visible_pairs`] of a call."""
+
+    mask: Tensor | None
+
+
+class RealFirst(Prepared):
+    """[`tokens_in_order`] of a call."""
+
+    order: Tensor
 
 
 def boolean_mask(context: LayerContext) -> Tensor | None:
@@ -30,18 +56,25 @@ def boolean_mask(context: LayerContext) -> Tensor | None:
     return order if mask is None else mask & order
 
 
+def mask_of_call(context: LayerContext) -> Tensor | None:
+    """[`boolean_mask`], made once per call."""
+    return context.prepare(BooleanMask, lambda: BooleanMask(boolean_mask(context))).mask
+
+
 def visible_pairs(context: LayerContext, cross: bool = False) -> Tensor | None:
     """Who may attend to whom, [B or 1, 1 or H, T or 1, S] boolean, the causal order included; None if everybody
     may."""
     if cross:
         padding = context.memory_padding_mask
         return None if padding is None else padding[:, None, None, :]
-    if "visible_pairs" not in context.shared:
-        mask = boolean_mask(context)
-        if mask is None and context.causal:
-            mask = (context.key_index[None, :] <= context.query_index[:, None])[None, None]
-        context.shared["visible_pairs"] = mask
-    return context.shared["visible_pairs"]
+    return context.prepare(VisiblePairs, lambda: VisiblePairs(_visible_pairs(context))).mask
+
+
+def _visible_pairs(context: LayerContext) -> Tensor | None:
+    mask = boolean_mask(context)
+    if mask is None and context.causal and context.query_index.shape[0] > 1:
+        mask = (context.key_index[None, :] <= context.query_index[:, None])[None, None]
+    return mask
 
 
 def visible_block(context: LayerContext, cross: bool, rows: slice, keys: slice, order: bool = True) -> Tensor | None:
@@ -63,6 +96,12 @@ def visible_block(context: LayerContext, cross: bool, rows: slice, keys: slice, 
         earlier = context.key_index[None, keys] <= context.query_index[rows, None]
         mask = earlier[None, None] if mask is None else mask & earlier
     return mask
+
+
+def tokens_in_order(context: LayerContext) -> Tensor | None:
+    """The slots [B, S] of the keys, real ones first, each as they stand; None: none is padding."""
+    mask = context.padding_mask
+    return None if mask is None else context.prepare(RealFirst, lambda: RealFirst(real_first(mask))).order
 
 
 def rows_can_be_empty(context: LayerContext, cross: bool = False) -> bool:

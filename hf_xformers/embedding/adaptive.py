@@ -73,8 +73,8 @@ class AdaptiveEmbeddingSpec(ClusterFields, TokenEmbeddingSpec):
 
     Its tables are tied to the head `adaptive` with the same three fields."""
 
-    context_parallel = True
-    splits_table = False
+    supports = frozenset({"context_parallel"})
+    splits = frozenset()
     summary = "narrow vectors for rare words, projected onto the model's width (adaptive input)"
 
     def check_fields(self) -> None:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -21,12 +21,7 @@ class InputPosition(Protocol):
 
 
 class EmbeddingSpec(Spec):
-    """Base of embedding specs. reads_series: it reads the numbers of a time series, of `channels` for each step, in
-    place of ids. splits_table: whether tensor parallelism may give each process some of the rows of its one table,
-    `tokens`, which is read by calling it alone."""
-
-    reads_series: ClassVar[bool] = False
-    splits_table: ClassVar[bool] = False
+    """Base of embedding specs."""
 
     def table_width(self, config: Any) -> int:
         """Columns of the token table, which the towers of an encoder-decoder share."""

@@ -59,7 +59,7 @@ class FactorizedEmbeddingSpec(EmbeddingSpec):
     ELECTRA), not after the projection (RoFormer has none). normalize: whether there is the norm; bias: whether there
     is b (OPT has neither)."""
 
-    splits_table = True
+    splits = frozenset({"table"})
     summary = "a narrow token table and a projection onto the model's width (ALBERT, RoFormer)"
 
     width: int = bounded(128, least=1)

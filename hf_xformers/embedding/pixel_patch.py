@@ -8,11 +8,18 @@ from torch import Tensor, nn
 
 from ..core.components import bounded, register
 from ..core.hand_overs import HandOver
+from ..core.prepared import State
 from ..core.reading_weights import weight_of
 from .base import InputPosition
 from .patch import PatchEmbedding, PatchEmbeddingSpec
 
-PIXELS = "pixel_states"  # the input, and the stream, with the states of pixels [B, N, m, c]
+PIXELS = "pixel_states"  # the input with the states of pixels [B, N, m, c]
+
+
+class PixelStates(State):
+    """The states of pixels as layers change them, [B, N, m, c]."""
+
+    states: Tensor
 
 
 class PixelPatchEmbedding(PatchEmbedding):

@@ -6,6 +6,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from ..core.components import register
+from ..core.hand_overs import HandOver
 from .base import EmbeddingSpec, InputPosition
 
 
@@ -78,7 +79,7 @@ class SeriesEmbeddingSpec(EmbeddingSpec):
 
     summary = "values of a time series, by convolution, and features of their times"
 
-    reads_series = True
+    gives = frozenset({HandOver.SERIES})
 
     channels: int = 1
     time_features: int = 0
@@ -94,7 +95,7 @@ class SeriesEmbeddingSpec(EmbeddingSpec):
             raise ValueError(f"embedding 'series' needs an odd `kernel` >= 1, got {self.kernel}.")
 
     def check(self, config) -> None:
-        if not config.head.forecasts or not config.is_encoder_decoder:
+        if HandOver.SERIES not in config.head.reads or not config.is_encoder_decoder:
             raise ValueError(
                 "embedding 'series' reads numbers, for models that forecast: use the class ...ForTimeSeriesPrediction,"
                 " or set `head='forecast'` and `is_encoder_decoder=True`."

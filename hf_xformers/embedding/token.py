@@ -122,8 +122,8 @@ class TokenEmbeddingSpec(EmbeddingSpec):
     languages: names of languages, with a table and the input `langs` [B, T] of their numbers in this order.
     absent_ids: where such an input is not given, the `first` row counts, as for token types, or `none`."""
 
-    splits_table = True
-    context_parallel = True
+    splits = frozenset({"table"})
+    supports = frozenset({"context_parallel"})
     summary = "token (+ type) vectors plus an input position"
 
     scale: bool | float | int = False

@@ -141,7 +141,7 @@ class WordCharacterSpec(TokenEmbeddingSpec):
     `hf_xformers.data.WordCharacterTokenizer` gives them). character_width: of a character's vector. character_heads:
     of the attention over characters. character_inner: width of its feed-forward. The rest is as for `token`."""
 
-    context_parallel = False
+    supports = frozenset()
     summary = "word vectors next to an encoder's reading of their characters"
 
     character_width: int = bounded(30, least=1)

@@ -150,7 +150,7 @@ def export_onnx(
     exporter_of_onnx()
     if dynamic:
         for layer in layers_of(model):
-            if reason := layer.attention.why_one_length:
+            if reason := layer.attention.why_not.get("any_length"):
                 raise ValueError(
                     f"attention {layer.attention.type!r} has no graph for every length: {reason}; give `length` and "
                     "`dynamic=False`."

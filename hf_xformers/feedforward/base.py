@@ -23,16 +23,10 @@ class FeedForward(Sublayer):
 class FeedForwardSpec(Spec):
     """Base of feed-forward specs, whose `build` gives a [`FeedForward`].
 
-    splits_inner: whether tensor parallelism may give each process some of the inner channels, by the names `up_proj`,
-    `gate_proj` and `down_proj`. gated: whether a second projection, `gate_proj`, gates the first. reads_previous:
-    whether the token before another has a say in what is made of it. splits_experts: whether expert parallelism may
-    give each process some of the experts.
+    gated: whether a second projection, `gate_proj`, gates the first.
     """
 
-    splits_inner: ClassVar[bool] = False
     gated: ClassVar[bool] = False
-    reads_previous: ClassVar[bool] = False
-    splits_experts: ClassVar[bool] = False
 
     def expert_parameters(self) -> tuple[str, ...]:
         """Names of the parameters [E, ...] of its module `experts`, which stack experts; none where it has none."""

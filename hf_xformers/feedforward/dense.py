@@ -93,8 +93,8 @@ class DenseFeedForwardSpec(DenseForm):
     """Base of the dense forms. activation: its name in transformers' table. bias: biases on the projections."""
 
     activation: ClassVar[str]
-    splits_inner = True
-    context_parallel = True
+    splits = frozenset({"inner"})
+    supports = frozenset({"context_parallel"})
 
     bias: bool = True
 

@@ -36,8 +36,8 @@ class EvolvedFeedForwardSpec(DenseFeedForwardSpec):
 
     summary = "a ReLU in encoders, a Swish and a norm in decoders"
     activation = "relu"
-    splits_inner = False  # the norm is over all inner channels
-    context_parallel = False
+    splits = frozenset()  # the norm is over all inner channels
+    supports = frozenset()
 
     def check(self, config) -> None:
         norm = config.normalization

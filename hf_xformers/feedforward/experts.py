@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -440,7 +440,7 @@ class ExpertsSpec(DenseForm):
     expert_dropout: dropout inside the experts (`None`: the config's `activation_dropout_prob`).
     """
 
-    splits_experts: ClassVar[bool] = True
+    splits = frozenset({"experts"})
 
     num_experts: int = aliased(8, "experts")
     every: int = 1

@@ -14,6 +14,8 @@ from transformers.cache_utils import Cache
 from ..core.cache import RecurrentStateLayer
 from ..core.components import aliased, bounded, register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
+from ..core.hand_overs import HandOver
+from ..core.prepared import Prepared
 from .base import FeedForward
 from .dense import DenseFeedForward
 from .experts import Experts, ExpertsSpec, real_tokens
@@ -21,10 +23,14 @@ from .multi_hash import MultiHashExperts
 from .token_maps import balanced_map, dispersed_map, k_means
 
 _PRIME = 2**31 - 1
-# What a call found out about earlier tokens, [B, T] in `context.shared`.
-_PREVIOUS = "previous_ids"
 # Maps that are tables, made from data or from vectors.
 _TABLES = ("balanced", "clustered", "dispersed")
+
+
+class EarlierIds(Prepared):
+    """The ids [B, T] of the tokens before those of a call."""
+
+    ids: Tensor
 
 
 class LastIdLayer(RecurrentStateLayer):
@@ -140,9 +146,9 @@ class HashExperts(FeedForward):
     def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
         """Finds the ids before those of the call, once for all layers, and keeps the last one in the cache."""
         ids = context.inputs.get("input_ids")
-        if self.spec.reads_previous and ids is not None and _PREVIOUS not in context.shared:
-            cache = self_attention_cache(past_key_values)
-            context.shared[_PREVIOUS] = previous_ids(ids.long(), context, cache, self.nothing)
+        if self.spec.reads and ids is not None:
+            arguments = ids.long(), context, self_attention_cache(past_key_values), self.nothing
+            context.prepare(EarlierIds, lambda: EarlierIds(previous_ids(*arguments)))
 
     def choose(self, context: LayerContext | None) -> Tensor:
         """Experts [B or 1, T], or [B or 1, T, N]."""
@@ -156,9 +162,9 @@ class HashExperts(FeedForward):
         ids = ids.long()  # 32 bits do not hold the hash
         if self.spec.hash in _TABLES:
             return self.table[ids] if self.spec.multi_hash == 1 else self.table.t()[ids]
-        if not self.spec.reads_previous:
+        if not self.spec.reads:
             return self.spread(ids)
-        before = context.shared[_PREVIOUS]  # type: ignore[union-attr]
+        before = context.prepared(EarlierIds).ids  # type: ignore[union-attr]
         return self.spread(before) if self.spec.hash == "previous" else self.spread(ids, before)
 
     def forward(self, hidden_states: Tensor, context: LayerContext | None) -> SublayerOutput:
@@ -296,14 +302,13 @@ class HashLayersSpec(ExpertsSpec):
     seed: int = 42
 
     @property
-    def splits_experts(self) -> bool:  # type: ignore[override]  # a field decides
+    def splits(self) -> frozenset[str]:  # type: ignore[override]  # a field decides
         """Slices of several hashes' experts are put together before the activation: none is a network by itself."""
-        return self.multi_hash == 1
+        return frozenset({"experts"} if self.multi_hash == 1 else ())
 
     @property
-    def reads_previous(self) -> bool:  # type: ignore[override]  # a field decides
-        """Whether the token before another has a say in its expert."""
-        return self.hash in ("bigram", "previous")
+    def reads(self) -> frozenset[HandOver]:  # type: ignore[override]  # a field decides
+        return frozenset({HandOver.EARLIER_IDS} if self.hash in ("bigram", "previous") else ())
 
     def check_fields(self) -> None:
         super().check_fields()
@@ -327,7 +332,7 @@ class HashLayersSpec(ExpertsSpec):
                 " see other states than the text's tokens; use 'switch_transformer', which chooses by state, or stack"
                 " 'plain'."
             )
-        if self.reads_previous and not config.stack.tells_earlier_ids:
+        if self.reads and HandOver.EARLIER_IDS not in config.stack.gives:
             raise ValueError(
                 f"feedforward 'hash_layers' with `hash={self.hash!r}` looks at the token before in the text, which"
                 f" stack {config.stack.type!r} does not show it; use `hash='random'`, or stack 'plain'."

@@ -20,7 +20,7 @@ def has_exit_curve(config: Any, task: Task) -> bool:
     return (
         isinstance(config, XFormerConfig)
         and task.id == "text-classification"
-        and config.stack.has_exits
+        and config.stack.exits == "texts"
         and config.num_hidden_layers > 1
     )
 

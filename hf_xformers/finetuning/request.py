@@ -167,8 +167,8 @@ class TaskRequest:
         stack: Any = getattr(config, "stack", None)
         head = self.task.head
         exits = isinstance(config, XFormerConfig) and (
-            (stack.has_exits and head == "SequenceClassification")
-            or (stack.has_token_exits and head == "TokenClassification")
+            (stack.exits == "texts" and head == "SequenceClassification")
+            or (stack.exits == "tokens" and head == "TokenClassification")
         )
         for name, value in self._losses().items():
             if value and exits:

@@ -81,7 +81,7 @@ class AdaptiveHeadSpec(ClusterFields, HeadSpec):
     unties them. tied_projections: which projections are the embedding's where the tables are: of `all` clusters, of
     those `after_first` (Transformer-XL), or `none`. bias: b_c and d."""
 
-    context_parallel = True
+    supports = frozenset({"context_parallel"})
     summary = "clusters of rare words are predicted first; logits are log probabilities (adaptive softmax)"
 
     tied_projections: Literal["all", "after_first", "none"] = "all"

@@ -3,10 +3,19 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from ..core.components import Spec
 from ..core.vocabulary_clusters import Cluster
+
+
+class Logits(NamedTuple):
+    """scale: what hidden states are multiplied by before the projection. cap: c, where logits x become c tanh(x / c).
+    plain: they are last states, times the scale, times `decoder.weight`, and nothing more."""
+
+    scale: float = 1.0
+    cap: float | None = None
+    plain: bool = False
 
 
 class HeadSpec(Spec):
@@ -14,17 +23,13 @@ class HeadSpec(Spec):
 
     normalizes: it has a norm, which is given no padding mask. leads_back: it goes from `hidden_size` to the width of
     the token table, where that is another. resizes: what it predicts can grow with the vocabulary. any_width: it
-    reads last states of another width than `hidden_size`. forecasts: it predicts numbers of a time series, no tokens.
-    splits_vocabulary: whether tensor parallelism may give each process some of the rows of its projection, `decoder`,
-    which is read by calling it alone.
+    reads last states of another width than `hidden_size`.
     """
 
     normalizes: ClassVar[bool] = False
     leads_back: ClassVar[bool] = False
     resizes: ClassVar[bool] = True
     any_width: ClassVar[bool] = False
-    forecasts: ClassVar[bool] = False
-    splits_vocabulary: ClassVar[bool] = False
 
     def clusters(self, config: Any) -> tuple[Cluster, ...] | None:
         """The clusters that the vocabulary is predicted in; None: it is predicted at once."""
@@ -38,17 +43,9 @@ class HeadSpec(Spec):
         """How many entries of the vocabulary can be predicted, from id 0 on: the last axis of the logits."""
         return config.vocab_size
 
-    def logit_scale(self, config: Any) -> float:
-        """What hidden states are multiplied by before the projection."""
-        return 1.0
-
-    def is_projection(self) -> bool:
-        """Whether logits are last states, times the scale, times `decoder.weight`, and nothing more."""
-        return False
-
-    def logit_cap(self) -> float | None:
-        """c, where logits x become c tanh(x / c)."""
-        return None
+    def logits(self, config: Any) -> Logits:
+        """How they are made, for those who project the last states themselves."""
+        return Logits()
 
 
-__all__ = ["HeadSpec"]
+__all__ = ["HeadSpec", "Logits"]

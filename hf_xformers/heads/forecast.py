@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..core.components import aliased, register
+from ..core.hand_overs import HandOver
 from ..ops.common.segments import accumulation_dtype
 from .base import HeadSpec
 
@@ -64,7 +65,7 @@ class ForecastSpec(HeadSpec):
 
     summary = "forecasts of a time series, all steps at once"
     resizes = False
-    forecasts = True
+    reads = frozenset({HandOver.SERIES})
 
     context_length: int = 96
     prediction_length: int = aliased(24, "horizon")
@@ -94,7 +95,7 @@ class ForecastSpec(HeadSpec):
             raise ValueError(f"forecast divides by `spread`, which has to be positive, got {min(self.spread)}.")
 
     def check(self, config) -> None:
-        if not config.embedding.reads_series:
+        if HandOver.SERIES not in config.embedding.gives:
             raise ValueError(
                 f"head 'forecast' predicts numbers of a series, which embedding {config.embedding.type!r} does not"
                 " read; set `embedding='series'`."

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ..attention.shared.query_blocks import over_query_blocks, rows_at_once
 from ..core.components import register
+from ..core.hand_overs import HandOver
 from ..ops.common.real_tokens import is_first_real
 from .base import HeadSpec
 from .language_model import LanguageModelHead
@@ -93,11 +94,11 @@ def place_log_likelihood(
 class InsertionHeadSpec(HeadSpec):
     """The next word, and the slots that it may be inserted at (InDIGO)."""
 
-    splits_vocabulary = True
+    splits = frozenset({"vocabulary"})
     summary = "a next word and the place where it is inserted"
 
     def check(self, config) -> None:
-        if config.is_decoder and not config.position.knows_insertion:
+        if config.is_decoder and HandOver.INSERTION_ORDER not in config.position.gives:
             raise ValueError(
                 f"head 'insertion' reads tokens in the order of their generation; use it with position 'indigo', not "
                 f"{config.position.type!r}."

@@ -11,7 +11,7 @@ from transformers.activations import ACT2FN
 
 from ..core.bounds import factor_or_flag
 from ..core.components import bounded, register
-from .base import HeadSpec
+from .base import HeadSpec, Logits
 
 
 class LanguageModelHead(nn.Module):
@@ -69,8 +69,8 @@ class LinearHeadSpec(HeadSpec):
     tanh(logits / c), so that they stay within c (Gemma 2). from_zero: a projection that is not tied starts at zero
     (Child et al. 2019, arXiv 1904.10509, section 6)."""
 
-    splits_vocabulary = True
-    context_parallel = True
+    splits = frozenset({"vocabulary"})
+    supports = frozenset({"context_parallel"})
     summary = "one projection onto the vocabulary"
     any_width = True
 
@@ -98,19 +98,12 @@ class LinearHeadSpec(HeadSpec):
     def num_outputs(self, config: Any) -> int:
         return config.vocab_size - self.unpredicted
 
-    def logit_scale(self, config: Any) -> float:
-        if isinstance(self.scale, bool):
-            return config.hidden_size**-0.5 if self.scale else 1.0
-        return float(self.scale)
-
-    def is_projection(self) -> bool:
-        return not self.bias and not self.unpredicted and self.cap is None
-
-    def logit_cap(self) -> float | None:
-        return self.cap
+    def logits(self, config: Any) -> Logits:
+        scale = 1.0 if self.scale is False else config.hidden_size**-0.5 if self.scale is True else float(self.scale)
+        return Logits(scale, self.cap, plain=not self.bias and not self.unpredicted and self.cap is None)
 
     def build(self, config: Any, **where: Any) -> LanguageModelHead:
-        scale = None if self.scale is False else self.logit_scale(config)
+        scale = None if self.scale is False else self.logits(config).scale
         return LanguageModelHead(
             config, transform=None, bias=self.bias, scale=scale, cap=self.cap, from_zero=self.from_zero
         )
@@ -120,8 +113,8 @@ class LinearHeadSpec(HeadSpec):
 class TransformHeadSpec(HeadSpec):
     """activation: name in transformers' activation table. bias: one per vocabulary entry."""
 
-    splits_vocabulary = True
-    context_parallel = True
+    splits = frozenset({"vocabulary"})
+    supports = frozenset({"context_parallel"})
     summary = "dense, activation and norm before the projection (BERT)"
     normalizes = True
     leads_back = True
@@ -145,8 +138,8 @@ class FactorizedHeadSpec(HeadSpec):
     """The way back from the embedding `factorized`: W P h with P [e, D], e the width of the token table (OPT). bias:
     one per vocabulary entry."""
 
-    splits_vocabulary = True
-    context_parallel = True
+    splits = frozenset({"vocabulary"})
+    supports = frozenset({"context_parallel"})
     summary = "a linear map to the width of the token table before the projection"
     leads_back = True
     any_width = True

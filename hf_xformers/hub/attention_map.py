@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..core.components import SLOTS, build_spec
+from ..core.hand_overs import HandOver
 from ..embedding.frames import SUBSAMPLING
 
 LENGTH = 16
@@ -91,7 +92,7 @@ def map_config(config_class: Any, options: Mapping[str, Any] | None = None, leng
     given = dict(options or {})
     attention = (given.get("attention") or {}).get("type", _own(config_class, "attention")["type"])
     kind: Any = SLOTS["attention"].get(attention)
-    if kind.reads_axes:  # rows and columns in layers of their own
+    if HandOver.AXES in kind.reads:  # rows and columns in layers of their own
         fields["num_hidden_layers"] = 3 if given.get("is_decoder") else 2
     small = small_parameters(config_class, given)
     for slot in SLOTS:

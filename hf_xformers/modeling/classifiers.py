@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ from ..compat import CACHE
 from ..configuration_xformer import XFormerConfig
 from ..core import outputs
 from ..core.choices import rows_of_mean, token_rows
+from ..core.hand_overs import HandOver
 from ..core.inputs import check_token_labels
 from ..core.losses import answer_cross_entropy, step_share, token_cross_entropy
 from ..core.pooling import pool
@@ -25,6 +26,14 @@ from .classifier_transform import build_transform
 from .crf import LinearChainCRF
 from .label_layer import LabelLayer
 from .told_adapters import TellsAdapters
+
+
+@runtime_checkable
+class ChoosesInputs(Protocol):
+    """An attention that chooses model inputs for a task where the caller does not."""
+
+    def task_inputs(self, task: str, config: Any, input_ids: Tensor | None, mask: Tensor) -> dict[str, Any]:
+        """mask: [B, T], True = real."""
 
 
 class Classifier(TellsAdapters, XFormerPreTrainedModel):
@@ -39,7 +48,7 @@ class Classifier(TellsAdapters, XFormerPreTrainedModel):
     def __init__(self, config: XFormerConfig, num_outputs: int):
         super().__init__(config)
         self.num_labels = cast(int, config.num_labels)
-        if config.embedding.reads_series:
+        if HandOver.SERIES in config.embedding.gives:
             raise ValueError(
                 f"{type(self).__name__} reads words, and embedding {config.embedding.type!r} numbers; use the class"
                 " ...ForTimeSeriesPrediction, or embedding 'token'."
@@ -88,14 +97,15 @@ class Classifier(TellsAdapters, XFormerPreTrainedModel):
         self, task: str, given: dict[str, Any], input_ids: Tensor | None, embeds: Tensor | None, mask: Tensor | None
     ) -> dict[str, Any]:
         """`given` (keyword arguments) and what attention of this model chooses for a task where it was not given
-        ([`AttentionSpec.task_inputs`]), e.g. which tokens are global."""
+        ([`ChoosesInputs`]), e.g. which tokens are global."""
         tokens = input_ids if input_ids is not None else embeds
         if tokens is None or not self.model.trunk.extra_inputs:
             return given
         real = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
         real = real if mask is None or mask.ndim != 2 else mask.bool()
         for layer in self.model.trunk.config.layer_configs():
-            chosen = layer.attention.task_inputs(task, layer, input_ids, real)
+            attention = layer.attention
+            chosen = isinstance(attention, ChoosesInputs) and attention.task_inputs(task, layer, input_ids, real)
             if chosen and all(given.get(name) is None for name in chosen):
                 return {**given, **chosen}
         return given
@@ -130,7 +140,7 @@ class XFormerForSequenceClassification(Classifier):
 
     def __init__(self, config: XFormerConfig):
         super().__init__(config, cast(int, config.num_labels))
-        self.exits = config.stack.build_exits(config)
+        self.exits = config.stack.build_exits(config) if config.stack.exits == "texts" else None
         if self.exits is not None:
             self.post_init()
             self.exits.freeze(self)
@@ -190,7 +200,7 @@ class XFormerForTokenClassification(Classifier):
         if config.tag_decoder == "crf":
             names = [str(name) for _, name in sorted(cast(dict, config.id2label).items())]
             self.crf = LinearChainCRF(names)
-        self.exits = config.stack.build_token_exits(config)
+        self.exits = config.stack.build_exits(config) if config.stack.exits == "tokens" else None
         self.model.trunk.reads_tokens_alone = self.crf is None
         if self.crf is not None or self.exits is not None:
             self.post_init()

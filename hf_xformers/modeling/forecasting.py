@@ -12,6 +12,7 @@ from transformers.utils import can_return_tuple
 
 from ..configuration_xformer import XFormerConfig
 from ..core import outputs
+from ..core.hand_overs import HandOver
 from ..modeling_base import XFormerPreTrainedModel
 from ..modeling_xformer import XFormerModel
 
@@ -23,7 +24,7 @@ def forecasting_config(config: Any) -> Any:
     Raises:
         ValueError: one of the two without the other.
     """
-    series, forecast = config.embedding.reads_series, config.head.forecasts
+    series, forecast = (HandOver.SERIES in each for each in (config.embedding.gives, config.head.reads))
     if series and forecast and config.is_encoder_decoder:
         return config
     fields = config.to_dict()

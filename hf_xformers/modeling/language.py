@@ -51,7 +51,7 @@ class LanguageModel(XFormerPreTrainedModel):
             f"lm_head.{name}": f"{table}.{there}" for name, there in config.head.tied(config).items()
         }
         tower = config.tower("decoder") if config.is_encoder_decoder else config
-        self.exits: Any = tower.stack.build_language_exits(tower)
+        self.exits: Any = tower.stack.build_exits(tower) if tower.stack.exits == "decoder" else None
         self.post_init()
 
     def init_parallel_plans(self) -> None:
@@ -129,7 +129,7 @@ class _Generative(LanguageModel, GenerationMixin):
             )
         tower = self.config.tower("decoder") if self.config.is_encoder_decoder else self.config
         for index in range(tower.num_hidden_layers):
-            if reason := tower.layer(index).attention.why_not_generate():
+            if reason := tower.layer(index).attention.why_not.get("generate"):
                 raise ValueError(reason)
         given = model_kwargs.get(CACHE) is not None
         if generation_config.use_cache is not False and generation_config.return_dict_in_generate:

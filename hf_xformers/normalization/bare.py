@@ -22,7 +22,7 @@ class BareSum(Residual):
 class BareSpec(ResidualSpec):
     """final_norm: normalize the residual stream after the last layer."""
 
-    context_parallel = True
+    supports = frozenset({"context_parallel"})
     summary = "a plain residual sum, for sublayers that normalize by themselves"
     module = BareSum
     additive = True

@@ -12,7 +12,7 @@ from ..core.components import register
 from ..core.context import LayerContext
 from ..core.hand_overs import HandOver
 from ..core.reading_weights import weight_of
-from ..core.tasks import STREAM
+from ..core.tasks import TaskVector
 from .residual import PostLNSpec, PostNorm, Residual
 
 
@@ -49,7 +49,7 @@ class ConditionalPostNorm(PostNorm):
         self.gain = TaskGain(config.hidden_size, config.hidden_size)
 
     def inputs(self, context: LayerContext) -> dict[str, Any]:
-        return {"task": context.streams[STREAM]}
+        return {"task": context.given(TaskVector).vector}
 
     def leave(self, hidden_states: Tensor, output: Tensor, gate: Tensor | None = None, **inputs: Any) -> Tensor:
         return self.gain.after(self.norm, self.summed(hidden_states, output, gate), inputs["task"])
@@ -60,7 +60,7 @@ class ConditionalPostLNSpec(PostLNSpec):
     """layers: whose norms know the task: the `upper` half (the paper), or `all`. final_norm: also normalize after the
     last layer, as it always is."""
 
-    context_parallel = False
+    supports = frozenset()
     summary = "normalize after the residual sum, with a gain that depends on the task"
     reads = frozenset({HandOver.TASK})
 

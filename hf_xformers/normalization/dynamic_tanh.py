@@ -41,7 +41,7 @@ class DynamicTanh(Undecayed, nn.Module):
 class DynamicTanhSpec(NormSpec):
     """alpha: the scale at the start. bias: whether there is b."""
 
-    context_parallel = True
+    supports = frozenset({"context_parallel"})
     summary = "tanh with a learned scale in the place of a norm"
 
     alpha: float | int = bounded(0.5, above=0)

@@ -18,7 +18,7 @@ class LayerNormSpec(NormSpec):
     whether there is b. gain: whether there is g; without it there is no b either. eps: the config's
     `layer_norm_eps`."""
 
-    context_parallel = True
+    supports = frozenset({"context_parallel"})
     summary = "mean and variance over the width"
     knows_heads = True
 
@@ -93,7 +93,7 @@ class RMSNormSpec(NormSpec):
     """from_zero: the weights are what is added to 1 (Gemma), so that weight decay leads to no weighting. eps: the
     config's `layer_norm_eps`."""
 
-    context_parallel = True
+    supports = frozenset({"context_parallel"})
     summary = "root mean square over the width, no mean, no bias"
     knows_heads = True
 

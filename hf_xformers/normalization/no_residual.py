@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..core.components import register
+from ..core.hand_overs import HandOver
 from .base import NormSpec, norm_inputs
 from .residual import Residual, ResidualSpec
 
@@ -17,6 +18,8 @@ _ACTIVATIONS = {"relu": F.relu, "leaky_relu": F.leaky_relu, "none": None}
 
 class NoResidual(Residual):
     """y = LN(ReLU(f(x))) (Guo et al. 2019, arXiv 1902.09113, section 3.2.1)."""
+
+    keeps_stream = False
 
     def __init__(self, config, scale: float = 1.0):
         super().__init__(config, scale)
@@ -38,15 +41,14 @@ class NoResidualSpec(ResidualSpec):
     """activation: of what the sublayer gives; the released code of Star-Transformer has leaky_relu. norm: whether the
     result is normalized."""
 
-    context_parallel = True
+    supports = frozenset({"context_parallel"})
     summary = "no residual sum: an activation and a norm of what a sublayer gives"
     module = NoResidual
-    keeps_stream = False
     enters_as_is = True
 
     activation: Literal["relu", "leaky_relu", "none"] = "relu"
     norm: bool = True
 
     @property
-    def maps_tokens(self) -> bool:  # type: ignore[override]
-        return self.activation != "none"
+    def gives(self) -> frozenset[HandOver]:  # type: ignore[override]
+        return frozenset({HandOver.TOKEN_MAP} if self.activation != "none" else ())

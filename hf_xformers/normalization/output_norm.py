@@ -34,7 +34,7 @@ class PeriNorm(PreNorm):
 class ResPostLNSpec(ResidualSpec):
     """final_norm: normalize the residual stream after the last layer."""
 
-    context_parallel = True
+    supports = frozenset({"context_parallel"})
     summary = "normalize a sublayer's output, then add it"
     module = OutputNorm
     additive = True
@@ -50,7 +50,7 @@ class ResPostLNSpec(ResidualSpec):
 class PeriLNSpec(ResidualSpec):
     """final_norm: normalize the residual stream after the last layer."""
 
-    context_parallel = True
+    supports = frozenset({"context_parallel"})
     summary = "normalize a sublayer's input and its output"
     module = PeriNorm
     additive = True

@@ -153,7 +153,7 @@ class PowerNormSpec(NormSpec):
             )
         places = (
             ("embedding `normalize`", config.embedding.normalizes()),
-            ("residual `final_dropout`", not config.residual.ends_in_norm()),
+            ("residual `final_dropout`", isinstance(config.residual.build_final(config), nn.Sequential)),
             (f"head {config.head.type!r}", config.head.normalizes),
             ("`classifier_transform` 'dense_norm'", config.classifier_transform == "dense_norm"),
         )

@@ -17,8 +17,10 @@ from .base import NormSpec, norm_inputs
 class Residual(Undecayed, nn.Module):
     """The frame of one sublayer function f: `y = leave(x, f(enter(x)))`.
 
-    scale: factor on f's output given by the block (Macaron's half steps).
+    scale: factor on f's output given by the block (Macaron's half steps). keeps_stream: `leave(x, f)` depends on x.
     """
+
+    keeps_stream: ClassVar[bool] = True
 
     def __init__(self, config, scale: float = 1.0):
         super().__init__()
@@ -99,15 +101,11 @@ def final_norm(config) -> nn.Module:
 
 class ResidualSpec(Spec):
     """Base of residual specs. module: the frame's class. additive: `leave(x, f) = x + g(f)`, so that x can be
-    recovered from the sum (reversible layers). keeps_stream: `leave(x, f)` depends on x. maps_tokens: its frame maps
-    what f gives nonlinearly, token by token, as a feed-forward does. enters_as_is: f reads the residual stream itself.
-    shares_input: what a frame makes of the stream can be given to further sublayers, whose own frames have no norm
-    before f (`entered`)."""
+    recovered from the sum (reversible layers). enters_as_is: f reads the residual stream itself. shares_input: what a
+    frame makes of the stream can be given to further sublayers, whose own frames have no norm before f (`entered`)."""
 
     module: ClassVar[type[Residual]]
     additive: ClassVar[bool] = False
-    keeps_stream: ClassVar[bool] = True
-    maps_tokens: ClassVar[bool] = False
     enters_as_is: ClassVar[bool] = False
     shares_input: ClassVar[bool] = False
 
@@ -120,17 +118,13 @@ class ResidualSpec(Spec):
         """The normalization after the last layer, or None."""
         return None
 
-    def ends_in_norm(self) -> bool:
-        """Whether that is a norm and nothing else, which can be given a padding mask."""
-        return True
-
 
 @register("residual", "post_ln", aliases=("post",))
 class PostLNSpec(ResidualSpec):
     """final_norm: also normalize after the last layer (off in the paper). stream_scale: factor on the residual stream
     in every sum (DeepNorm's alpha, 1 in the paper; MiniMax)."""
 
-    context_parallel = True
+    supports = frozenset({"context_parallel"})
     summary = "normalize after the residual sum"
     module: ClassVar[type[PostNorm]] = PostNorm
     enters_as_is = True
@@ -151,7 +145,7 @@ class PreLNSpec(ResidualSpec):
     first_norm: whether the first sublayer has a norm, which an embedding that ends in one makes needless (ModernBERT).
     branch_scale: factor on what every sublayer adds (Granite)."""
 
-    context_parallel = True
+    supports = frozenset({"context_parallel"})
     summary = "normalize a sublayer's input, plus a final norm"
     module = PreNorm
     additive = True
@@ -174,6 +168,3 @@ class PreLNSpec(ResidualSpec):
         if self.final_dropout:
             parts.append(nn.Dropout(config.hidden_dropout_prob))
         return nn.Sequential(*parts) if len(parts) > 1 else (parts[0] if parts else None)
-
-    def ends_in_norm(self) -> bool:
-        return not self.final_dropout

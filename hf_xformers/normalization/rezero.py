@@ -41,7 +41,7 @@ class ReZero(Residual):
 class ReZeroSpec(ResidualSpec):
     """init: alpha at the start. shared: one alpha for all sublayers of a layer."""
 
-    context_parallel = True
+    supports = frozenset({"context_parallel"})
     summary = "a learned scalar gate that starts at zero, no norm"
     module = ReZero
     additive = True

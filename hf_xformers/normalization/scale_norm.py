@@ -38,7 +38,7 @@ class ScaleNorm(Undecayed, nn.Module):
 class ScaleNormSpec(NormSpec):
     """eps: the config's `layer_norm_eps`, a bound on the length."""
 
-    context_parallel = True
+    supports = frozenset({"context_parallel"})
     summary = "one learned length for all vectors"
 
     def build(self, config, **where) -> ScaleNorm:

@@ -63,7 +63,7 @@ class AlibiSpec(PositionSpec):
 
     summary = "scores fall linearly with distance, each head at a fixed slope"
     acts = frozenset({"score_bias"})
-    bias_of_distance = True
+    supports = frozenset({"neighbors"})
 
     def build(self, config, **where) -> Alibi:
         return Alibi(config)

@@ -56,10 +56,9 @@ class AxialSpec(PositionSpec):
     vectors, or their `sum`. std: of the normal distribution that tables start with.
     """
 
-    context_parallel = True
+    supports = frozenset({"context_parallel"})
     summary = "learned vectors for each axis of a grid of positions, added to the input"
     acts = frozenset({"input"})
-    extrapolates = False
     any_width = True
 
     shape: tuple[int, ...] | None = bounded(None, least=1)

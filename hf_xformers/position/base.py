@@ -23,13 +23,11 @@ from torch import Tensor, nn
 
 from ..core.components import Spec
 from ..core.context import LayerContext
+from ..core.prepared import Prepared, State
 from ..core.weight_decay import Undecayed
 from ..ops.common.real_tokens import real_places
 from .distances import distances_of_block
 from .score_terms import BiasByDistance, BiasOfPairs, SelfAttentionTerms
-
-# Under which names the rotations of a call stand in `context.shared`, and whether it is that of local layers.
-ROTATIONS = (("rotation", False), ("local_rotation", True))
 
 
 class Rotation(ABC):
@@ -79,6 +77,32 @@ class ScoreBias(ABC):
         return BiasOfPairs(scale, (numbers,), context, self.block)
 
 
+class Turns(Prepared):
+    """The rotations of a call's tokens and of all keys, in a slot for each `angles` of attention."""
+
+    tokens: Rotation
+    keys: Rotation
+
+
+class CallBias(Prepared):
+    """What the position adds to scores."""
+
+    bias: ScoreBias
+
+
+class PositionTables(Prepared):
+    """The module whose tables all [`PositionTerms`] read."""
+
+    module: Any
+
+
+class TokenNumbers(State):
+    """A number for each head and token, [B, H, T] of the current tokens as [`PositionTerms.of_states`] gives them,
+    then of all so far, in float32 at least."""
+
+    numbers: Tensor
+
+
 class Position(Undecayed, nn.Module):
     """Base of position modules; the defaults do nothing."""
 
@@ -102,29 +126,39 @@ class Position(Undecayed, nn.Module):
 
     def share_rotations(self, context: LayerContext, like: Tensor) -> None:
         """Makes the rotations for the tokens of a call; [`Attention.rotation`] reads them."""
-        for name, local in ROTATIONS[: 2 if self.has_local else 1]:
-            made = self.rotation(context.positions, like, local=local)
-            if made is None:
-                continue
-            context.shared[name] = made
-            if made.by_length and not context.fresh:
+        for angles in ("global", "local") if self.has_local else ("global",):
+            local = angles == "local"
+            made = of_keys = self.rotation(context.positions, like, local=local)
+            if made is not None and made.by_length and not context.fresh:
                 tokens = context.positions.amax(-1) + 1
-                context.shared[f"{name}_of_keys"] = self.rotation(key_positions(context), like, tokens, local)
+                of_keys = self.rotation(key_positions(context), like, tokens, local)
+            if made is not None and of_keys is not None:
+                context.keep(Turns(made, of_keys), angles)
 
-    def score_bias(self) -> ScoreBias | Position | None:
-        """What attention reads from this module, in `context.shared["score_bias"]`: the additive score term (act
-        `score_bias`), or the module whose tables all [`PositionTerms`] share; None if neither."""
+    def share(self, context: LayerContext, like: Tensor) -> None:
+        """Puts all that attention reads of this module into a call."""
+        self.share_rotations(context, like)
+        bias, tables = self.score_bias(), self.shared_tables()
+        if bias is not None:
+            context.keep(CallBias(bias))
+        if tables is not None:
+            context.keep(PositionTables(tables))
+
+    def score_bias(self) -> ScoreBias | None:
+        """The additive score term (act `score_bias`)."""
+        return None
+
+    def shared_tables(self) -> Position | None:
+        """The module whose tables all [`PositionTerms`] share (`shares_tables` of the spec)."""
         return None
 
 
 class PositionActs:
-    """A position component as embeddings and stacks are given it: no module, as what hooks the calls of modules, such
-    as Accelerate, moves modules among their arguments to another device."""
+    """A position component as embeddings are given it: no module, as what hooks the calls of modules, such as
+    Accelerate, moves modules among their arguments to another device."""
 
     def __init__(self, position: Position) -> None:
-        self.embed, self.embed_layer = position.embed, position.embed_layer
-        self.share_rotations, self.score_bias = position.share_rotations, position.score_bias
-        self.parameters = position.parameters
+        self.embed = position.embed
 
 
 class PositionTerms(nn.Module):
@@ -134,18 +168,16 @@ class PositionTerms(nn.Module):
     ([`PositionTerms.score_terms`], act `score_terms`).
 
     content_scale: factor on the attention's own scale. changes_scores: whether scores and values get terms, or
-    queries, keys and values alone. number_stream: the stream in which it has a number for each head and token
-    ([`PositionTerms.of_states`]), which attention keeps next to keys (`keeps_numbers` of its spec), so that
-    [`PositionTerms.score_terms`] finds those of all tokens so far there, in float32 at least.
+    queries, keys and values alone. Where [`PositionTerms.of_states`] gives [`TokenNumbers`], attention keeps them
+    next to keys (`token_numbers` of its spec's `supports`).
     """
 
     content_scale: float = 1.0
     changes_scores: bool = True
-    number_stream: str | None = None
 
     def prepare(self, context: LayerContext) -> None:
-        """Called once per call and layer before the first layer runs: put into `context.streams` what layers share and
-        is no parameter, under a key that names it, unless it is there already."""
+        """Called once per call and layer before the first layer runs: give the call
+        what layers share and is no parameter (`context.start`), unless it is there already."""
 
     def of_states(self, hidden_states: Tensor, context: LayerContext) -> LayerContext:
         """The call as the attention of this layer sees it; hidden_states [B, T, D]: its input, before projections."""
@@ -165,21 +197,16 @@ class PositionTerms(nn.Module):
 class PositionSpec(Spec):
     """Base of position specs.
 
-    acts: the ways in which the component acts (see this module's text). extrapolates: whether positions beyond the
-    training length are defined. needs_causal: refused in an encoder. shares_tables: its terms in every layer read
-    tables that its one module holds ([`Position.score_bias`]). knows_insertion: tokens may come in the order of their
-    generation and stand elsewhere in the text. any_width: what it adds to the input has the width at which the
-    embedding adds positions (`EmbeddingSpec.position_width`), which may be other than `hidden_size`. bias_of_distance:
-    what it adds to scores is a function of the distance alone ([`ScoreBias.relative`]).
+    acts: the ways in which the component acts (see this module's text). needs_causal: refused in an encoder.
+    shares_tables: its terms in every layer read tables that its one module holds ([`Position.shared_tables`]).
+    any_width: what it adds to the input has the width at which the embedding adds positions
+    (`EmbeddingSpec.position_width`), which may be other than `hidden_size`.
     """
 
     acts: ClassVar[frozenset[str]] = frozenset()
-    extrapolates: ClassVar[bool] = True
     needs_causal: ClassVar[bool] = False
     shares_tables: ClassVar[bool] = False
-    knows_insertion: ClassVar[bool] = False
     any_width: ClassVar[bool] = False
-    bias_of_distance: ClassVar[bool] = False
 
     def max_length(self, config: Any) -> int | None:
         """Longest sequence (tokens) that positions exist for; None without a limit."""

@@ -41,9 +41,13 @@ class CombinedPosition(Position):
         found = (part.rotation(positions, like, tokens, local) for part in self._parts())
         return next((rotation for rotation in found if rotation is not None), None)
 
-    def score_bias(self) -> ScoreBias | Position | None:
+    def score_bias(self) -> ScoreBias | None:
         found = (part.score_bias() for part in self._parts())
         return next((bias for bias in found if bias is not None), None)
+
+    def shared_tables(self) -> Position | None:
+        found = (part.shared_tables() for part in self._parts())
+        return next((tables for tables in found if tables is not None), None)
 
 
 @register("position", "combined")
@@ -94,10 +98,6 @@ class CombinedSpec(PositionSpec):
         return tuple(dict.fromkeys(name for part in self.parts for name in part.inputs))
 
     @property
-    def extrapolates(self) -> bool:  # type: ignore[override]
-        return all(part.extrapolates for part in self.parts)
-
-    @property
     def needs_causal(self) -> bool:  # type: ignore[override]
         return any(part.needs_causal for part in self.parts)
 
@@ -125,8 +125,8 @@ class CombinedSpec(PositionSpec):
         return all(part.layers_apart for part in self.parts)
 
     @property
-    def context_parallel(self) -> bool:  # type: ignore[override]
-        return all(part.context_parallel for part in self.parts)
+    def supports(self) -> frozenset[str]:  # type: ignore[override]
+        return frozenset.intersection(*(part.supports for part in self.parts))
 
     def max_length(self, config) -> int | None:
         limits = [limit for part in self.parts if (limit := part.max_length(config)) is not None]

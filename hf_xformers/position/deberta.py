@@ -12,14 +12,19 @@ from torch.nn import functional as F
 
 from ..core.components import bounded, register
 from ..core.context import LayerContext
+from ..core.prepared import State
 from ..core.reading_weights import weight_of
 from ..ops.score_terms.attention import distance_products
 from ..ops.score_terms.terms import Pairs, QueryBlock
-from .base import Position, PositionSpec, PositionTerms
+from .base import Position, PositionSpec, PositionTables, PositionTerms
 from .distances import Near, pick_rows, slot_distances
 from .score_terms import SelfAttentionTerms
 
-TABLE = "deberta_table"  # the stream of vectors by distance, [2k, D]
+
+class DistanceVectors(State):
+    """Vectors by distance, [2k, D]."""
+
+    rows: Tensor
 
 
 def log_buckets(distance: Tensor, buckets: int, far: int) -> Tensor:
@@ -40,7 +45,7 @@ class DebertaTable(Position):
         self.table = nn.Embedding(2 * spec.reach(config), config.hidden_size)
         self.norm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps) if spec.normalize else None
 
-    def score_bias(self) -> DebertaTable:
+    def shared_tables(self) -> DebertaTable:
         return self
 
     def vectors(self) -> Tensor:
@@ -69,11 +74,11 @@ class DebertaTerms(PositionTerms):
         self.query_proj = nn.Linear(width, heads) if own and "p2c" in spec.terms else None
 
     def prepare(self, context: LayerContext) -> None:
-        if TABLE not in context.streams:
-            context.streams[TABLE] = context.shared["score_bias"].vectors()
+        if context.state(DistanceVectors) is None:
+            context.start(DistanceVectors(context.prepared(PositionTables).module.vectors()))
 
     def score_terms(self, attention: Any, scale: float, context: LayerContext) -> DebertaScores:
-        vectors = context.streams[TABLE]
+        vectors = context.given(DistanceVectors).rows
         if self.training and self.dropout:
             vectors = F.dropout(vectors, self.dropout)
         found = []

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,17 +11,15 @@ from torch import Tensor, nn
 from ..core.components import register
 from ..core.context import LayerContext
 from ..core.hand_overs import HandOver
+from ..core.prepared import Prepared
 from ..core.reading_weights import weight_of
 from ..ops.score_terms.terms import Pairs, QueryBlock
 from .base import Position, PositionSpec, PositionTerms
 from .distances import pick
 from .score_terms import SelfAttentionTerms
 
-LAYOUT = "two_streams"
 
-
-@dataclass(frozen=True)
-class TwoStreams:
+class TwoStreams(Prepared):
     """Which tokens of a call are global, where each stands among those of its stream, and which global token stands
     for it, [B or 1, T] each."""
 
@@ -67,7 +64,7 @@ class EtcScores(SelfAttentionTerms):
         self.spec = spec
         index = context.key_index[None]
         alone = TwoStreams(torch.zeros_like(index, dtype=torch.bool), index, torch.zeros_like(index))
-        self.streams: TwoStreams = context.shared.get(LAYOUT, alone)  # a layer by itself reads one stream
+        self.streams: TwoStreams = context.find(TwoStreams) or alone  # a layer by itself reads one stream
 
     def labels(self, pairs: Pairs) -> tuple[Tensor, Tensor | None]:
         """Rows of the tables [B or 1, h or 1, n, t, s], and which pairs are hidden, if any are."""

@@ -15,11 +15,18 @@ from ..core.components import bounded, register
 from ..core.context import LayerContext
 from ..core.linear_maps import is_plain_linear
 from ..core.precision import Float32Module
+from ..core.prepared import State
 from ..core.reading_weights import weight_of
 from ..ops.common.products import widened
-from .base import Position, PositionSpec, PositionTerms
+from .base import Position, PositionSpec, PositionTables, PositionTerms
 
-BIASES = "floater_biases"  # the stream of biases of all layers, [positions, 3, layers, D]
+
+class FloaterBiases(State):
+    """The biases of all layers, [positions, 3, layers, D]."""
+
+    rows: Tensor
+
+
 SEGMENT = 32  # positions whose solver steps are computed again together in the backward pass
 
 Dynamics = Callable[[float, Tensor], Tensor]  # (time, state) -> slope
@@ -116,7 +123,7 @@ class FloaterPosition(Float32Module, Position):
     def initialize(self, config, init) -> None:
         init.normal_(self.start, mean=0.0, std=self.spec.start_std)
 
-    def score_bias(self) -> FloaterPosition:
+    def shared_tables(self) -> FloaterPosition:
         return self
 
     def biases(self, length: int, trusted: bool = False) -> Tensor:
@@ -169,17 +176,17 @@ class FloaterTerms(PositionTerms):
         self.layer_idx = layer_idx
 
     def prepare(self, context: LayerContext) -> None:
-        if BIASES in context.streams:
+        if context.state(FloaterBiases) is not None:
             return
         length = context.key_index.shape[0]
         # Where looking waits for the device, a step of decoding goes by what the beginning of its text has found.
         trusted = not context.fresh and context.key_index.device.type != "cpu"
         if context.position_ids is not None and not torch.compiler.is_compiling() and not trusted:
             length = max(length, int(context.positions.max()) + 1)  # the caller's own positions may lie beyond
-        context.streams[BIASES] = context.shared["score_bias"].biases(length, trusted)
+        context.start(FloaterBiases(context.prepared(PositionTables).module.biases(length, trusted)))
 
     def heads(self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext) -> tuple[Tensor, Tensor, Tensor]:
-        rows = context.streams[BIASES][:, :, self.layer_idx][context.positions]  # [B or 1, T, 3, D]
+        rows = context.given(FloaterBiases).rows[:, :, self.layer_idx][context.positions]  # [B or 1, T, 3, D]
         rows = rows.unflatten(-1, (query.shape[1], -1)).permute(2, 0, 3, 1, 4).to(query.dtype)
         return query + rows[0], key + rows[1], value + rows[2]
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -12,12 +11,11 @@ from torch.nn import functional as F
 
 from ..core.components import register
 from ..core.context import LayerContext
+from ..core.prepared import one_state
 from ..ops.common.products import widened
 from ..ops.score_terms.terms import Pairs, QueryBlock
-from .base import Position, PositionSpec, PositionTerms
+from .base import Position, PositionSpec, PositionTerms, TokenNumbers
 from .score_terms import SelfAttentionTerms
-
-GATES = "forget_gates"  # the stream of log f, [B, H, T] of the current tokens, then of all that are seen
 
 
 class ForgetTerms(PositionTerms):
@@ -26,8 +24,6 @@ class ForgetTerms(PositionTerms):
     Lin et al. 2025 (arXiv 2503.02130), eqs. 4 and 5. The sum is c_i - c_j with c = cumsum(log f), made in tiles of
     queries; padding forgets nothing. State next to keys and values: one number for each head and token.
     """
-
-    number_stream = GATES
 
     def __init__(self, config, spec: ForgetGateSpec):
         super().__init__()
@@ -42,12 +38,10 @@ class ForgetTerms(PositionTerms):
         padding = context.query_padding_mask
         if padding is not None:
             gates = gates.masked_fill(~padding[:, None], 0.0)
-        seen = copy.copy(context)
-        seen.streams = {**context.streams, GATES: gates}
-        return seen
+        return context.passing({**context.states, **one_state(TokenNumbers(gates))})
 
     def score_terms(self, attention: Any, scale: float, context: LayerContext) -> ForgetScores:
-        gates = context.streams[GATES]
+        gates = context.given(TokenNumbers).numbers
         gates = F.pad(gates, (context.key_index.shape[0] - gates.shape[2], 0))  # what a stack has put before the text
         return ForgetScores(scale, (_in_two_parts(gates).transpose(0, 1),), context)
 
@@ -98,7 +92,7 @@ class ForgetGateSpec(PositionSpec):
     start: float | int = 0.0
 
     def check(self, config) -> None:
-        if not config.attention.keeps_numbers:
+        if "token_numbers" not in config.attention.supports:
             raise ValueError(
                 f"position 'forget_gate' keeps a number for each token next to its key, which attention"
                 f" {config.attention.type!r} has no place for; use 'dense', 'band_attention' or another pattern of"

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,14 +12,19 @@ from ..core.components import bounded, register
 from ..core.context import LayerContext
 from ..core.extent import can_inspect
 from ..core.graph_inputs import GRAPH_TOKEN, UNREACHABLE
+from ..core.prepared import State
 from ..core.reading_weights import weight_of
 from ..ops.score_terms.terms import Pairs, QueryBlock
-from .base import Position, PositionSpec, PositionTerms
+from .base import Position, PositionSpec, PositionTables, PositionTerms
 from .distances import distances_of_block
 from .score_terms import BiasByDistance, SelfAttentionTerms
 
-# Streams: the bias of all pairs of nodes [B, H, T, T], or of all distances in a text [1, H, 2 T - 1].
-PAIRS, LINE = "graphormer_pairs", "graphormer_line"
+
+class GraphTerms(State):
+    """The bias of all pairs of nodes [B, H, T, T], or of all distances in a text [1, H, 2 T - 1]."""
+
+    pairs: Tensor | None = None
+    line: Tensor | None = None
 
 
 class GraphormerPosition(Position):
@@ -40,7 +45,7 @@ class GraphormerPosition(Position):
         if self.hops is not None:
             init.normal_(self.hops, mean=0.0, std=config.initializer_range)
 
-    def score_bias(self) -> GraphormerPosition:
+    def shared_tables(self) -> GraphormerPosition:
         return self
 
     def of_pairs(self, lengths: Tensor, paths: Tensor | None) -> Tensor:
@@ -106,20 +111,21 @@ class GraphormerTerms(PositionTerms):
     """
 
     def prepare(self, context: LayerContext) -> None:
-        if PAIRS in context.streams or LINE in context.streams:
+        if context.state(GraphTerms) is not None:
             return
-        position: GraphormerPosition = context.shared["score_bias"]
+        position: GraphormerPosition = context.prepared(PositionTables).module
         lengths = context.inputs.get("spatial_pos")
         if lengths is not None:
-            context.streams[PAIRS] = position.of_pairs(lengths, context.inputs.get("edge_paths"))
+            context.start(GraphTerms(pairs=position.of_pairs(lengths, context.inputs.get("edge_paths"))))
         else:
             distance = distances_of_block(context, slice(None), context.key_index.shape[0])
-            context.streams[LINE] = position.of_path(distance)
+            context.start(GraphTerms(line=position.of_path(distance)))
 
     def score_terms(self, attention: Any, scale: float, context: LayerContext) -> SelfAttentionTerms:
-        if PAIRS in context.streams:
-            return BiasOfGraphs(scale, (context.streams[PAIRS].transpose(0, 1),), context)
-        return BiasByDistance(scale, (context.streams[LINE][0],), context)
+        terms = context.given(GraphTerms)
+        if terms.line is not None:
+            return BiasByDistance(scale, (terms.line[0],), context)
+        return BiasOfGraphs(scale, (cast(Tensor, terms.pairs).transpose(0, 1),), context)
 
 
 class BiasOfGraphs(SelfAttentionTerms):

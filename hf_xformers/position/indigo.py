@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..core.components import register
 from ..core.context import LayerContext
+from ..core.hand_overs import HandOver
 from ..core.reading_weights import weight_of
 from ..ops.score_terms.terms import Pairs, QueryBlock
 from .base import Position, PositionSpec, PositionTerms
@@ -110,7 +111,7 @@ class IndigoSpec(PositionSpec):
     summary = "a key stands left or right of the query in the finished text; no more is known"
     acts = frozenset({"score_terms"})
     needs_causal = True
-    knows_insertion = True
+    gives = frozenset({HandOver.INSERTION_ORDER})
     inputs = (PLACES,)
 
     def build(self, config, **where) -> Position:

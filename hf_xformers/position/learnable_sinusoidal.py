@@ -12,7 +12,7 @@ from ..core.components import bounded, register
 from ..core.context import LayerContext
 from ..core.precision import Float32Module
 from ..core.reading_weights import weight_of
-from .base import Position, PositionSpec, PositionTerms
+from .base import Position, PositionSpec, PositionTables, PositionTerms
 from .score_terms import SelfAttentionTerms
 
 
@@ -77,7 +77,7 @@ class LearnableSinusoidalSpec(PositionSpec):
 class SharedSinusoid(LearnableSinusoid):
     """The frequencies that the terms of all layers read."""
 
-    def score_bias(self) -> SharedSinusoid:
+    def shared_tables(self) -> SharedSinusoid:
         return self
 
 
@@ -89,7 +89,7 @@ class RelativeSinusoidTerms(PositionTerms):
     """
 
     def score_terms(self, attention: Any, scale: float, context: LayerContext) -> RelativeSinusoidScores:
-        angles = context.shared["score_bias"].angles
+        angles = context.prepared(PositionTables).module.angles
         made = (angles(context.query_index)[None], angles(context.key_index)[None])
         tables = tuple(table for angle in made for table in (angle.sin(), angle.cos()))
         return RelativeSinusoidScores(scale, tables, context)

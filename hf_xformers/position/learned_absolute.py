@@ -29,10 +29,9 @@ class LearnedPosition(Position):
 class LearnedAbsoluteSpec(PositionSpec):
     """offset: unused rows before position 0."""
 
-    context_parallel = True
+    supports = frozenset({"context_parallel"})
     summary = "one learned vector per position, added to the input"
     acts = frozenset({"input"})
-    extrapolates = False
     any_width = True
 
     offset: int = bounded(0, least=0)

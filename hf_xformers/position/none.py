@@ -12,7 +12,7 @@ class NoPositionSpec(PositionSpec):
     """Nothing is added. A causal decoder can still tell positions apart by what each token may see (Haviv et al. 2022,
     arXiv 2203.16634); an encoder becomes equivariant to permutations."""
 
-    context_parallel = True
+    supports = frozenset({"context_parallel"})
     summary = "no position information"
 
     def build(self, config, **where) -> Position:

@@ -48,10 +48,6 @@ class PerLayerPositionSpec(PositionSpec):
     depth_signal: bool = False
     base: float | int = bounded(10000.0, above=1)
 
-    @property
-    def extrapolates(self) -> bool:  # type: ignore[override]
-        return self.source == "sinusoidal"
-
     def check_fields(self) -> None:
         if self.depth_signal and self.source != "sinusoidal":
             raise ValueError(

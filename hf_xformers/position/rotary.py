@@ -82,7 +82,7 @@ class RotarySpec(PositionSpec):
     `llama3` or `proportional` (`rotary_scaling.py`), or None. local_theta: base of the frequencies for layers whose
     attention has `angles="local"` (Gemma 3, ModernBERT), None: `theta`. local_scaling: how theirs are stretched."""
 
-    context_parallel = True
+    supports = frozenset({"context_parallel"})
     summary = "queries and keys rotated by their position"
     acts = frozenset({"rotation"})
 
@@ -133,7 +133,7 @@ class RotarySpec(PositionSpec):
                         f"Rotary scaling {scaling.type!r} turns the tokens of a longer text otherwise, which rotary"
                         " with `values` cannot in a cache; leave `values` at False."
                     )
-        if self.values and not config.attention.rotates_values:
+        if self.values and "values" not in config.attention.acts:
             raise ValueError(
                 f"rotary with `values` rotates what dense attention sums, which attention {config.attention.type!r}"
                 " does not; leave `values` at False."

@@ -56,7 +56,7 @@ class SinusoidalSpec(PositionSpec):
     """base: longest wavelength is base * 2 pi tokens. layout: order of sines and cosines along the width. offset: the
     position that the first token has (fairseq's models start after the padding token's id)."""
 
-    context_parallel = True
+    supports = frozenset({"context_parallel"})
     summary = "fixed sinusoids added to the input"
     acts = frozenset({"input"})
     any_width = True

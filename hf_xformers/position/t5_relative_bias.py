@@ -74,7 +74,7 @@ class T5RelativeBiasSpec(PositionSpec):
 
     summary = "learned score bias by bucketed distance"
     acts = frozenset({"score_bias"})
-    bias_of_distance = True
+    supports = frozenset({"neighbors"})
 
     num_buckets: int = bounded(32, least=2)
     max_distance: int = 128

@@ -10,13 +10,19 @@ from torch import Tensor, nn
 
 from ..core.components import register
 from ..core.context import LayerContext
+from ..core.prepared import State
 from ..core.reading_weights import weight_of
-from .base import Position, PositionSpec, PositionTerms, key_positions
+from .base import Position, PositionSpec, PositionTables, PositionTerms, key_positions
 from .distances import distances_of_block
 from .score_terms import SelfAttentionTerms
 from .t5_relative_bias import relative_buckets
 
-QUERIES, KEYS = "tupe_queries", "tupe_keys"  # streams: p U^Q and p U^K of all positions, [rows, H, d]
+
+class TupeProducts(State):
+    """p U^Q and p U^K of all positions, [rows, H, d]."""
+
+    queries: Tensor
+    keys: Tensor
 
 
 class TupePosition(Position):
@@ -33,7 +39,7 @@ class TupePosition(Position):
         buckets = spec.num_buckets + int(self.resets)
         self.bias = nn.Embedding(buckets, config.num_attention_heads) if spec.relative else None
 
-    def score_bias(self) -> TupePosition:
+    def shared_tables(self) -> TupePosition:
         return self
 
     def projected(self) -> tuple[Tensor, Tensor]:
@@ -58,12 +64,13 @@ class TupeTerms(PositionTerms):
         self.spec, self.bidirectional, self.resets = spec, not config.is_decoder, spec.resets(config)
 
     def prepare(self, context: LayerContext) -> None:
-        if QUERIES not in context.streams:
-            context.streams[QUERIES], context.streams[KEYS] = context.shared["score_bias"].projected()
+        if context.state(TupeProducts) is None:
+            context.start(TupeProducts(*context.prepared(PositionTables).module.projected()))
 
     def score_terms(self, attention: Any, scale: float, context: LayerContext) -> TupeScores:
-        queries, keys = context.streams[QUERIES] * scale, context.streams[KEYS]
-        bias, made = context.shared["score_bias"].bias, []
+        products = context.given(TupeProducts)
+        queries, keys = products.queries * scale, products.keys
+        bias, made = context.prepared(PositionTables).module.bias, []
         if self.resets:
             numbers = (queries[:2] * keys[:2]).sum(-1)
             if bias is not None:  # a bucket that no distance falls into, and one more
@@ -151,7 +158,6 @@ class TupeSpec(PositionSpec):
     summary = "positions attend to positions with projections of their own, apart from words"
     acts = frozenset({"score_terms"})
     shares_tables = True
-    extrapolates = False
 
     relative: bool = True
     untie_cls: bool | None = None

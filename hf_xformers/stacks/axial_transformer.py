@@ -3,21 +3,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from ..blocks.base import XFormerLayer, unpack_layer
 from ..core.cache import RecurrentStateLayer, SlotStateLayer
 from ..core.components import register
 from ..core.context import LayerContext, add_losses, self_attention_cache
 from ..core.extent import can_inspect
+from ..core.hand_overs import HandOver
 from ..ops.common.padding import row_spans
-from ..position.base import PositionActs, key_positions
-from .base import StackOutput, StackSpec, memory_by_step
+from ..position.base import key_positions
+from .base import StackSpec
+from .driver import Pass, StackOutput, memory_by_step
 from .plain import PlainStack
 
 
@@ -43,82 +45,42 @@ class AxialStack(PlainStack):
         self.outer = spec.outer_layers(config)
         self.columns = config.layer(0).attention.columns_in(config.layer(0)) if self.outer else 0
 
-    def forward(
-        self,
-        layers: Sequence[XFormerLayer],
-        hidden_states: Tensor,
-        context: LayerContext,
-        *,
-        position: PositionActs,
-        memory: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        **more,
-    ) -> StackOutput:
+    def forward(self, run: Pass) -> StackOutput:
         if not self.outer:
-            return super().forward(
-                layers,
-                hidden_states,
-                context,
-                position=position,
-                memory=memory,
-                past_key_values=past_key_values,
-                **more,
-            )
+            return super().forward(run)
+        layers, context = run.layers, run.context
         if context.explicit_mask is not None:
             raise ValueError(
                 "stack 'axial_transformer' finds the rows of a text by its padding and takes no 4-D mask; give a"
                 " [batch, length] mask of real tokens."
             )
-        losses: dict[str, Tensor] = {}
-        memories = memory_by_step(memory, len(layers))
-        above = self._above(layers, hidden_states, context, position, memories, past_key_values, losses)
-        hidden_states = hidden_states + above
+        memories = memory_by_step(run.memory, len(layers))
+        hidden_states = run.hidden_states + self._above(run, memories)
         for layer in layers[self.outer :]:
-            layer.prepare(context, past_key_values)
+            layer.prepare(context, run.past_key_values)
         for step in range(self.outer, len(layers)):
-            hidden_states = self._run(
-                layers[step], hidden_states, context, position, memories[step], step, losses, past_key_values
-            )
-        return StackOutput(hidden_states, context, losses)
+            hidden_states = self._layer(run, hidden_states, context, memories, step, run.past_key_values)
+        return StackOutput(hidden_states, context, run.losses)
 
     @staticmethod
-    def _run(
-        layer: XFormerLayer,
+    def _layer(
+        run: Pass,
         states: Tensor,
         context: LayerContext,
-        position: PositionActs,
-        memory: Tensor | None,
+        memories: Sequence[Tensor | None],
         step: int,
-        losses: dict[str, Tensor],
         past_key_values: Cache | None = None,
     ) -> Tensor:
-        states = position.embed_layer(states, context.positions, step)
-        streams = context.streams
-        output = layer(
-            states,
-            memory,
-            *streams.values(),
-            context=context,
-            step=step,
-            stream_names=tuple(streams),
-            past_key_values=past_key_values,
-        )
-        states, _, found = unpack_layer(output)
-        add_losses(losses, found)
+        states = run.position.embed_layer(states, context.positions, step)
+        given = {"context": context, "step": step, "past_key_values": past_key_values}
+        states, _, found = run.layers[step](states, memories[step], context.states, **given)
+        add_losses(run.losses, found)
         return states
 
-    def _above(
-        self,
-        layers: Sequence[XFormerLayer],
-        new: Tensor,
-        context: LayerContext,
-        position: PositionActs,
-        memories: Sequence[Tensor | None],
-        past_key_values: Cache | None,
-        losses: dict[str, Tensor],
-    ) -> Tensor:
+    def _above(self, run: Pass, memories: Sequence[Tensor | None]) -> Tensor:
         """down(u) for the current tokens, [B, T, D]."""
-        held = self._state(past_key_values)
+        new, context = run.hidden_states, run.context
+        held = self._state(run.past_key_values)
         known = held[0].state if held else {}
         tokens = torch.cat([known["embedded"], new], dim=1) if known else new
         batch, total = tokens.shape[:2]
@@ -129,7 +91,7 @@ class AxialStack(PlainStack):
         if known and not recorded and can_inspect() and torch.equal(finished, known["finished"]):
             rows = F.pad(known["rows"], (0, 0, 0, total - known["rows"].shape[1]))
         else:
-            rows = self._outer(layers, tokens, context, position, memories, losses)
+            rows = self._outer(run, tokens, memories)
         for layer in held:
             layer.advance(new.shape[1])
         if held:
@@ -150,17 +112,9 @@ class AxialStack(PlainStack):
             )
         return held
 
-    def _outer(
-        self,
-        layers: Sequence[XFormerLayer],
-        tokens: Tensor,
-        context: LayerContext,
-        position: PositionActs,
-        memories: Sequence[Tensor | None],
-        losses: dict[str, Tensor],
-    ) -> Tensor:
+    def _outer(self, run: Pass, tokens: Tensor, memories: Sequence[Tensor | None]) -> Tensor:
         """u of all tokens [B, S, D] so far; of a row that is not finished it means nothing."""
-        index = torch.arange(tokens.shape[1], device=tokens.device)
+        context, index = run.context, torch.arange(tokens.shape[1], device=tokens.device)
         views = []
         for causal in (False, True):
             view = context.derive(
@@ -172,16 +126,13 @@ class AxialStack(PlainStack):
                 inputs_embeds=tokens,
                 position_ids=None,
             )
-            position.share_rotations(view, tokens)
-            bias = position.score_bias()
-            if bias is not None:
-                view.shared["score_bias"] = bias
-            for layer in layers[causal : self.outer : 2]:
+            run.position.share(view, tokens)
+            for layer in run.layers[causal : self.outer : 2]:
                 layer.prepare(view, None)
             views.append(view)
         states = tokens
-        for step, layer in enumerate(layers[: self.outer]):
-            states = self._run(layer, states, views[step % 2], position, memories[step], step, losses)
+        for step in range(self.outer):
+            states = self._layer(run, states, views[step % 2], memories, step)
         return states if context.padding_mask is None else states.masked_fill(~context.padding_mask[..., None], 0.0)
 
 
@@ -190,8 +141,9 @@ class AxialStackSpec(StackSpec):
     """num_outer_layers: layers that read whole rows and masked columns by turns, an even number (`None`: half of the
     layers or one less); the others read the row of a token up to itself. In an encoder it has no effect."""
 
-    passes_streams = False
-    why_not_unpad = "its rows begin where the text does"
+    gives = frozenset({HandOver.AXES})
+    shares = "prepared"
+    why_not: ClassVar[Mapping[str, str]] = {"unpadding": "its rows begin where the text does"}
 
     summary = "a decoder over a grid: whole rows above a token, and its own row up to itself"
 
@@ -207,7 +159,7 @@ class AxialStackSpec(StackSpec):
     def check(self, config) -> None:
         if not config.is_decoder:
             return
-        if not config.attention.reads_axes:
+        if HandOver.AXES not in config.attention.reads:
             raise ValueError(
                 "stack 'axial_transformer' divides a decoder's layers into those of whole rows, of columns and of rows"
                 f" up to a token, which attention {config.attention.type!r} does not have; use"
@@ -228,7 +180,7 @@ class AxialStackSpec(StackSpec):
             return self.num_outer_layers
         return max(config.num_hidden_layers // 4 * 2, 2)
 
-    def cache_layer_at(self, config, step: int) -> CacheLayerMixin | None:
+    def cache_layer(self, config, step: int) -> CacheLayerMixin | None:
         return SlotStateLayer() if step < self.outer_layers(config) else None
 
     def build(self, config, **where) -> AxialStack:

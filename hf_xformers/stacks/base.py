@@ -1,121 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stack contract: the driver of the depth loop."""
+"""The stack contract."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
-from torch import Tensor, nn
-from transformers.cache_utils import Cache, CacheLayerMixin
+from torch import nn
+from transformers.cache_utils import CacheLayerMixin
 
-from ..blocks.base import XFormerLayer
 from ..core.components import Spec
 from ..core.context import LayerContext
-from ..core.pooling import TextPooler
-from ..core.segment_memory import SegmentMemory
 from ..core.weight_decay import Undecayed
-from ..position.base import PositionActs
-
-# The stream with the embedded texts before, [B, K, S, D], and under the same name in `shared` the call's context for
-# them (`StackSpec.context_texts`).
-CONTEXT = "context_texts"
-
-
-class LayersByDepth(Sequence[XFormerLayer]):
-    """The layers as a stack is given them, which is no list of modules for the same reason as [`PositionActs`]."""
-
-    def __init__(self, layers: Sequence[XFormerLayer]) -> None:
-        self._layers = layers
-
-    def __len__(self) -> int:
-        return len(self._layers)
-
-    def __iter__(self) -> Iterator[XFormerLayer]:
-        return iter(self._layers)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._layers[index]
-
-
-@dataclass
-class StackOutput:
-    """hidden_states [B, T', D] after the last layer (T' may differ from the input's T); context: the state bundle that
-    belongs to them; aux_losses: scalars by name; memories [B, steps of the decoder, T', D]: an encoder's own memory
-    for each decoder layer, or None; segment_memory: what the next segment of the text may read of this one, or None;
-    streams: what the last layer passed on; summaries [B, G, D]: states of global tokens that stand for parts of the
-    text, in their order, from a stack that gives [`HandOver.SUMMARIES`]."""
-
-    hidden_states: Tensor
-    context: LayerContext
-    aux_losses: dict[str, Tensor] = field(default_factory=dict)
-    memories: Tensor | None = None
-    segment_memory: SegmentMemory | None = None
-    streams: dict[str, Tensor] = field(default_factory=dict)
-    summaries: Tensor | None = None
-
-
-def memory_by_step(memory: Tensor | None, steps: int) -> Sequence[Tensor | None]:
-    """What cross-attention reads at each execution step: the one memory [B, M, D], or its own of [B, steps, M, D].
-
-    Raises:
-        ValueError: the number of memories is not that of the steps.
-    """
-    if memory is None or memory.ndim == 3:
-        return [memory] * steps
-    if memory.shape[1] != steps:
-        raise ValueError(
-            f"The decoder runs {steps} layers, but `encoder_hidden_states` {list(memory.shape)} hold {memory.shape[1]}"
-            " memories; give [batch, length, width] for one that all layers read."
-        )
-    return memory.unbind(1)
+from .driver import Pass, StackOutput
 
 
 class Stack(Undecayed, nn.Module):
-    """Drives layers over depth. Layers belong to the tower and are passed in, so that a driver may run them in any
-    order, any number of times, or over time first; what the driver itself learns stands on it."""
+    """Drives layers over depth. Layers belong to the tower and come with the run, so that a stack may have them in any
+    order, any number of times, or over time first; what the stack itself learns stands on it."""
 
-    def forward(
-        self,
-        layers: Sequence[XFormerLayer],
-        hidden_states: Tensor,
-        context: LayerContext,
-        *,
-        position: PositionActs,
-        memory: Tensor | None = None,
-        past_key_values: Cache | None = None,
-    ) -> StackOutput:
+    def read_inputs(self, tower: Any, context: LayerContext) -> None:
+        """Called once per call before its position is prepared: embeds further inputs, as the tower does a text."""
+
+    def forward(self, run: Pass) -> StackOutput:
+        """What comes after the layers of `run`."""
         raise NotImplementedError
 
 
-class StackSpec(Spec):
-    """Base of stack specs. gives_memories: as an encoder, it makes a memory for each decoder layer.
-    feeds_gates: provides gates inside sublayers with noise and the compute budget (`core/gates.py`). unpads: it takes
-    the real tokens of a batch as one row (`unpad_inputs`); if not, why_not_unpad says what keeps it from that.
-    has_exits: there is a classifier after every layer, each with a loss of its own; has_token_exits: one of tokens.
-    passes_streams: it carries what layers pass on to the next ones. prepares_together: all its layers prepare one and
-    the same call, so that what the first of them owns reaches the others.
-    keeps_tokens: its layers see the text's tokens, all of them, each in its place. tells_earlier_ids: they are told
-    the ids of the call's tokens and of the one before, too. replays_memory: gradients go through the segment memory to
-    the segments before, which a trainer may replay. passes_log_probs: it adds up what its layers hand out, row by row
-    and as it is, so that probabilities of choices come through (`core/choices.py`). drops_layers: a layer may be left
-    out of a training step (`layer_drop`). padding_last: it is given padding behind the tokens of each row."""
+@runtime_checkable
+class RestartsPositions(Protocol):
+    """A stack whose positions begin anew inside a text."""
 
-    passes_log_probs: ClassVar[bool] = False
-    drops_layers: ClassVar[bool] = False
+    def restarts_after(self, config: Any) -> int:
+        """After so many tokens; nothing sees further back."""
+
+
+class StackSpec(Spec):
+    """Base of stack specs. exits: what leaves at its classifiers inside ([`StackSpec.build_exits`]), `texts`,
+    `tokens`, or tokens of a `decoder`; empty: it has none. shares: what of its layers reaches the others: `all`, also
+    what they pass on to the next ones; what they have `prepared`, as all prepare one and the same call; or `nothing`.
+    keeps_tokens: its layers see the text's tokens, all of them, each in its place. padding_last: it is given padding
+    behind the tokens of each row."""
+
     padding_last: ClassVar[bool] = False
-    gives_memories: ClassVar[bool] = False
-    feeds_gates: ClassVar[bool] = False
-    unpads: ClassVar[bool] = False
-    has_exits: ClassVar[bool] = False
-    has_token_exits: ClassVar[bool] = False
-    passes_streams: ClassVar[bool] = True
-    prepares_together: ClassVar[bool] = True
+    exits: ClassVar[Literal["", "texts", "tokens", "decoder"]] = ""
+    shares: ClassVar[Literal["all", "prepared", "nothing"]] = "all"
     keeps_tokens: ClassVar[bool] = True
-    tells_earlier_ids: ClassVar[bool] = False
-    replays_memory: ClassVar[bool] = False
-    why_not_unpad: ClassVar[str] = "it reads states by row between its layers"
+    why_not: ClassVar[Mapping[str, str]] = {"unpadding": "it reads states by row between its layers"}
 
     def num_layers(self, config: Any) -> int:
         """Modules to build (fewer than steps when weights are shared over depth)."""
@@ -125,19 +56,10 @@ class StackSpec(Spec):
         """Executions of a layer, which is the number of cache slots."""
         return config.num_hidden_layers
 
-    def cache_layer(self, config: Any) -> CacheLayerMixin | None:
+    def cache_layer(self, config: Any, step: int) -> CacheLayerMixin | None:
         """A new layer of a generation cache that holds the state of one execution step, whatever the attention; None:
         the attention says which."""
         return None
-
-    def cache_layer_at(self, config: Any, step: int) -> CacheLayerMixin | None:
-        """The same for one execution step, where they differ."""
-        return self.cache_layer(config)
-
-    def outer_layers(self, config: Any) -> int:
-        """How many of a decoder's first layers read the whole rows and the columns of a grid of tokens by turns, for
-        later rows alone; 0: none do."""
-        return 0
 
     def memory_slots(self, config: Any) -> int | None:
         """States besides the segment that a layer reads of a segment memory, and a generation cache has room for;
@@ -153,23 +75,6 @@ class StackSpec(Spec):
         """Keys and values that a generation cache has room for; None: it grows with the text."""
         return self.memory_slots(config)
 
-    def restarts_after(self, config: Any) -> int | None:
-        """Tokens after which positions begin anew, and nothing sees further back; None: they continue with the
-        text."""
-        return None
-
-    def sentences_before(self) -> int:
-        """How many sentences before the text's own it reads, as inputs of their own."""
-        return 0
-
-    def context_texts(self, config: Any) -> tuple[str, str] | None:
-        """Names of the inputs that hold ids and mask [B, K, S] of further texts, which the tower embeds for it."""
-        return None
-
-    def replays(self) -> bool:
-        """Whether `XFormerTrainer` replays memories, where they can be (`replays_memory`)."""
-        return False
-
     def output_width(self, config: Any) -> int:
         """Width of the last states, which the final norm, the pooler and the heads read."""
         return config.hidden_size
@@ -178,19 +83,6 @@ class StackSpec(Spec):
         """Whether the last states are one for each token of the text."""
         return True
 
-    def build_pooler(self, config: Any) -> TextPooler | None:
-        """What makes a text's vector of the last states in place of the usual pooler, called with `(hidden_states [B,
-        T, D], padding_mask)` and the model inputs that its class names in `inputs`; None: the usual one."""
-        return None
-
-    def build_token_exits(self, config: Any) -> nn.Module | None:
-        """Classifiers of tokens inside the stack, for the token classification head, or None."""
-        return None
-
-    def build_language_exits(self, config: Any) -> nn.Module | None:
-        """What lets tokens of a decoder leave early, for the heads that predict tokens, or None."""
-        return None
-
-    def build_exits(self, config: Any) -> nn.Module | None:
-        """Classifiers inside the stack, for the sequence classification head (see heads/early_exit.py), or None."""
-        return None
+    def build_exits(self, config: Any) -> nn.Module:
+        """Classifiers inside the stack, for the heads that read `exits` of this kind."""
+        raise NotImplementedError(f"stack {self.type!r} has no exits.")

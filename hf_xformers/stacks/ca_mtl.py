@@ -3,19 +3,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import ClassVar
 
 from torch import Tensor, nn
 
 from ..compat import shared_setting
 from ..core.components import bounded, register
-from ..core.context import LayerContext
 from ..core.hand_overs import HandOver
-from ..core.tasks import STREAM, TASKS, check_one_text, task_numbers
+from ..core.prepared import one_state
+from ..core.tasks import TASKS, TaskVector, check_one_text, task_numbers
 from ..normalization.conditional_post_ln import TaskGain
 from ..ops.common.products import widened
-from .base import StackOutput
+from .driver import Pass, StackOutput
 from .plain import PlainStack, PlainStackSpec
 
 
@@ -69,7 +69,7 @@ class TaskConditionedStack(PlainStack):
     """h_0 = x R(z), the layers one after the other, and [`ConditionalBottleneck`] on the last one's states.
 
     Pilault, Elhattami, Pal 2021 (arXiv 2009.09139), section 2.2. z = E_t W + b is the vector of task t (input `tasks`
-    [B]). It is the stream `ca_mtl_task`, which attention 'ca_mtl' and residual 'conditional_post_ln' read in the
+    [B]). It is passed on as [`TaskVector`], which attention 'ca_mtl' and residual 'conditional_post_ln' read in the
     layers.
     """
 
@@ -84,14 +84,12 @@ class TaskConditionedStack(PlainStack):
             None if inner is None else ConditionalBottleneck(width, inner, shared_setting(config, "layer_norm_eps"))
         )
 
-    def forward(
-        self, layers: Sequence[Any], hidden_states: Tensor, context: LayerContext, **given: Any
-    ) -> StackOutput:
-        task = self.task_proj(self.task_table(task_numbers(context, self.num_tasks)))
+    def forward(self, run: Pass) -> StackOutput:
+        task = self.task_proj(self.task_table(task_numbers(run.context, self.num_tasks)))
         if self.alignment is not None:
-            hidden_states = self.alignment(hidden_states, task)
-        context = context.with_streams({**context.streams, STREAM: task})
-        result = super().forward(layers, hidden_states, context, **given)
+            run.hidden_states = self.alignment(run.hidden_states, task)
+        run.context = run.context.passing({**run.context.states, **one_state(TaskVector(task))})
+        result = super().forward(run)
         if self.bottleneck is not None:
             result.hidden_states = self.bottleneck(result.hidden_states, task)
         return result
@@ -105,10 +103,9 @@ class TaskConditionedSpec(PlainStackSpec):
 
     summary = "layers one after the other, with matrices around them that know the task"
     inputs = (TASKS,)
-    gives = frozenset({HandOver.TASK})
-    context_parallel = False
-    unpads = False
-    why_not_unpad = "each row has a task of its own"
+    gives = PlainStackSpec.gives | {HandOver.TASK}
+    supports = frozenset({"choices", "layer_drop", "packed_rows"})
+    why_not: ClassVar[Mapping[str, str]] = {"unpadding": "each row has a task of its own"}
 
     num_tasks: int = bounded(1, least=1)
     alignment: bool = True
@@ -116,7 +113,7 @@ class TaskConditionedSpec(PlainStackSpec):
 
     def check(self, config) -> None:
         check_one_text(config, "stack 'ca_mtl'", self.num_tasks)
-        if not config.block.passes_streams:
+        if not config.block.passes_states:
             raise ValueError(
                 f"stack 'ca_mtl' hands the task through all layers, which block {config.block.type!r} does not pass"
                 " on; set `block='vanilla'`, or `stack='plain'`."

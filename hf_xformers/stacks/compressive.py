@@ -12,11 +12,12 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
-from ..attention.transformer_xl import KEY_USAGE, MEMORY_ORDER
+from ..attention.shared.query_grid import KeyUsage
 from ..blocks.base import XFormerLayer
 from ..core.components import bounded, register
 from ..core.context import LayerContext
-from ..core.segment_memory import CompressiveMemory, MemoryCacheLayer, SegmentMemory, take_slots
+from ..core.hand_overs import HandOver
+from ..core.segment_memory import CompressiveMemory, MemoryCacheLayer, MemoryLayout, SegmentMemory, take_slots
 from .segment_recurrent import SegmentRecurrentSpec, SegmentRecurrentStack
 
 
@@ -113,7 +114,7 @@ class CompressiveStack(SegmentRecurrentStack):
 
     def begin(self, context: LayerContext) -> None:
         if self.spec.compression == "most_used":
-            context.shared[KEY_USAGE] = {}
+            context.keep(KeyUsage({}))
 
     def slot(self, cache: Cache | None) -> MemoryCacheLayer | None:
         if cache is None:
@@ -155,11 +156,10 @@ class CompressiveStack(SegmentRecurrentStack):
     def received(self, carried: CompressiveMemory, inputs: Sequence[Tensor], context: LayerContext) -> list[Tensor]:
         """The attention that every state of [m ; h] got in this segment, one [B, M + T] per step; empty if not
         counted."""
-        usage = context.shared.get(KEY_USAGE)
+        usage, order = context.find(KeyUsage), MemoryLayout.of(context).order
         if usage is None:
             return []
-        order = context.shared.get(MEMORY_ORDER)
-        found = [usage[step] for step in range(len(inputs))]
+        found = [usage.by_step[step] for step in range(len(inputs))]
         if order is not None:
             found = [torch.zeros_like(got).scatter(1, order, got) for got in found]
         return [got[:, carried.compressed_length :] for got in found]
@@ -218,7 +218,7 @@ class CompressiveSpec(SegmentRecurrentSpec):
     def memory_slots(self, config) -> int:
         return self.length(config) + self.compressed(config)
 
-    def cache_layer(self, config) -> MemoryCacheLayer:
+    def cache_layer(self, config, step: int) -> MemoryCacheLayer:
         """The state of generation, whatever the attention."""
         return MemoryCacheLayer()
 
@@ -243,7 +243,7 @@ class CompressiveSpec(SegmentRecurrentSpec):
 
     def check(self, config) -> None:
         super().check(config)
-        if self.compression == "most_used" and not config.attention.counts_usage:
+        if self.compression == "most_used" and HandOver.KEY_USAGE not in config.attention.reads:
             raise ValueError(
                 f"compressive's 'most_used' asks how much attention each state gets, which attention"
                 f" {config.attention.type!r} does not tell; use attention 'transformer_xl', or another `compression`."

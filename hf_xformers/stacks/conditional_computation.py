@@ -3,18 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
 
-from ..blocks.base import XFormerLayer
 from ..core.components import bounded, register
-from ..core.context import LayerContext
-from ..core.gates import ALL, NOISE, OPEN, Gates
-from ..position.base import PositionActs
-from .base import StackOutput, StackSpec
+from ..core.gates import ALL, OPEN, GateNoise, Gates
+from ..core.hand_overs import HandOver
+from .base import StackSpec
+from .driver import Pass, StackOutput
 from .plain import PlainStack
 
 
@@ -36,31 +32,16 @@ class ConditionalStack(PlainStack):
     def initialize(self, config, init) -> None:
         init.zeros_(self.passes)
 
-    def forward(
-        self,
-        layers: Sequence[XFormerLayer],
-        hidden_states: Tensor,
-        context: LayerContext,
-        *,
-        position: PositionActs,
-        memory: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        **more,
-    ) -> StackOutput:
+    def forward(self, run: Pass) -> StackOutput:
         if self.training:
-            context.shared[NOISE] = self.spec.noise_max * (self.passes / self.spec.noise_steps).clamp(max=1.0)
-            gate = next((module for layer in layers for module in layer.modules() if isinstance(module, Gates)), None)
+            alpha = self.spec.noise_max * (self.passes / self.spec.noise_steps).clamp(max=1.0)
+            run.context.keep(GateNoise(alpha))
+            gate = next(
+                (module for layer in run.layers for module in layer.modules() if isinstance(module, Gates)), None
+            )
             if gate is not None and gate.outer.weight.requires_grad and torch.is_grad_enabled():
                 self.passes += 1
-        result = super().forward(
-            layers,
-            hidden_states,
-            context,
-            position=position,
-            memory=memory,
-            past_key_values=past_key_values,
-            **more,
-        )
+        result = super().forward(run)
         opened, total = result.aux_losses.pop(OPEN, None), result.aux_losses.pop(ALL, None)
         if opened is not None and total is not None:
             share = opened / total.clamp(min=1)
@@ -77,9 +58,8 @@ class ConditionalComputationSpec(StackSpec):
     alpha grows from 0 to `noise_max` during the first `noise_steps` training passes.
     """
 
-    feeds_gates = True
-    packed = True
-    unpads = True
+    gives = frozenset({HandOver.GATE_NOISE})
+    supports = frozenset({"packed_rows", "unpadding"})
     summary = "gates switch sublayers off token by token, within a budget"
     unquantized = dict.fromkeys(("query_gate.inner", "gate.inner"), "it opens or closes a part for a token")
 

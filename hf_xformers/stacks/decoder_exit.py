@@ -8,7 +8,6 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers.cache_utils import Cache
 
 from ..blocks.base import XFormerLayer
 from ..core.components import bounded, register
@@ -16,6 +15,7 @@ from ..core.context import LayerContext
 from ..core.extent import can_inspect
 from ..core.losses import token_cross_entropy
 from .base import Stack, StackSpec
+from .driver import Pass
 from .early_exit import Course
 from .plain import PlainStack
 from .token_exit import TokenCourse, TokenExitStack
@@ -61,32 +61,11 @@ class DecoderExitStack(TokenExitStack):
     def course(self, watch: Any, context: LayerContext) -> Course:
         return DecoderCourse(watch, context)
 
-    def run_layer(
-        self,
-        course: Course,
-        layer: XFormerLayer,
-        hidden_states: Tensor,
-        memory: Tensor | None,
-        streams: dict[str, Tensor],
-        *,
-        context: LayerContext,
-        step: int,
-        past_key_values: Cache | None,
-    ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-        if isinstance(course, DecoderCourse) and course.done:
-            if past_key_values is not None:
-                layer.remember(hidden_states, context, past_key_values, step)
-            return hidden_states, streams, {}
-        return super().run_layer(
-            course,
-            layer,
-            hidden_states,
-            memory,
-            streams,
-            context=context,
-            step=step,
-            past_key_values=past_key_values,
-        )
+    def run_layer(self, course: Course, layer: XFormerLayer, run: Pass, step: int) -> None:
+        if not (isinstance(course, DecoderCourse) and course.done):
+            super().run_layer(course, layer, run, step)
+        elif run.past_key_values is not None:
+            layer.remember(run.hidden_states, run.context, run.past_key_values, step)
 
 
 class LanguageExits(nn.Module):
@@ -223,7 +202,8 @@ class DecoderExitSpec(StackSpec):
 
     inputs: ClassVar[tuple[str, ...]] = ("exit_watch",)
     summary = "a decoder's tokens leave after the first layer that is sure of the next one"
-    passes_streams = False
+    exits = "decoder"
+    shares = "prepared"
     layers_apart = False  # keys of tokens that have left are made outside of a layer's call
 
     halting: Literal["confidence", "gates"] = "confidence"
@@ -263,7 +243,7 @@ class DecoderExitSpec(StackSpec):
                 f" {getattr(config, what).type!r} does not; use attention 'dense' and block 'vanilla'."
             )
 
-    def build_language_exits(self, config) -> nn.Module:
+    def build_exits(self, config) -> nn.Module:
         return LanguageExits(config, self)
 
     def build(self, config, **where) -> Stack:

@@ -3,21 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers.cache_utils import Cache
 
-from ..blocks.base import XFormerLayer, unpack_layer
 from ..core.components import bounded, register
-from ..core.context import LayerContext, add_losses
+from ..core.context import add_losses
 from ..core.segment_memory import take_slots
 from ..ops.common.real_tokens import real_first
-from ..position.base import PositionActs
-from .base import Stack, StackOutput, StackSpec
+from .base import Stack, StackSpec
+from .driver import Pass, StackOutput
 
 
 class DistillingStack(Stack):
@@ -37,31 +34,19 @@ class DistillingStack(Stack):
         width = config.hidden_size
         self.convolutions = nn.ModuleList(nn.Conv1d(width, width, 3) for _ in range(self.halvings))
 
-    def forward(
-        self,
-        layers: Sequence[XFormerLayer],
-        hidden_states: Tensor,
-        context: LayerContext,
-        *,
-        position: PositionActs,
-        memory: Tensor | None = None,
-        past_key_values: Cache | None = None,
-    ) -> StackOutput:
+    def forward(self, run: Pass) -> StackOutput:
+        hidden_states, context = run.hidden_states, run.context
         real, order = context.padding_mask, None
         losses: dict[str, Tensor] = {}
         first, first_real, inner = hidden_states, real, context
-        for step, layer in enumerate(layers):
+        for step, layer in enumerate(run.layers):
             if step:
                 index = torch.arange(hidden_states.shape[1], device=hidden_states.device)
                 inner = context.derive(
                     padding_mask=real, positions=index[None], query_index=index, key_index=index, fresh=True
                 )
             layer.prepare(inner, None)
-            streams = inner.streams
-            output = layer(
-                hidden_states, None, *streams.values(), context=inner, step=step, stream_names=tuple(streams)
-            )
-            hidden_states, _, new_losses = unpack_layer(output)
+            hidden_states, _, new_losses = layer(hidden_states, None, inner.states, context=inner, step=step)
             add_losses(losses, new_losses)
             if step == 0 and self.halvings:
                 if real is not None:
@@ -114,7 +99,8 @@ class DistillingSpec(StackSpec):
     (`circular`). upsample: give states of the full length (`None`: as the only tower, not as the encoder of an
     encoder-decoder)."""
 
-    passes_streams = prepares_together = keeps_tokens = False
+    shares = "nothing"
+    keeps_tokens = False
 
     summary = "a convolution and a maximum over neighbors halve the sequence between layers"
 

@@ -4,19 +4,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
 
-from ..blocks.base import XFormerLayer, unpack_layer
-from ..core.context import LayerContext, add_losses
+from ..blocks.base import XFormerLayer
+from ..core.context import LayerContext
 from ..core.unpadding import Unpadding
-from ..position.base import PositionActs
-from .base import StackOutput, StackSpec, memory_by_step
+from ..position.base import Position
+from .base import StackSpec
+from .driver import Pass, StackOutput
 from .plain import PlainStack
 
 
@@ -55,7 +54,7 @@ class Course:
     def narrow(self, stay: Tensor) -> None:
         """Of the running rows those with the indices `stay` continue."""
 
-    def end(self, hidden_states: Tensor, context: LayerContext) -> Tensor:
+    def end(self, hidden_states: Tensor) -> Tensor:
         """The states of the whole batch, where no row was taken out."""
         return hidden_states
 
@@ -73,11 +72,11 @@ class RowCourse(Course):
     ) -> Tensor | None:
         leaves = self.watch(layer, hidden_states, context.query_padding_mask, rows)
         if leaves is not None and not gathers:
-            self.final = self.end(hidden_states, context)
+            self.final = self.end(hidden_states)
             self.left = leaves if self.left is None else self.left | leaves
         return leaves
 
-    def end(self, hidden_states: Tensor, context: LayerContext) -> Tensor:
+    def end(self, hidden_states: Tensor) -> Tensor:
         if self.final is None or self.left is None:
             return hidden_states
         return torch.where(self.left[:, None, None], self.final, hidden_states)
@@ -103,56 +102,20 @@ class EarlyExitStack(PlainStack):
         """How a call continues that `watch` looks at."""
         return RowCourse(watch)
 
-    def run_layer(
-        self,
-        course: Course,
-        layer: XFormerLayer,
-        hidden_states: Tensor,
-        memory: Tensor | None,
-        streams: dict[str, Tensor],
-        *,
-        context: LayerContext,
-        step: int,
-        past_key_values: Cache | None,
-    ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-        """States, streams and losses of one layer. States are rows between layers, of which some are read and leave;
-        inside they may be those of real tokens alone."""
-        hidden_states, streams, losses = unpack_layer(
-            layer(
-                context.packed(hidden_states),
-                memory,
-                *streams.values(),
-                context=context,
-                step=step,
-                stream_names=tuple(streams),
-                past_key_values=past_key_values,
-            )
-        )
-        return context.padded(hidden_states), streams, losses
+    def run_layer(self, course: Course, layer: XFormerLayer, run: Pass, step: int) -> None:
+        """States are rows between layers, of which some are read and leave; inside they may be those of real tokens
+        alone."""
+        run.hidden_states = run.context.packed(run.hidden_states)
+        run.layer(step, layer)
+        run.hidden_states = run.context.padded(run.hidden_states)
 
-    def forward(
-        self,
-        layers: Sequence[XFormerLayer],
-        hidden_states: Tensor,
-        context: LayerContext,
-        *,
-        position: PositionActs,
-        memory: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        **more,
-    ) -> StackOutput:
+    def forward(self, run: Pass) -> StackOutput:
+        hidden_states, context = run.hidden_states, run.context
         watch = context.inputs.get("exit_watch")
-        depth = [layers[step % len(layers)] for step in range(self.steps)]
+        depth = [run.layers[step % len(run.layers)] for step in range(self.steps)]
         if watch is None:
-            return super().forward(
-                depth,
-                hidden_states,
-                context,
-                position=position,
-                memory=memory,
-                past_key_values=past_key_values,
-                **more,
-            )
+            run.layers = depth
+            return super().forward(run)
         course = self.course(watch, context)
         gathers = course.gathers and not (
             context.output_hidden_states
@@ -162,29 +125,17 @@ class EarlyExitStack(PlainStack):
         )
         whole, rows = context, None
         final: Tensor | None = None
-        aux_losses: dict[str, Tensor] = {}
-        for layer in layers:
-            layer.prepare(context, past_key_values)
-        streams, memories = context.streams, memory_by_step(memory, self.steps)
+        run.begin(self.steps)
+        run.hidden_states, run.positions = hidden_states, context.positions
         for step, layer in enumerate(depth):
-            before = hidden_states
-            course.before(context, gathers)
-            hidden_states = position.embed_layer(hidden_states, context.positions, step)
-            hidden_states, streams, losses = self.run_layer(
-                course,
-                layer,
-                hidden_states,
-                memories[step],
-                streams,
-                context=context,
-                step=step,
-                past_key_values=past_key_values,
-            )
-            add_losses(aux_losses, losses)
-            hidden_states = course.after(before, hidden_states)
+            before = run.hidden_states
+            course.before(run.context, gathers)
+            run.embed(step)
+            self.run_layer(course, layer, run, step)
+            run.hidden_states = hidden_states = course.after(before, run.hidden_states)
             if step == self.steps - 1:
                 break
-            leaves = course.look(step + 1, hidden_states, context, rows, gathers)
+            leaves = course.look(step + 1, hidden_states, run.context, rows, gathers)
             if leaves is None or not gathers:
                 continue
             stay = (~leaves).nonzero().squeeze(-1)
@@ -192,19 +143,13 @@ class EarlyExitStack(PlainStack):
                 continue
             final, rows = settle(final, hidden_states, rows, leaves)
             if stay.shape[0] == 0:
-                return StackOutput(final, whole, aux_losses)
-            hidden_states, rows = hidden_states[stay], rows[stay]
+                return StackOutput(final, whole, run.losses)
+            rows = rows[stay]
             course.narrow(stay)
-            prepared = context.streams
-            context = take_rows(context, stay, position, hidden_states)
-            for other in layers:
-                other.prepare(context, None)
-            # What no layer has touched is made anew with the rest; what layers pass on is cut.
-            handed = {name: take(x, stay) for name, x in streams.items() if x is not prepared.get(name)}
-            streams = {**context.streams, **handed}
+            run.narrow(stay, take_rows(run.context, stay, run.position, hidden_states[stay]))
         if rows is not None and final is not None:
-            return StackOutput(final.index_copy(0, rows, hidden_states), whole, aux_losses)
-        return StackOutput(course.end(hidden_states, whole), whole, aux_losses)
+            return StackOutput(final.index_copy(0, rows, run.hidden_states), whole, run.losses)
+        return StackOutput(course.end(run.hidden_states), whole, run.losses)
 
 
 def settle(final: Tensor | None, hidden_states: Tensor, rows: Tensor | None, leaves: Tensor) -> tuple[Tensor, Tensor]:
@@ -219,7 +164,7 @@ def take(tensor: Tensor, rows: Tensor) -> Tensor:
     return tensor if tensor.shape[0] == 1 else tensor[rows]
 
 
-def take_rows(context: LayerContext, rows: Tensor, position: PositionActs, like: Tensor) -> LayerContext:
+def take_rows(context: LayerContext, rows: Tensor, position: Position, like: Tensor) -> LayerContext:
     """The call's state bundle for some of its rows [R]; layers have to prepare anew."""
     kept = copy.copy(context)
     for name in ("padding_mask", "positions", "explicit_mask", "segment_ids", "inputs_embeds", "position_ids"):
@@ -231,10 +176,8 @@ def take_rows(context: LayerContext, rows: Tensor, position: PositionActs, like:
     }
     if kept.unpadding is not None and kept.padding_mask is not None:
         kept.unpadding = Unpadding(kept.padding_mask)
-    kept.shared, kept.streams = {}, {}
-    if "score_bias" in context.shared:  # a function of positions in the table, not of rows
-        kept.shared["score_bias"] = context.shared["score_bias"]
-    position.share_rotations(kept, like)
+    kept.made, kept.states = {}, {}
+    position.share(kept, like)
     return kept
 
 
@@ -247,9 +190,8 @@ class EarlyExitSpec(StackSpec):
     """
 
     inputs: ClassVar[tuple[str, ...]] = ("exit_watch",)
-    has_exits = True
-    packed = True
-    unpads = True
+    exits = "texts"
+    supports = frozenset({"packed_rows", "unpadding"})
 
     share_layers: bool = False
 

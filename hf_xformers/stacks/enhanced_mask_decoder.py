@@ -4,18 +4,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from typing import Any
 
-from torch import Tensor
-from transformers.cache_utils import Cache
-
-from ..attention.shared.base import KEY_STATES
-from ..blocks.base import XFormerLayer, unpack_layer
+from ..attention.shared.base import KeyStates
 from ..core.components import bounded, register
-from ..core.context import LayerContext, add_losses
-from ..position.base import PositionActs
-from .base import StackOutput, StackSpec
+from ..core.context import add_losses
+from ..core.hand_overs import HandOver
+from ..core.prepared import one_state
+from .base import StackSpec
+from .driver import Pass, StackOutput
 from .plain import PlainStack
 
 ABSOLUTE_POSITIONS = "absolute_positions"
@@ -33,56 +29,40 @@ class EnhancedMaskDecoder(PlainStack):
         super().__init__()
         self.passes = spec.passes
 
-    def forward(
-        self,
-        layers: Sequence[XFormerLayer],
-        hidden_states: Tensor,
-        context: LayerContext,
-        *,
-        position: PositionActs,
-        memory: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        collect: Callable[[Tensor], None] | None = None,
-    ) -> StackOutput:
+    def forward(self, run: Pass) -> StackOutput:
+        context, layers, hidden_states = run.context, run.layers, run.hidden_states
         table = context.inputs.get(ABSOLUTE_POSITIONS)
-        given: dict[str, Any] = {
-            "position": position,
-            "memory": memory,
-            "past_key_values": past_key_values,
-            "collect": collect,
-        }
         if table is None or not len(layers):
-            return super().forward(layers, hidden_states, context, **given)
+            return super().forward(run)
         if hidden_states.shape[1] > table.shape[0]:
             raise ValueError(
                 f"The sequence has {hidden_states.shape[1]} tokens, but the enhanced mask decoder knows"
                 f" {table.shape[0]} absolute positions (`max_position_embeddings`); shorten it or build a model with"
                 " more."
             )
-        result = super().forward(layers[:-1], hidden_states, context, **given)
+        run.layers = layers[:-1]
+        result = super().forward(run)
         below, step = result.hidden_states, len(layers) - 1
-        last: Any = layers[-1]
-        last.prepare(context, past_key_values)
-        below = position.embed_layer(below, context.positions, step)  # in rows, as the stream with it is read
-        streams = {**context.streams, KEY_STATES: below}
+        last = layers[-1]
+        last.prepare(context, run.past_key_values)
+        below = run.position.embed_layer(below, context.positions, step)  # in rows, as the stream with it is read
+        given_states = {**context.states, **one_state(KeyStates(below))}
         quiet = copy.copy(context)  # the passes before the last are no layers of their own to whoever records
         quiet.output_attentions, quiet.implementation = False, "sdpa"
         states = context.packed(below + table[context.positions].to(below.dtype))
         for number in range(self.passes):
             final = number == self.passes - 1
-            output = (last if final else last.forward)(
+            states, _, losses = (last if final else last.unrecorded)(
                 states,
                 None,
-                *streams.values(),
+                given_states,
                 context=context if final else quiet,
                 step=step,
-                stream_names=tuple(streams),
-                past_key_values=past_key_values,
+                past_key_values=run.past_key_values,
             )
-            states, _, losses = unpack_layer(output)
         add_losses(result.aux_losses, losses)
-        if collect is not None:
-            collect(states)
+        if run.collect is not None:
+            run.collect(states)
         return StackOutput(context.padded(states), context, result.aux_losses)
 
 
@@ -91,8 +71,7 @@ class EnhancedMaskDecoderSpec(StackSpec):
     """passes: runs of the last layer (the released code: 2)."""
 
     layers_apart = False  # it runs the last layer's parts itself
-    packed = True
-    unpads = True
+    supports = frozenset({"packed_rows", "unpadding"})
     summary = "the last layer reads once more with absolute positions before masked tokens are predicted"
     inputs = (ABSOLUTE_POSITIONS,)
 
@@ -104,7 +83,10 @@ class EnhancedMaskDecoderSpec(StackSpec):
                 "stack 'enhanced_mask_decoder' predicts masked tokens and cannot stand in a decoder; use 'plain'"
                 " there."
             )
-        if not config.attention.apart_key_states or not config.position.acts & {"score_terms", "head_terms"}:
+        if HandOver.KEY_STATES not in config.attention.reads or not config.position.acts & {
+            "score_terms",
+            "head_terms",
+        }:
             raise ValueError(
                 "stack 'enhanced_mask_decoder' needs attention 'dense' with a position inside it such as 'deberta',"
                 f" got {config.attention.type!r} with {config.position.type!r}; use the stack 'plain'."

@@ -3,22 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
 
-from ..blocks.base import XFormerLayer
 from ..core.components import bounded, register
 from ..core.context import LayerContext
 from ..core.extent import can_inspect
 from ..core.hand_overs import HandOver
 from ..core.segment_memory import take_slots
 from ..ops.common.real_tokens import real_places, real_together
-from ..position.base import PositionActs
-from ..position.etc_relative import LAYOUT, TwoStreams
-from .base import StackOutput, StackSpec
+from ..position.etc_relative import TwoStreams
+from .base import StackSpec
+from .driver import Pass, StackOutput
 from .plain import PlainStack
 
 
@@ -55,17 +51,8 @@ class EtcStack(PlainStack):
         number = (starts.long().cumsum(-1) - 1).clamp(min=0)
         return number, int(number.max()) + 1 if can_inspect() and length else max(length, 1)
 
-    def forward(
-        self,
-        layers: Sequence[XFormerLayer],
-        hidden_states: Tensor,
-        context: LayerContext,
-        *,
-        position: PositionActs,
-        memory: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        **more,
-    ) -> StackOutput:
+    def forward(self, run: Pass) -> StackOutput:
+        hidden_states, context = run.hidden_states, run.context
         if context.explicit_mask is not None:
             raise ValueError(
                 "stack 'etc' adds tokens to a text, which a prepared 4-D mask has no place for; give a [batch, length]"
@@ -100,12 +87,10 @@ class EtcStack(PlainStack):
             key_index=index,
             inputs={**context.inputs, "global_attention_mask": chosen, "max_global_tokens": count},
         )
-        wider.shared[LAYOUT] = TwoStreams(is_global, place, summary)
-        position.share_rotations(wider, states)
-        bias = position.score_bias()
-        if bias is not None:
-            wider.shared["score_bias"] = bias
-        result = super().forward(layers, states, wider, position=position, memory=memory, **more)
+        wider.keep(TwoStreams(is_global, place, summary))
+        run.position.share(wider, states)
+        run.hidden_states, run.context, run.past_key_values = states, wider, None
+        result = super().forward(run)
         states = result.hidden_states
         if order is not None:
             states = take_slots(states, order.argsort(1))

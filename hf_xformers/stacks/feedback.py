@@ -5,7 +5,6 @@ steps."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,14 +12,14 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
-from ..attention.feedback import STREAMS
-from ..blocks.base import XFormerLayer, unpack_layer
+from ..attention.feedback import FeedbackMemory
 from ..core.cache import RecurrentStateLayer
 from ..core.components import register
-from ..core.context import LayerContext, add_losses, self_attention_cache
+from ..core.context import add_losses, self_attention_cache
 from ..core.hand_overs import HandOver
-from ..position.base import PositionActs
-from .base import Stack, StackOutput, StackSpec, memory_by_step
+from ..core.prepared import one_state
+from .base import Stack, StackSpec
+from .driver import Pass, StackOutput, memory_by_step
 
 
 class FeedbackStack(Stack):
@@ -93,28 +92,21 @@ class FeedbackStack(Stack):
         empty = like.new_zeros(like.shape[0], self.groups, self.num_key_value_heads, self.window, self.head_dim)
         return empty, empty
 
-    def forward(
-        self,
-        layers: Sequence[XFormerLayer],
-        hidden_states: Tensor,
-        context: LayerContext,
-        *,
-        position: PositionActs,
-        memory: Tensor | None = None,
-        past_key_values: Cache | None = None,
-    ) -> StackOutput:
+    def forward(self, run: Pass) -> StackOutput:
+        hidden_states, context, layers = run.hidden_states, run.context, run.layers
+        past_key_values = run.past_key_values
         length = hidden_states.shape[1]
         cache, real = self_attention_cache(past_key_values), context.query_padding_mask
-        if memory is not None and past_key_values is None:
+        if run.memory is not None and past_key_values is None:
             # So that the memory's keys and values are computed once, not at every step.
             past_key_values = EncoderDecoderCache(DynamicCache(), DynamicCache())
         recorded = context.output_attentions or context.output_hidden_states
         for layer in layers:
             layer.prepare(context, past_key_values)
-        memories = memory_by_step(memory, len(layers))
+        memories = memory_by_step(run.memory, len(layers))
         window = Window(*self.carried(cache, hidden_states))
         start, written, outputs = window.parts()[:2], [], []
-        aux_losses: dict[str, Tensor] = {}
+        aux_losses = run.losses
         for time in range(length):
             now = replace(
                 context,
@@ -128,18 +120,15 @@ class FeedbackStack(Stack):
             state = hidden_states[:, time : time + 1]
             states, parts = [state], [part.unbind(1) for part in window.parts()]
             for index, layer in enumerate(layers):
-                state = position.embed_layer(state, now.positions, index)
-                # Calling `forward` passes by the hooks that record a layer's output.
-                output = (layer.forward if recorded else layer)(
+                state = run.position.embed_layer(state, now.positions, index)
+                state, _, losses = (layer.unrecorded if recorded else layer)(
                     state,
                     memories[index],
-                    *(part[index % self.groups] for part in parts),
+                    one_state(FeedbackMemory(*(part[index % self.groups] for part in parts))),
                     context=now,
                     step=index,
-                    stream_names=STREAMS,
                     past_key_values=past_key_values,
                 )
-                state, _, losses = unpack_layer(output)
                 add_losses(aux_losses, {name: loss / length for name, loss in losses.items()})
                 states.append(state)
             pair = self.project(self.merge(states), None if real is None else real[:, time : time + 1])
@@ -162,18 +151,15 @@ class FeedbackStack(Stack):
         )
         state = hidden_states
         for index, layer in enumerate(layers):
-            state = position.embed_layer(state, context.positions, index)
-            output = layer(
+            state = run.position.embed_layer(state, context.positions, index)
+            state, _, _ = layer(
                 state,
                 memories[index],
-                read_keys[index % self.groups],
-                read_values[index % self.groups],
+                one_state(FeedbackMemory(read_keys[index % self.groups], read_values[index % self.groups])),
                 context=context,
                 step=index,
-                stream_names=STREAMS[:2],
                 past_key_values=past_key_values,
             )
-            state, _, _ = unpack_layer(output)
         return StackOutput(state, context, aux_losses)
 
 

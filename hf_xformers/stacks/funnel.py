@@ -9,17 +9,18 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
 
-from ..attention.shared.query_grid import Grid
-from ..attention.transformer_xl import GRID, KEY_COUNT, KEY_REAL, KEY_STATES, TOKEN_TYPES
-from ..blocks.base import XFormerLayer, unpack_layer
+from ..attention.shared.base import KeyStates
+from ..attention.shared.query_grid import Grid, QueryGrid
+from ..blocks.base import XFormerLayer
 from ..core.components import bounded, register
 from ..core.context import LayerContext, add_losses
-from ..position.base import PositionActs
-from .base import Stack, StackOutput, StackSpec
+from ..core.hand_overs import HandOver
+from ..core.prepared import States, one_state
+from .base import Stack, StackSpec
+from .driver import Pass, StackOutput
 
-States = tuple[Tensor, Tensor | None, Tensor | None]  # [B, T, D], which are real, the types of their tokens
+Tokens = tuple[Tensor, Tensor | None, Tensor | None]  # [B, T, D], which are real, the types of their tokens
 
 
 class FunnelStack(Stack):
@@ -41,18 +42,10 @@ class FunnelStack(Stack):
         self.spec = spec
         self.sizes, self.repeats = spec.blocks(config), spec.repeats(config)
 
-    def forward(
-        self,
-        layers: Sequence[XFormerLayer],
-        hidden_states: Tensor,
-        context: LayerContext,
-        *,
-        position: PositionActs,
-        memory: Tensor | None = None,
-        past_key_values: Cache | None = None,
-    ) -> StackOutput:
+    def forward(self, run: Pass) -> StackOutput:
+        hidden_states, context, layers = run.hidden_states, run.context, run.layers
         real, types = context.padding_mask, context.inputs.get("token_type_ids")
-        run = _Run(layers, context, self.spec)
+        steps = _Run(layers, context, self.spec)
         first, first_real, first_types = hidden_states, real, types
         index = 0
         for block, (size, repeats) in enumerate(zip(self.sizes, self.repeats, strict=True)):
@@ -62,13 +55,13 @@ class FunnelStack(Stack):
                 hidden_states, real = self.pool(hidden_states, real)
                 types = self.first_of_pairs(types)
             grid = Grid(0, stride=stride, apart=self.spec.separate_cls)
-            inner = run.context(hidden_states, real, grid, (types, types))
+            inner = steps.context(hidden_states, real, QueryGrid(grid, types=(types, types)))
             for layer in layers[index : index + size]:
                 for _ in range(repeats):
                     if source is None:
-                        hidden_states = run(layer, hidden_states, inner)
+                        hidden_states = steps(layer, hidden_states, inner)
                     else:
-                        hidden_states = run.boundary(layer, (hidden_states, real, types), source, stride // 2)
+                        hidden_states = steps.boundary(layer, (hidden_states, real, types), source, stride // 2)
                         source = None
             index += size
             if block == 0:
@@ -76,13 +69,13 @@ class FunnelStack(Stack):
         if not self.spec.upsample:
             if real is None:  # whoever reads these states must not take the mask of the longer text for theirs
                 real = hidden_states.new_ones(hidden_states.shape[:2], dtype=torch.bool)
-            return StackOutput(hidden_states, context.derive(padding_mask=real), run.losses)
+            return StackOutput(hidden_states, context.derive(padding_mask=real), steps.losses)
         hidden_states = self.repeated(hidden_states, real, first.shape[1]) + first
         grid = Grid(0, apart=self.spec.separate_cls)
-        inner = run.context(hidden_states, first_real, grid, (first_types, first_types))
+        inner = steps.context(hidden_states, first_real, QueryGrid(grid, types=(first_types, first_types)))
         for layer in layers[index:]:
-            hidden_states = run(layer, hidden_states, inner)
-        return StackOutput(hidden_states, context, run.losses)
+            hidden_states = steps(layer, hidden_states, inner)
+        return StackOutput(hidden_states, context, steps.losses)
 
     def pool(self, states: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """states [B, T, D], real [B, T] with padding last or None -> pooled states [B, T', D] and which are real.
@@ -135,43 +128,35 @@ class _Run:
         self.step = 0
         self.losses: dict[str, Tensor] = {}
 
-    def context(
-        self,
-        states: Tensor,
-        real: Tensor | None,
-        grid: Grid,
-        types: tuple[Tensor | None, Tensor | None],
-        **shared: Any,
-    ) -> LayerContext:
-        """The state bundle for states [B, T, D] of another length; types: of their tokens, and of those of keys."""
+    def context(self, states: Tensor, real: Tensor | None, moved: QueryGrid) -> LayerContext:
+        """The state bundle for states [B, T, D] of another length."""
         index = torch.arange(states.shape[1], device=states.device)
-        context = self.base.derive(
-            padding_mask=real, positions=index[None] * grid.stride, query_index=index, key_index=index, fresh=True
-        )
-        context.shared.update({GRID: grid, TOKEN_TYPES: types, **shared})
+        places = index[None] * moved.grid.stride
+        context = self.base.derive(padding_mask=real, positions=places, query_index=index, key_index=index, fresh=True)
+        context.keep(moved)
         for layer in self.layers:
             layer.prepare(context, None)
         return context
 
-    def __call__(self, layer: Any, states: Tensor, context: LayerContext, **streams: Tensor) -> Tensor:
-        streams = {**context.streams, **streams}
-        output = layer(states, None, *streams.values(), context=context, step=self.step, stream_names=tuple(streams))
-        states, _, losses = unpack_layer(output)
+    def __call__(
+        self, layer: XFormerLayer, states: Tensor, context: LayerContext, further: States | None = None
+    ) -> Tensor:
+        given = {**context.states, **(further or {})}
+        states, _, losses = layer(states, None, given, context=context, step=self.step)
         add_losses(self.losses, losses)
         self.step += 1
         return states
 
-    def boundary(self, layer: Any, queries: States, keys: States, stride: int) -> Tensor:
+    def boundary(self, layer: Any, queries: Tokens, keys: Tokens, stride: int) -> Tensor:
         """Pooled queries read the states before pooling, which stand `stride` tokens apart."""
         apart = self.spec.separate_cls
         (pooled, pooled_real, types), (states, real, key_types) = queries, keys
         if not self.spec.pool_query_only:
-            grid = Grid(0, stride=2 * stride, apart=apart)
-            return self(layer, pooled, self.context(pooled, pooled_real, grid, (types, types)))
+            moved = QueryGrid(Grid(0, stride=2 * stride, apart=apart), types=(types, types))
+            return self(layer, pooled, self.context(pooled, pooled_real, moved))
         grid = Grid(-int(apart), step=2, stride=stride, apart=apart)
-        further = {KEY_REAL: real, KEY_COUNT: states.shape[1]}
-        context = self.context(pooled, pooled_real, grid, (types, key_types), **further)
-        return self(layer, pooled, context, **{KEY_STATES: layer.frame(layer.plan[0]).enter(states)})
+        context = self.context(pooled, pooled_real, QueryGrid(grid, states.shape[1], real, (types, key_types)))
+        return self(layer, pooled, context, one_state(KeyStates(layer.frame(layer.plan[0]).enter(states))))
 
 
 @register("stack", "funnel")
@@ -184,7 +169,8 @@ class FunnelSpec(StackSpec):
     the first token is never pooled. truncate: with that, leave out the last token before pooling, so that lengths stay
     powers of two."""
 
-    passes_streams = keeps_tokens = False
+    shares = "prepared"
+    keeps_tokens = False
     padding_last = True
 
     summary = "sequence halved from block to block, then brought back to its length"
@@ -234,7 +220,7 @@ class FunnelSpec(StackSpec):
             raise ValueError(
                 f"funnel needs as many `block_repeats` as blocks, got {list(self.repeats(config))} for {len(blocks)}."
             )
-        if not config.attention.pooled_queries:
+        if HandOver.POOLED_QUERIES not in config.attention.reads:
             raise ValueError(
                 "funnel's pooled queries need an attention that takes positions of its own, which"
                 f" {config.attention.type!r} does not; set `attention='transformer_xl'`."

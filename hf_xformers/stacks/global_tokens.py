@@ -3,19 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
 
-from ..blocks.base import XFormerLayer
 from ..core.components import bounded, register
 from ..core.context import LayerContext
 from ..core.segment_memory import take_slots
 from ..ops.common.real_tokens import real_first
-from ..position.base import PositionActs
-from .base import StackOutput, StackSpec
+from .base import StackSpec
+from .driver import Pass, StackOutput
 from .plain import PlainStack
 
 
@@ -37,17 +33,8 @@ class GlobalTokensStack(PlainStack):
     def initialize(self, config, init) -> None:
         init.normal_(self.tokens, mean=0.0, std=config.initializer_range)
 
-    def forward(
-        self,
-        layers: Sequence[XFormerLayer],
-        hidden_states: Tensor,
-        context: LayerContext,
-        *,
-        position: PositionActs,
-        memory: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        **more,
-    ) -> StackOutput:
+    def forward(self, run: Pass) -> StackOutput:
+        hidden_states, context = run.hidden_states, run.context
         batch, length = hidden_states.shape[:2]
         if context.explicit_mask is not None:
             raise ValueError(
@@ -62,11 +49,9 @@ class GlobalTokensStack(PlainStack):
             order = real_first(wider.padding_mask)
             hidden_states = take_slots(hidden_states, order)
             wider = self._ordered(wider, order)
-        position.share_rotations(wider, hidden_states)
-        bias = position.score_bias()
-        if bias is not None:
-            wider.shared["score_bias"] = bias
-        result = super().forward(layers, hidden_states, wider, position=position, memory=memory, **more)
+        run.position.share(wider, hidden_states)
+        run.hidden_states, run.context, run.past_key_values = hidden_states, wider, None
+        result = super().forward(run)
         hidden_states = result.hidden_states
         if order is not None:
             hidden_states = take_slots(hidden_states, order.argsort(1))

@@ -3,22 +3,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
-from ..blocks.base import XFormerLayer
 from ..compat import shared_setting
 from ..core.cache import FollowsRows, KeepsMore
 from ..core.components import bounded, register
 from ..core.context import LayerContext, add_losses, self_attention_cache
-from ..position.base import PositionActs
-from .base import CONTEXT, StackOutput, StackSpec
+from ..core.prepared import Prepared, State
+from .base import StackSpec
+from .driver import Pass, StackOutput
 from .plain import PlainStack
 
 
@@ -104,6 +103,18 @@ class HierarchicalContext(nn.Module):
         return torch.where(there.any(-1)[:, None, None], mixed, states)
 
 
+class FurtherStates(State):
+    """The embedded sentences before, [B, K, S, D]."""
+
+    states: Tensor
+
+
+class FurtherTexts(Prepared):
+    """The call of the sentences before."""
+
+    call: LayerContext
+
+
 class HanStack(PlainStack):
     """Layers over a sentence, and over those before it; then [`HierarchicalContext`] on this tower's side.
 
@@ -119,22 +130,40 @@ class HanStack(PlainStack):
         own = spec.side in (("decoder", "both") if config.is_decoder else ("encoder", "both"))
         self.context = HierarchicalContext(config) if own else None
 
-    def forward(  # type: ignore[override]  # nothing collects states of other sentences
-        self,
-        layers: Sequence[XFormerLayer],
-        hidden_states: Tensor,
-        context: LayerContext,
-        *,
-        position: PositionActs,
-        memory: Tensor | None = None,
-        past_key_values: Cache | None = None,
-    ) -> StackOutput:
-        before, inner = context.streams.pop(CONTEXT, None), context.shared.pop(CONTEXT, None)
-        memory, around = self._divided(memory, context)
-        output = super().forward(
-            layers, hidden_states, context, position=position, memory=memory, past_key_values=past_key_values
-        )
-        states, mask = self._before(layers, before, inner, around, position, output, past_key_values)
+    def read_inputs(self, tower: Any, context: LayerContext) -> None:
+        """The sentences before, where they are given and no cache has what was made of them."""
+        prefix = "decoder_" if self.causal else ""
+        names = (f"{prefix}context_input_ids", f"{prefix}context_attention_mask")
+        ids, mask = (context.inputs.get(name) for name in names)
+        if ids is None or not context.fresh or context.inputs_embeds is None:
+            return
+        batch, most = context.inputs_embeds.shape[0], self.spec.context_size
+        if ids.ndim != 3 or ids.shape[0] != batch or ids.shape[1] > most:
+            raise ValueError(
+                f"`{names[0]}` {list(ids.shape)} does not belong to a batch of {batch} texts with at most {most}"
+                " sentences before each; give [batch, sentences, length]."
+            )
+        if mask is not None and mask.shape != ids.shape:
+            raise ValueError(
+                f"`{names[1]}` {list(mask.shape)} is not the mask of `{names[0]}` {list(ids.shape)}; give 1 for each"
+                " real token, 0 for padding and missing sentences."
+            )
+        vectors = tower.embedding.lookup(ids.flatten(0, 1))
+        real = torch.ones_like(ids) if mask is None else mask
+        inner = tower.make_context(vectors, real.flatten(0, 1).long(), None)
+        inner.padding_mask = real.flatten(0, 1) != 0
+        hidden_states = tower.embedded(vectors, None, inner)
+        tower.position.share(inner, hidden_states)
+        context.keep(FurtherTexts(inner))
+        context.start(FurtherStates(hidden_states.unflatten(0, ids.shape[:2])))
+
+    def forward(self, run: Pass) -> StackOutput:
+        hidden_states, context = run.hidden_states, run.context
+        given, texts = context.states.pop((FurtherStates, None), None), context.find(FurtherTexts)
+        before, inner = (None, None) if given is None or texts is None else (given.states, texts.call)
+        run.memory, around = self._divided(run.memory, context)
+        output = super().forward(run)
+        states, mask = self._before(run, before, inner, around, output)
         if states is None or mask is None:
             if self.context is not None and torch.is_grad_enabled():  # no parameter is left without a gradient
                 states = output.hidden_states.new_zeros(hidden_states.shape[0], 1, 1, hidden_states.shape[-1])
@@ -155,27 +184,25 @@ class HanStack(PlainStack):
 
     def _before(
         self,
-        layers: Sequence[XFormerLayer],
+        run: Pass,
         before: Tensor | None,
         inner: LayerContext | None,
         memory: tuple[Tensor, Tensor] | None,
-        position: PositionActs,
         output: StackOutput,
-        past_key_values: Cache | None,
     ) -> tuple[Tensor | None, Tensor | None]:
         """States [B, K, S, D] of the sentences before and their mask [B, K, S], made once per text."""
         if self.context is None and not self.hands_on:
             return None, None
-        cache = self_attention_cache(past_key_values)
+        cache = self_attention_cache(run.past_key_values)
         kept: Any = None if cache is None else cache.layers[0]
         if isinstance(kept, ContextCacheLayer) and kept.states:
             return kept.states["before"], kept.states["mask"]
         if before is None or inner is None:
             return None, None
-        read = None
+        own = run.within(before.flatten(0, 1), inner)
         if memory is not None:
-            read, inner.memory_padding_mask = memory
-        result = super().forward(layers, before.flatten(0, 1), inner, position=position, memory=read)
+            own.memory, inner.memory_padding_mask = memory
+        result = super().forward(own)
         add_losses(output.aux_losses, result.aux_losses)
         states = result.hidden_states.unflatten(0, before.shape[:2])
         mask = inner.padding_mask.view(before.shape[:3])  # type: ignore[union-attr]  # texts before have one
@@ -245,11 +272,7 @@ class HanNmtSpec(StackSpec):
     def sentences_before(self) -> int:
         return self.context_size
 
-    def context_texts(self, config) -> tuple[str, str] | None:
-        prefix = "decoder_" if config.is_decoder else ""
-        return f"{prefix}context_input_ids", f"{prefix}context_attention_mask"
-
-    def cache_layer_at(self, config, step: int) -> CacheLayerMixin | None:
+    def cache_layer(self, config, step: int) -> CacheLayerMixin | None:
         return ContextCacheLayer() if config.is_decoder and self.side != "encoder" and step == 0 else None
 
     def build(self, config, **where) -> HanStack:

@@ -3,21 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import ClassVar
 
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
 
-from ..blocks.base import XFormerLayer
-from ..blocks.nesting import NESTING, SENTENCE_POSITIONS, AttentivePooling, Levels, make_nesting
+from ..blocks.nesting import AttentivePooling, Levels, SentencePositions, make_nesting
 from ..core.components import bounded, register
-from ..core.context import LayerContext
 from ..core.hand_overs import HandOver
 from ..core.pooling import TextPooler
 from ..core.reading_weights import weight_of
-from ..position.base import PositionActs
-from .base import StackOutput, StackSpec
+from .base import StackSpec
+from .driver import Pass, StackOutput
 from .plain import PlainStack
 
 
@@ -52,17 +48,8 @@ class HiStack(PlainStack):
         self.word_table = nn.Embedding(spec.segment_length, config.hidden_size)
         self.sentence_table = nn.Embedding(config.max_position_embeddings, config.hidden_size)
 
-    def forward(
-        self,
-        layers: Sequence[XFormerLayer],
-        hidden_states: Tensor,
-        context: LayerContext,
-        *,
-        position: PositionActs,
-        memory: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        **more,
-    ) -> StackOutput:
+    def forward(self, run: Pass) -> StackOutput:
+        hidden_states, context = run.hidden_states, run.context
         if context.explicit_mask is not None:
             raise ValueError(
                 "stack 'hi_transformer' keeps words of different sentences apart by itself and takes no 4-D mask; give"
@@ -81,17 +68,10 @@ class HiStack(PlainStack):
         else:
             place = nesting.slot % width  # of padding as well, where it does not matter
         hidden_states = hidden_states + self.word_table(place)
-        context.streams[SENTENCE_POSITIONS] = weight_of(self.sentence_table)[None, :count]
-        context.shared[NESTING] = Levels.of(context, nesting, position, hidden_states)
-        return super().forward(
-            layers,
-            hidden_states,
-            context,
-            position=position,
-            memory=memory,
-            past_key_values=past_key_values,
-            **more,
-        )
+        context.start(SentencePositions(weight_of(self.sentence_table)[None, :count]))
+        context.keep(Levels.of(context, nesting, run.position, hidden_states))
+        run.hidden_states = hidden_states
+        return super().forward(run)
 
 
 @register("stack", "hi_transformer")
@@ -101,7 +81,8 @@ class HiTransformerSpec(StackSpec):
     segment_length: words of a sentence at most; longer ones are cut.
     """
 
-    passes_streams = keeps_tokens = False
+    shares = "prepared"
+    keeps_tokens = False
     gives = frozenset({HandOver.SENTENCES})
 
     summary = "a text as sentences of words, for layers that work at both levels"

@@ -3,21 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
 
-from ..blocks.base import XFormerLayer
 from ..blocks.nesting import Levels, make_nesting
 from ..core.components import bounded, register
-from ..core.context import LayerContext, add_losses
+from ..core.context import add_losses
 from ..core.pooling import TextPooler
 from ..core.reading_weights import weight_of
-from ..position.base import PositionActs
-from .base import StackOutput, StackSpec
+from .base import StackSpec
+from .driver import Pass, StackOutput
 from .nested import at_places, check_outer_position, last_words, nesting_of
 from .plain import PlainStack
 
@@ -62,30 +59,22 @@ class HibertStack(PlainStack):
         self.word_table = nn.Embedding(spec.segment_length, config.hidden_size)
         self.sentence_table = nn.Embedding(spec.max_sentences or config.max_position_embeddings, config.hidden_size)
 
-    def forward(  # type: ignore[override]  # nothing collects states of two levels
-        self,
-        layers: Sequence[XFormerLayer],
-        hidden_states: Tensor,
-        context: LayerContext,
-        *,
-        position: PositionActs,
-        memory: Tensor | None = None,
-        past_key_values: Cache | None = None,
-    ) -> StackOutput:
+    def forward(self, run: Pass) -> StackOutput:
+        hidden_states, context = run.hidden_states, run.context
         width, length = self.spec.segment_length, hidden_states.shape[1]
         nesting = nesting_of(
             hidden_states, context, width, self.sentence_table.num_embeddings, name="hibert", part="sentence"
         )
         place = context.query_index % width if nesting.slot is None else nesting.slot % width
         hidden_states = hidden_states + self.word_table(place)
-        levels = Levels.of(context, nesting, position, hidden_states)
-        lower = len(layers) - self.document_layers
-        output = super().forward(layers[:lower], nesting.nest(hidden_states), levels.words, position=position)
+        levels = Levels.of(context, nesting, run.position, hidden_states)
+        lower = len(run.layers) - self.document_layers
+        output = super().forward(run.within(nesting.nest(hidden_states), levels.words, run.layers[:lower]))
         words, losses = output.hidden_states, dict(output.aux_losses)
         last = last_words(nesting)
         vectors = at_places(words, last).unflatten(0, nesting.words.shape[:2])
         vectors = vectors + weight_of(self.sentence_table)[: nesting.sentences]
-        output = super().forward(layers[lower:], vectors, levels.document, position=position)
+        output = super().forward(run.within(vectors, levels.document, run.layers[lower:]))
         add_losses(losses, output.aux_losses)
         documents = output.hidden_states.flatten(0, 1).unsqueeze(1)
         ends = (torch.arange(width, device=last.device) == last.unsqueeze(-1)).unsqueeze(-1)
@@ -102,7 +91,8 @@ class HibertSpec(StackSpec):
     text at most (`None`: `max_position_embeddings`).
     """
 
-    passes_streams = prepares_together = keeps_tokens = False
+    shares = "nothing"
+    keeps_tokens = False
 
     summary = "a sentence encoder, and a document encoder over sentence vectors"
     inputs = ("sentence_ids",)

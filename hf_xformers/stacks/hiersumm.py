@@ -3,21 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
 
-from ..blocks.base import XFormerLayer
-from ..blocks.hiersumm import PARAGRAPHS, Paragraphs
+from ..blocks.hiersumm import Paragraphs
 from ..blocks.nesting import Levels, Nesting
 from ..core.components import bounded, register
 from ..core.context import LayerContext
 from ..core.hand_overs import HandOver
-from ..position.base import PositionActs
 from ..position.sinusoidal_absolute import sinusoids
-from .base import StackOutput, StackSpec
+from .base import StackSpec
+from .driver import Pass, StackOutput
 from .nested import check_outer_position, nesting_of
 from .plain import PlainStack
 
@@ -36,16 +32,8 @@ class HierSummStack(PlainStack):
         super().__init__()
         self.spec = spec
 
-    def forward(  # type: ignore[override]  # nothing collects states of paragraphs
-        self,
-        layers: Sequence[XFormerLayer],
-        hidden_states: Tensor,
-        context: LayerContext,
-        *,
-        position: PositionActs,
-        memory: Tensor | None = None,
-        past_key_values: Cache | None = None,
-    ) -> StackOutput:
+    def forward(self, run: Pass) -> StackOutput:
+        hidden_states, context = run.hidden_states, run.context
         length, width = hidden_states.shape[1], self.spec.segment_length
         most = self.spec.max_sentences or max(length, 1)
         nesting = nesting_of(hidden_states, context, width, most, name="hiersumm", part="paragraph")
@@ -53,9 +41,9 @@ class HierSummStack(PlainStack):
         places = [sinusoids(index, hidden_states.shape[-1] // 2, 10000.0, "half") for index in
                   (slot % width, slot.div(width, rounding_mode="floor"))]  # fmt: skip
         hidden_states = hidden_states + torch.cat(places, dim=-1).to(hidden_states.dtype)
-        words = Levels.of(context, nesting, position, hidden_states).words
-        words.shared[PARAGRAPHS] = Paragraphs(nesting, self._graph(context, nesting))
-        output = super().forward(layers, nesting.nest(hidden_states), words, position=position)
+        words = Levels.of(context, nesting, run.position, hidden_states).words
+        words.keep(Paragraphs(nesting, self._graph(context, nesting)))
+        output = super().forward(run.within(nesting.nest(hidden_states), words))
         return StackOutput(nesting.flatten(output.hidden_states, length), context, output.aux_losses)
 
     @staticmethod
@@ -79,7 +67,8 @@ class HierSummSpec(StackSpec):
     paper's setting is 24; `None`: no limit).
     """
 
-    passes_streams = keeps_tokens = False
+    shares = "prepared"
+    keeps_tokens = False
     gives = frozenset({HandOver.PARAGRAPHS})
 
     summary = "several texts, or paragraphs, as rows of words, for layers that read both levels"

@@ -4,20 +4,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
 
-from ..blocks.base import XFormerLayer
 from ..core.components import register
 from ..core.context import LayerContext
 from ..core.extent import can_inspect
 from ..core.mask_modes import BIDIRECTIONAL, LEFT_TO_RIGHT, MODES, RIGHT_TO_LEFT, SEQ2SEQ
 from ..ops.common.real_tokens import real_places
-from ..position.base import PositionActs
-from .base import StackOutput
+from .driver import Pass, StackOutput
 from .plain import PlainStack, PlainStackSpec
 
 
@@ -44,29 +40,11 @@ class MaskModesStack(PlainStack):
     cache, tokens continue where the text ends, in the modes 1 and 3.
     """
 
-    def forward(
-        self,
-        layers: Sequence[XFormerLayer],
-        hidden_states: Tensor,
-        context: LayerContext,
-        *,
-        position: PositionActs,
-        memory: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        collect: Callable[[Tensor], None] | None = None,
-    ) -> StackOutput:
-        given = context.inputs.get(MODES)
+    def forward(self, run: Pass) -> StackOutput:
+        given = run.context.inputs.get(MODES)
         if given is not None:
-            context = self._masked(given, context, hidden_states.shape[0])
-        return super().forward(
-            layers,
-            hidden_states,
-            context,
-            position=position,
-            memory=memory,
-            past_key_values=past_key_values,
-            collect=collect,
-        )
+            run.context = self._masked(given, run.context, run.hidden_states.shape[0])
+        return super().forward(run)
 
     @staticmethod
     def _masked(given: Tensor, context: LayerContext, batch: int) -> LayerContext:
@@ -116,8 +94,7 @@ class MaskModesSpec(PlainStackSpec):
 
     summary = "layers one after the other, under one of four masks for each row"
     inputs = (MODES,)
-    packed = False
-    context_parallel = False
+    supports = frozenset({"choices", "layer_drop", "unpadding"})
 
     def check(self, config) -> None:
         if config.is_decoder or config.is_encoder_decoder:
@@ -126,12 +103,12 @@ class MaskModesSpec(PlainStackSpec):
                 " an encoder-decoder; use 'plain' there."
             )
         for layer in config.layer_configs():
-            if not layer.attention.explicit_mask:
+            if "pair_mask" not in layer.attention.supports:
                 raise ValueError(
                     "stack 'mask_modes' has masks of pairs of tokens, which attention"
                     f" {layer.attention.type!r} does not take; set `attention='dense'`, or `stack='plain'`."
                 )
-            if layer.block.mixes or not layer.block.unpads:
+            if layer.block.mixes or "unpadding" not in layer.block.supports:
                 raise ValueError(
                     f"stack 'mask_modes' hides tokens in attention alone, and block {layer.block.type!r} reads"
                     " neighbors as well; set `block='vanilla'`, or `stack='plain'`."

@@ -3,24 +3,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers.cache_utils import Cache
 
-from ..blocks.base import XFormerLayer
-from ..blocks.memformer import MEMORY_SLOTS
+from ..blocks.memformer import MemorySlots
 from ..compat import shared_setting
 from ..core.components import bounded, register
-from ..core.context import LayerContext, self_attention_cache
+from ..core.context import self_attention_cache
 from ..core.hand_overs import HandOver
 from ..core.segment_memory import SegmentMemory
 from ..ops.common.products import wide_products
-from ..position.base import PositionActs
-from .base import Stack, StackOutput, StackSpec
+from .base import Stack, StackSpec
+from .driver import Pass, StackOutput
 from .plain import PlainStack
 
 SEGMENT_MEMORY = "segment_memory"
@@ -129,23 +126,13 @@ class MemformerStack(PlainStack):
         slots = slots.to(like.dtype)
         return slots if given.mask is None else torch.where(given.mask[..., None], slots, start)
 
-    def forward(  # type: ignore[override]  # it collects nothing
-        self,
-        layers: Sequence[XFormerLayer],
-        hidden_states: Tensor,
-        context: LayerContext,
-        *,
-        position: PositionActs,
-        memory: Tensor | None = None,
-        past_key_values: Cache | None = None,
-    ) -> StackOutput:
-        slots = self.begin(context.inputs.get(SEGMENT_MEMORY), hidden_states)
-        context.streams[MEMORY_SLOTS] = slots
-        cache = self_attention_cache(past_key_values)
+    def forward(self, run: Pass) -> StackOutput:
+        context = run.context
+        slots = self.begin(context.inputs.get(SEGMENT_MEMORY), run.hidden_states)
+        context.start(MemorySlots(slots))
+        cache = self_attention_cache(run.past_key_values)
         whole = cache is None or cache.get_seq_length() == 0
-        output = super().forward(
-            layers, hidden_states, context, position=position, memory=memory, past_key_values=past_key_values
-        )
+        output = super().forward(run)
         if whole:
             states, real = output.hidden_states, context.query_padding_mask
             written = self.writer(slots, states, real, self.slots)
@@ -165,7 +152,6 @@ class MemformerSpec(StackSpec):
 
     summary = "memory slots, read in every layer and written per segment"
     inputs = (SEGMENT_MEMORY,)
-    replays_memory = True
     gives = frozenset({HandOver.SLOTS})
 
     num_slots: int = bounded(128, least=1)

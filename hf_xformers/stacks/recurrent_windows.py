@@ -14,14 +14,16 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache
 
-from ..attention.shared.base import CARRIED_KEYS, CARRIED_VALUES
-from ..blocks.base import XFormerLayer, unpack_layer
+from ..attention.shared.base import LeadingKeys
+from ..blocks.base import XFormerLayer
 from ..core.components import bounded, register
 from ..core.context import LayerContext, add_losses, self_attention_cache
+from ..core.hand_overs import HandOver
 from ..core.segment_memory import SegmentMemory
 from ..ops.common.real_tokens import real_last
-from ..position.base import PositionActs
-from .base import Stack, StackOutput, StackSpec
+from ..position.base import Position, Turns
+from .base import Stack, StackSpec
+from .driver import Pass, StackOutput
 from .text_segments import TextSegments
 from .text_windows import ContinuedText, WindowCacheLayer, Windows
 
@@ -85,17 +87,9 @@ class RecurrentWindowsStack(Stack):
             )
         return Windows.begin(like, state[:, 0], None if given.mask is None else given.mask[:, 0])
 
-    def forward(
-        self,
-        layers: Sequence[XFormerLayer],
-        hidden_states: Tensor,
-        context: LayerContext,
-        *,
-        position: PositionActs,
-        memory: Tensor | None = None,
-        past_key_values: Cache | None = None,
-    ) -> StackOutput:
-        cache = self_attention_cache(past_key_values)
+    def forward(self, run: Pass) -> StackOutput:
+        hidden_states, context, position = run.hidden_states, run.context, run.position
+        cache = self_attention_cache(run.past_key_values)
         slots = self.slots(cache)
         going_on, given = slots[0].windows if slots else None, context.inputs.get(SEGMENT_MEMORY)
         windows, knows = going_on, True
@@ -121,7 +115,7 @@ class RecurrentWindowsStack(Stack):
             if index and self.spec.detach_every and index % self.spec.detach_every == 0:
                 windows.carried = windows.carried.detach()
             carried = windows.carried.to(states.dtype) if knows else None
-            arguments = (layers, states, carried, windows.held, inner, position, cache, slots)
+            arguments = (run.layers, states, carried, windows.held, inner, position, cache, slots)
             made = checkpoint(self.read, *arguments, use_reentrant=False) if often else self.read(*arguments)
             states, pooled, losses = made
             real = inner.query_padding_mask
@@ -147,7 +141,7 @@ class RecurrentWindowsStack(Stack):
         carried: Tensor | None,
         held: Tensor,
         context: LayerContext,
-        position: PositionActs,
+        position: Position,
         cache: Cache | None,
         slots: Sequence[WindowCacheLayer],
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -162,16 +156,9 @@ class RecurrentWindowsStack(Stack):
         for depth, layer in enumerate(layers):
             hidden_states = position.embed_layer(hidden_states, context.positions, depth)
             seen = inner if depth == self.insert else outer
-            output = layer(
-                hidden_states,
-                None,
-                *seen.streams.values(),
-                context=seen,
-                step=depth,
-                stream_names=tuple(seen.streams),
-                past_key_values=cache,
+            hidden_states, _, losses = layer(
+                hidden_states, None, seen.states, context=seen, step=depth, past_key_values=cache
             )
-            hidden_states, _, losses = unpack_layer(output)
             add_losses(aux_losses, losses)
             if depth == self.extract:
                 pooled = hidden_states
@@ -186,11 +173,8 @@ class RecurrentWindowsStack(Stack):
         real = context.padding_mask
         real = earlier.new_ones(earlier.shape[0], new) if real is None else real
         index = torch.arange(stored + new, device=earlier.device)
-        seen = context.derive(
-            padding_mask=torch.cat([earlier, real], dim=1), query_index=index[stored:], key_index=index, fresh=False
-        )
-        _share(context, seen)
-        return seen
+        real = torch.cat([earlier, real], dim=1)
+        return context.derive(Turns, padding_mask=real, query_index=index[stored:], key_index=index, fresh=False)
 
     def with_carried(self, context: LayerContext, vector: Tensor, held: Tensor) -> LayerContext:
         """The call as the layer with one more key sees it: that key comes first, in the rows `held` [B]."""
@@ -202,13 +186,13 @@ class RecurrentWindowsStack(Stack):
         real, count = context.padding_mask, context.key_index.shape[0]
         real = held.new_ones(held.shape[0], count) if real is None else real
         seen = context.derive(
+            Turns,
             padding_mask=torch.cat([held[:, None], real], dim=1),
             query_index=context.query_index + 1,
             key_index=torch.arange(count + 1, device=held.device),
             fresh=False,
         )
-        seen.streams.update({CARRIED_KEYS: key, CARRIED_VALUES: value})
-        _share(context, seen)
+        seen.start(LeadingKeys(key, value))
         return seen
 
     def left(self, windows: Windows, like: Tensor) -> SegmentMemory:
@@ -256,11 +240,6 @@ class RecurrentWindowsStack(Stack):
             slot.keep(self.window, order)
 
 
-def _share(context: LayerContext, seen: LayerContext) -> None:
-    """The rotations of a call's tokens, for another view of it."""
-    seen.shared.update({name: value for name, value in context.shared.items() if "rotation" in name})
-
-
 @register("stack", "recurrent_windows", aliases=("recurrent_pretrained_lm",))
 class RecurrentWindowsSpec(StackSpec):
     """Windows of a text, with one key and value carried from each to the next.
@@ -276,8 +255,7 @@ class RecurrentWindowsSpec(StackSpec):
 
     summary = "windows, with one key and value carried from each to the next"
     inputs = (SEGMENT_MEMORY,)
-    replays_memory = True
-    passes_streams = False
+    shares = "prepared"
 
     window_size: int | None = bounded(None, least=1)
     extract_layer: int | None = None
@@ -306,7 +284,7 @@ class RecurrentWindowsSpec(StackSpec):
         insert = min(1, layers - 1) if self.insert_layer is None else self.insert_layer
         return extract, insert
 
-    def cache_layer(self, config) -> WindowCacheLayer:
+    def cache_layer(self, config, step: int) -> WindowCacheLayer:
         return WindowCacheLayer()
 
     def cache_slots(self, config) -> int:
@@ -336,8 +314,9 @@ class RecurrentWindowsSpec(StackSpec):
                 f"recurrent_windows has windows of {self.length(config)} tokens, and position"
                 f" {config.position.type!r} covers {longest}; set `window_size` to at most that."
             )
-        if not config.attention.reads_carried_keys or config.block.cache_layer(config) is not None:
-            what = "block" if config.attention.reads_carried_keys else "attention"
+        reads = HandOver.LEADING_KEYS in config.attention.reads
+        if not reads or config.block.cache_layer(config) is not None:
+            what = "block" if reads else "attention"
             raise ValueError(
                 f"stack 'recurrent_windows' carries a key from window to window, which {what}"
                 f" {getattr(config, what).type!r} has no place for; use attention 'dense' and block 'vanilla'."

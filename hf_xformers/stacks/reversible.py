@@ -13,13 +13,16 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.utils import logging
 
-from ..blocks.base import PARTNER, SublayerPlan, XFormerLayer, unpack_layer
+from ..blocks.base import Partner, SublayerPlan, XFormerLayer
 from ..core.components import register
 from ..core.context import LayerContext, add_losses
+from ..core.hand_overs import HandOver
+from ..core.prepared import Names, States, flattened, one_state, unflattened
 from ..ops.common.derivatives import first_derivative_only
 from ..ops.common.products import autocast_state
-from ..position.base import PositionActs
-from .base import Stack, StackOutput, StackSpec, memory_by_step
+from ..position.base import Position
+from .base import Stack, StackSpec
+from .driver import Pass, StackOutput, memory_by_step
 
 logger = logging.get_logger(__name__)
 
@@ -46,30 +49,23 @@ class ReversibleStack(Stack):
         super().__init__()
         self.concatenates = spec.output == "concatenation"
 
-    def forward(
-        self,
-        layers: Sequence[XFormerLayer],
-        hidden_states: Tensor,
-        context: LayerContext,
-        *,
-        position: PositionActs,
-        memory: Tensor | None = None,
-        past_key_values: Cache | None = None,
-    ) -> StackOutput:
+    def forward(self, run: Pass) -> StackOutput:
+        layers, context, memory, past_key_values = run.layers, run.context, run.memory, run.past_key_values
         if past_key_values is not None and self.training and torch.is_grad_enabled() and context.fresh:
             logger.warning_once("Reversible layers compute their inputs again, so training fills no cache.")
             past_key_values = None
         for layer in layers:
             layer.prepare(context, past_key_values)
-        run = _Run(layers, context, past_key_values, position)
-        hidden_states = context.packed(hidden_states)
+        course = _Run(layers, context, past_key_values, run.position)
+        hidden_states = context.packed(run.hidden_states)
         if len(layers) == 0 or not self._rebuilds(layers, context, past_key_values):
-            first, second, losses = run.forward(hidden_states, hidden_states, memory, context.streams)
+            first, second, losses = course.forward(hidden_states, hidden_states, memory, context.states)
         else:
-            run.stream_names, run.reads_memory = tuple(context.streams), memory is not None
-            given = ([memory] if run.reads_memory else []) + list(context.streams.values())
-            first, second, *values = _Reversible.apply(run, hidden_states, *given, *run.parameters)
-            losses = dict(zip(run.loss_names, values, strict=True))
+            course.names, tensors = flattened(context.states)
+            course.reads_memory = memory is not None
+            given = ([memory] if course.reads_memory else []) + tensors
+            first, second, *values = _Reversible.apply(course, hidden_states, *given, *course.parameters)
+            losses = dict(zip(course.loss_names, values, strict=True))
         joined = torch.cat([first, second], dim=-1) if self.concatenates else (first + second) / 2
         return StackOutput(context.padded(joined), context, losses)
 
@@ -89,8 +85,8 @@ class _Run:
     layers: Sequence[XFormerLayer]
     context: LayerContext
     past_key_values: Cache | None
-    position: PositionActs
-    stream_names: tuple[str, ...] = ()
+    position: Position
+    names: Names = ()
     reads_memory: bool = False
     loss_names: tuple[str, ...] = ()
     states: list[RandomState] = field(default_factory=list)
@@ -98,13 +94,13 @@ class _Run:
     of_position: list[nn.Parameter] = field(init=False)
 
     def __post_init__(self) -> None:
-        # Layers read tables of the position module (`context.shared["score_bias"]`): they are inputs like their own.
+        # Layers read tables of the position module (`PositionTables`): they are inputs like their own.
         self.of_position = [parameter for parameter in self.position.parameters() if parameter.requires_grad]
         own = [x for layer in self.layers for x in layer.parameters() if x.requires_grad]
         self.parameters = [*dict.fromkeys(own), *self.of_position]  # a layer may run at several depths
 
     def forward(
-        self, first: Tensor, second: Tensor, memory: Tensor | None, streams: dict[str, Tensor], record: bool = False
+        self, first: Tensor, second: Tensor, memory: Tensor | None, passed: States, record: bool = False
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Both streams through all layers; the auxiliary losses by name. record: keep the random states."""
         losses: dict[str, Tensor] = {}
@@ -116,31 +112,28 @@ class _Run:
             else None
         )
         for step, layer in enumerate(self.layers):
-            output = layer(
+            first, above, found = layer(
                 first,
                 memories[step],
-                *streams.values(),
-                second,
+                {**passed, **one_state(Partner(second))},
                 context=self.context,
                 step=step,
-                stream_names=(*streams, PARTNER),
                 past_key_values=self.past_key_values,
                 before_sublayer=keep,
             )
-            first, handed_on, found = unpack_layer(output)
-            second = handed_on[PARTNER]
+            second = above[Partner, None].states
             add_losses(losses, found)
         return first, second, losses
 
 
 class _Reversible(torch.autograd.Function):
-    """Inputs: the embedding, the memory, the streams, all parameters of the layers and of the position. Outputs: both
+    """Inputs: the embedding, the memory, the states, all parameters of the layers and of the position. Outputs: both
     streams, the losses."""
 
     @staticmethod
     def forward(ctx, run: _Run, hidden_states: Tensor, *given: Tensor):
-        memory, streams, _ = _split(run, given)
-        first, second, losses = run.forward(hidden_states, hidden_states, memory, streams, record=True)
+        memory, passed, _ = _split(run, given)
+        first, second, losses = run.forward(hidden_states, hidden_states, memory, passed, record=True)
         run.loss_names = tuple(losses)
         ctx.run, ctx.autocast = run, autocast_state(hidden_states.device.type)
         ctx.extra = len(given) - len(run.parameters)
@@ -153,8 +146,8 @@ class _Reversible(torch.autograd.Function):
         run, (first, second, *extra) = ctx.run, ctx.saved_tensors
         wanted = ctx.needs_input_grad[2 : 2 + ctx.extra]
         extra = [x.detach().requires_grad_(wants) for x, wants in zip(extra, wanted, strict=True)]
-        memory, streams, _ = _split(run, extra)
-        context = run.context.with_streams(streams)
+        memory, passed, _ = _split(run, extra)
+        context = run.context.passing(passed)
         grads: dict[int, Tensor] = {}
         loss_grads = dict(zip(run.loss_names, to_losses, strict=True))
         for step, layer, entry in _backwards(run.layers, memory):
@@ -180,14 +173,12 @@ class _Reversible(torch.autograd.Function):
         return None, to_first + to_second, *(grads.get(id(x)) for x in (*extra, *run.parameters))
 
 
-def _split(
-    run: _Run, given: tuple[Tensor, ...] | list[Tensor]
-) -> tuple[Tensor | None, dict[str, Tensor], list[Tensor]]:
-    """The memory, the streams by name, and the rest."""
+def _split(run: _Run, given: tuple[Tensor, ...] | list[Tensor]) -> tuple[Tensor | None, States, list[Tensor]]:
+    """The memory, the states, and the rest."""
     rest = list(given)
     memory = rest.pop(0) if run.reads_memory else None
-    count = len(run.stream_names)
-    return memory, dict(zip(run.stream_names, rest[:count], strict=True)), rest[count:]
+    count = len(run.names)
+    return memory, unflattened(run.names, rest[:count]), rest[count:]
 
 
 def _backwards(
@@ -225,12 +216,11 @@ class ReversibleStackSpec(StackSpec):
     which the final norm and the heads then read (the released code).
     """
 
-    packed = True
-    unpads = True
+    supports = frozenset({"packed_rows", "unpadding"})
     summary = "reversible residual layers: activation memory does not grow with depth"
-    passes_streams = False  # a stream would have to be rebuilt like the layers' inputs
+    shares = "prepared"  # a stream would have to be rebuilt like the layers' inputs
     layers_apart = False  # the backward pass runs a layer's sublayers one by one
-    tells_earlier_ids = True
+    gives = frozenset({HandOver.EARLIER_IDS})
 
     output: Literal["mean", "concatenation"] = "mean"
 

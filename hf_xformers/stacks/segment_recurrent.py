@@ -10,18 +10,28 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from ..attention.transformer_xl import MEMORY_LENGTH, MEMORY_ORDER, MEMORY_REAL, SEGMENT_MEMORY, TEXT_BEGUN
-from ..blocks.base import XFormerLayer, unpack_layer
+from ..blocks.base import XFormerLayer
 from ..core.cache import RecurrentStateLayer
 from ..core.components import bounded, register
 from ..core.context import LayerContext, add_losses, self_attention_cache
 from ..core.extent import can_inspect
-from ..core.segment_memory import MemoryCacheLayer, SegmentCacheLayer, SegmentMemory, join_masks
+from ..core.hand_overs import HandOver
+from ..core.prepared import one_state
+from ..core.segment_memory import (
+    MemoryCacheLayer,
+    MemoryLayout,
+    SegmentCacheLayer,
+    SegmentMemory,
+    StepMemory,
+    join_masks,
+)
 from ..core.text_parts import TextParts
 from ..ops.common.real_tokens import from_first_real
-from ..position.base import PositionActs
-from .base import Stack, StackOutput, StackSpec
+from .base import Stack, StackSpec
+from .driver import Pass, StackOutput
 from .text_segments import TextSegments
+
+SEGMENT_MEMORY = "segment_memory"
 
 
 class SegmentRecurrentStack(Stack):
@@ -55,64 +65,44 @@ class SegmentRecurrentStack(Stack):
         self.retrospective, self.segment_length = spec.looks_back(config), spec.cut_length(config)
         self.remembers_outputs = spec.recurrence == "same_layer"
 
-    def forward(
-        self,
-        layers: Sequence[XFormerLayer],
-        hidden_states: Tensor,
-        context: LayerContext,
-        *,
-        position: PositionActs,
-        memory: Tensor | None = None,
-        past_key_values: Cache | None = None,
-    ) -> StackOutput:
+    def forward(self, run: Pass) -> StackOutput:
+        hidden_states, context = run.hidden_states, run.context
         if self.segment_length is None or hidden_states.shape[1] <= self.segment_length:
-            return self.read(
-                layers, hidden_states, context, position=position, memory=memory, past_key_values=past_key_values
-            )
-        text = TextSegments(hidden_states, context, position, self.segment_length)
-        begin = self.carried(context, hidden_states, len(layers))
+            return self.read(run)
+        text = TextSegments(hidden_states, context, run.position, self.segment_length)
+        begin = self.carried(context, hidden_states, len(run.layers))
         if self.retrospective:
             with torch.no_grad():
-                _, left = self.read_text(layers, text, position, begin)
+                _, left = self.read_text(run, text, begin)
             alone = text.single()
             if alone is None:
                 begin = left
             else:  # a text of one segment sees all of itself already, and is what it is without the others
                 begin = left.where(~alone, begin)
-        output, _ = self.read_text(layers, text, position, begin)
+        output, _ = self.read_text(run, text, begin)
         return output
 
-    def read_text(
-        self, layers: Sequence[XFormerLayer], text: TextSegments, position: PositionActs, memory: SegmentMemory
-    ) -> tuple[StackOutput, SegmentMemory]:
+    def read_text(self, run: Pass, text: TextSegments, memory: SegmentMemory) -> tuple[StackOutput, SegmentMemory]:
         """All segments of a text, from a memory on; and the memory at its end."""
         aux_losses: dict[str, Tensor] = {}
         parts = []
         for states, context in text:
             context.inputs[SEGMENT_MEMORY] = memory
-            output = self.read(layers, states, context, position=position)
+            output = self.read(run.within(states, context))
             memory = cast(SegmentMemory, output.segment_memory)
             parts.append(output.hidden_states)
             add_losses(aux_losses, {name: loss / len(text) for name, loss in output.aux_losses.items()})
         return StackOutput(text.joined(parts), text.context, aux_losses, segment_memory=memory), memory
 
-    def read(
-        self,
-        layers: Sequence[XFormerLayer],
-        hidden_states: Tensor,
-        context: LayerContext,
-        *,
-        position: PositionActs,
-        memory: Tensor | None = None,
-        past_key_values: Cache | None = None,
-    ) -> StackOutput:
+    def read(self, run: Pass) -> StackOutput:
         """One segment."""
+        layers, hidden_states, context = run.layers, run.hidden_states, run.context
         length, tokens = hidden_states.shape[1], context.query_padding_mask
-        cache = self_attention_cache(past_key_values)
+        cache = self_attention_cache(run.past_key_values)
         begins = cache is None or cache.get_seq_length() == 0
         slot = self.slot(cache)
         if slot is not None:  # the cache is the memory, so every call is a segment
-            past_key_values, begins = None, True
+            run.past_key_values, begins = None, True
         carried = self.spec.empty()
         if slot is not None and slot.memory is not None:
             carried = slot.memory
@@ -122,51 +112,40 @@ class SegmentRecurrentStack(Stack):
         parts, slots = context.parts, states[0].shape[1] if states else 0
         if parts is not None:
             slots, real = self.slots_of_part(context, parts)
-            context.shared.update({MEMORY_LENGTH: slots, MEMORY_REAL: real, MEMORY_ORDER: None})
+            context.keep(MemoryLayout(slots, real))
         elif states:
             real, order = join_masks(held, slots, tokens, hidden_states), carried.key_order(tokens, length)
             real = real if real is None or order is None else real.gather(1, order)
-            context.shared.update({MEMORY_LENGTH: slots, MEMORY_REAL: real, MEMORY_ORDER: order})
+            context.keep(MemoryLayout(slots, real, order))
         elif not begins and context.padding_mask is not None and self.goes_on_after_a_memory(cache):
             begun = from_first_real(context.padding_mask)[:, context.query_index]
             if not (can_inspect() and bool(begun.all())):
-                context.shared[TEXT_BEGUN] = begun
+                context.keep(MemoryLayout(begun=begun))
         self.begin(context)
-        for layer in layers:
-            layer.prepare(context, past_key_values)
-        aux_losses: dict[str, Tensor] = {}
-        streams, kept_states = context.streams, []
+        run.begin()
+        kept_states = []
         for step, layer in enumerate(layers):
-            hidden_states = position.embed_layer(hidden_states, context.positions, step)
+            run.embed(step)
             if not self.remembers_outputs:
-                kept_states.append(hidden_states)
-            earlier = states[step] if states else None
+                kept_states.append(run.hidden_states)
+            earlier, further = states[step] if states else None, None
             if parts is not None:  # all processes are at the same layer, and so are the segments that they hold
-                earlier = parts.before(hidden_states, self.memory_length)
+                earlier = parts.before(run.hidden_states, self.memory_length)
             if earlier is not None and slots:  # it enters as the layer's input does: normalized, where that is
-                streams[SEGMENT_MEMORY] = layer.frame(layer.plan[0]).enter(earlier.to(hidden_states.dtype))
-            output = layer(
-                hidden_states,
-                memory,
-                *streams.values(),
-                context=context,
-                step=step,
-                stream_names=tuple(streams),
-                past_key_values=past_key_values,
-            )
-            hidden_states, streams, losses = unpack_layer(output)
+                entered = layer.frame(layer.plan[0]).enter(earlier.to(run.hidden_states.dtype))
+                further = one_state(StepMemory(entered))
+            run.layer(step, layer, further)
             if self.remembers_outputs:
-                kept_states.append(hidden_states)
-            add_losses(aux_losses, losses)
+                kept_states.append(run.hidden_states)
         kept = None
         if begins and parts is None and not torch.jit.is_tracing():
             kept, losses = self.remember(layers, carried, kept_states, context)
-            add_losses(aux_losses, losses)
+            add_losses(run.losses, losses)
         if slot is not None and cache is not None:
             slot.memory = kept
             for each in cast(list[RecurrentStateLayer], cache.layers):
                 each.advance(length)
-        return StackOutput(hidden_states, context, aux_losses, segment_memory=kept)
+        return StackOutput(run.hidden_states, context, run.losses, segment_memory=kept)
 
     @staticmethod
     def goes_on_after_a_memory(cache: Cache | None) -> bool:
@@ -253,7 +232,7 @@ class SegmentRecurrentSpec(StackSpec):
     text twice, the second time with the memory of all of it (`None`: where the recurrence is `same_layer`). Needs an
     attention that reads a segment memory, such as 'transformer_xl' or 'adaptive_span'."""
 
-    packed = True
+    supports = frozenset({"packed_rows"})
     summary = "every layer reads its own input of earlier segments"
     layers_apart = False  # the memory passes through a layer's norm before the layer runs
     inputs = (SEGMENT_MEMORY,)
@@ -302,7 +281,7 @@ class SegmentRecurrentSpec(StackSpec):
                 f"stack {self.type!r} with `retrospective=True` reads a text twice, so that a decoder would have seen"
                 " the tokens that it is to predict; leave `retrospective` out, or use an encoder."
             )
-        if not config.attention.reads_segment_memory:
+        if HandOver.SEGMENT_MEMORY not in config.attention.reads:
             raise ValueError(
                 f"stack {self.type!r} has a memory that attention {config.attention.type!r} does not read; set "
                 "`attention='transformer_xl'` or 'adaptive_span'."

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..core.context import LayerContext
 from ..ops.common.real_tokens import real_first
-from ..position.base import PositionActs
+from ..position.base import Position
 
 
 class TextSegments:
@@ -21,7 +21,7 @@ class TextSegments:
         ValueError: what cannot be cut: packed rows, prepared masks, or outputs of every layer.
     """
 
-    def __init__(self, hidden_states: Tensor, context: LayerContext, position: PositionActs, length: int) -> None:
+    def __init__(self, hidden_states: Tensor, context: LayerContext, position: Position, length: int) -> None:
         if context.segment_ids is not None or context.explicit_mask is not None:
             raise ValueError(
                 f"Rows of {hidden_states.shape[1]} tokens are read in segments of {length}, which packed documents and"
@@ -75,9 +75,7 @@ class TextSegments:
                 position_ids=None,
             )
             states = self.states[:, part]
-            self.position.share_rotations(context, states)
-            if (bias := self.position.score_bias()) is not None:
-                context.shared["score_bias"] = bias
+            self.position.share(context, states)
             yield states, context
 
     def joined(self, parts: list[Tensor]) -> Tensor:

@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicLayer
 from ..core.cache import FollowsRows
 from ..core.context import LayerContext
 from ..core.segment_memory import take_slots
-from ..position.base import PositionActs
+from ..position.base import Position
 from .text_segments import TextSegments
 
 
@@ -130,7 +130,7 @@ class ContinuedText(TextSegments):
     its window, the following ones are windows."""
 
     def __init__(
-        self, hidden_states: Tensor, context: LayerContext, position: PositionActs, length: int, place: Tensor
+        self, hidden_states: Tensor, context: LayerContext, position: Position, length: int, place: Tensor
     ) -> None:
         super().__init__(hidden_states, context, position, length)
         self.place = place

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..blocks.base import RUNNING
+from ..blocks.base import RunningTokens
 from ..core.components import bounded, register
 from ..core.context import LayerContext
 from ..core.losses import step_share, token_cross_entropy
@@ -32,7 +32,7 @@ class TokenCourse(Course):
 
     def before(self, context: LayerContext, gathers: bool) -> None:
         if gathers and self.halted is not None:
-            context.shared[RUNNING] = ~self.halted
+            context.keep(RunningTokens(~self.halted))
 
     def after(self, before: Tensor, hidden_states: Tensor) -> Tensor:
         return hidden_states if self.halted is None else torch.where(self.halted[..., None], before, hidden_states)
@@ -45,10 +45,6 @@ class TokenCourse(Course):
 
     def narrow(self, stay: Tensor) -> None:
         self.halted = None if self.halted is None else self.halted[stay]
-
-    def end(self, hidden_states: Tensor, context: LayerContext) -> Tensor:
-        context.shared.pop(RUNNING, None)
-        return hidden_states
 
 
 class TokenExitStack(EarlyExitStack):
@@ -185,8 +181,8 @@ class TokenExitSpec(StackSpec):
     """
 
     inputs: ClassVar[tuple[str, ...]] = ("exit_watch",)
-    has_token_exits: ClassVar[bool] = True
-    unpads: ClassVar[bool] = True
+    exits = "tokens"
+    supports = frozenset({"unpadding"})
     summary = "tokens halt after the first layer whose classifier is sure of their tags"
 
     exit_level: Literal["token", "sentence"] = "token"
@@ -206,7 +202,7 @@ class TokenExitSpec(StackSpec):
                 " use `tag_decoder='softmax'`, or the stack 'plain'."
             )
 
-    def build_token_exits(self, config) -> nn.Module:
+    def build_exits(self, config) -> nn.Module:
         return TokenExits(config, self)
 
     def build(self, config, **where) -> TokenExitStack:

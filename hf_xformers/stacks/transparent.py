@@ -3,18 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers.cache_utils import Cache
 
-from ..blocks.base import XFormerLayer
 from ..core.components import bounded, register
-from ..core.context import LayerContext
-from ..position.base import PositionActs
-from .base import StackOutput, StackSpec
+from ..core.hand_overs import HandOver
+from .base import StackSpec
+from .driver import Pass, StackOutput
 from .plain import PlainStack
 
 
@@ -46,34 +42,12 @@ class TransparentEncoderStack(PlainStack):
         wide = self.mixture if self.mixture.dtype == torch.float64 else self.mixture.float()
         return torch.softmax(wide, dim=0)
 
-    def forward(
-        self,
-        layers: Sequence[XFormerLayer],
-        hidden_states: Tensor,
-        context: LayerContext,
-        *,
-        position: PositionActs,
-        memory: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        collect: Callable[[Tensor], None] | None = None,
-    ) -> StackOutput:
-        states = [context.packed(hidden_states)]
-
-        def keep(state: Tensor) -> None:
-            states.append(state)
-            if collect is not None:
-                collect(state)
-
-        result = super().forward(
-            layers,
-            hidden_states,
-            context,
-            position=position,
-            memory=memory,
-            past_key_values=past_key_values,
-            collect=keep,
-        )
-        weights = F.dropout(self.weights(), self.dropout, self.training).to(hidden_states.dtype)
+    def forward(self, run: Pass) -> StackOutput:
+        context, dtype = run.context, run.hidden_states.dtype
+        states = [context.packed(run.hidden_states)]
+        run.collect = states.append
+        result = super().forward(run)
+        weights = F.dropout(self.weights(), self.dropout, self.training).to(dtype)
         batch, length, width = states[0].shape
         mixed = weights.t() @ torch.stack(states, dim=1).view(batch, len(states), length * width)
         mixed = mixed.view(batch, -1, length, width)
@@ -87,10 +61,9 @@ class TransparentEncoderStack(PlainStack):
 class TransparentSpec(StackSpec):
     """weight_dropout: probability that an encoder layer's weight for a decoder layer is dropped in training."""
 
-    packed = True
+    supports = frozenset({"packed_rows", "unpadding"})
     summary = "each decoder layer reads its own mixture of all encoder layers"
-    gives_memories = True
-    unpads = True
+    gives = frozenset({HandOver.MEMORIES})
 
     weight_dropout: float | int = bounded(0.1, least=0, below=1)
 

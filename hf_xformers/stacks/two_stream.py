@@ -4,23 +4,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers.cache_utils import Cache
 
-from ..attention.shared.base import KEY_STATES
-from ..attention.shared.query_grid import ScatteredGrid
-from ..attention.transformer_xl import GRID, KEY_COUNT, KEY_REAL, PAIRS, TOKEN_TYPES
-from ..blocks.base import XFormerLayer, unpack_layer
+from ..attention.shared.base import KeyStates
+from ..attention.shared.query_grid import PairsInSight, QueryGrid, ScatteredGrid
 from ..core.components import register
 from ..core.context import LayerContext, add_losses
 from ..core.extent import can_inspect
-from ..position.base import PositionActs
-from .base import Stack, StackOutput, StackSpec
+from ..core.hand_overs import HandOver
+from ..core.prepared import one_state
+from .base import Stack, StackSpec
+from .driver import Pass, StackOutput
 
 ORDER, TARGETS = "perm_mask", "target_mapping"
 
@@ -49,21 +46,13 @@ class TwoStreamStack(Stack):
     def initialize(self, config, init) -> None:
         init.normal_(self.start, mean=0.0, std=config.initializer_range)
 
-    def forward(
-        self,
-        layers: Sequence[XFormerLayer],
-        hidden_states: Tensor,
-        context: LayerContext,
-        *,
-        position: PositionActs,
-        memory: Tensor | None = None,
-        past_key_values: Cache | None = None,
-    ) -> StackOutput:
+    def forward(self, run: Pass) -> StackOutput:
+        hidden_states, context, layers = run.hidden_states, run.context, run.layers
         order, mapping = context.inputs.get(ORDER), context.inputs.get(TARGETS)
         seen = None if order is None else self._seen(order, hidden_states)
         if seen is not None:
             itself = torch.eye(seen.shape[1], dtype=torch.bool, device=seen.device)
-            context.shared[PAIRS] = seen | itself
+            context.keep(PairsInSight(seen | itself))
         for layer in layers:
             layer.prepare(context, None)
         queries, of_queries = None, context
@@ -74,23 +63,16 @@ class TwoStreamStack(Stack):
         elif torch.is_grad_enabled():
             hidden_states = hidden_states + 0.0 * self.start.sum()  # so that it has a gradient in every pass
         losses: dict[str, Tensor] = {}
-        streams = context.streams
+        states = context.states
         for step, layer in enumerate(layers):
-            below, given = hidden_states, {**streams, KEY_STATES: hidden_states}
+            given = {**states, **one_state(KeyStates(hidden_states))}
             if queries is None or step + 1 < len(layers):  # what the last layer makes of contents, no query reads
-                hidden_states, streams, found = self._run(layer, below, streams, context, step)
+                hidden_states, states, found = layer(hidden_states, None, states, context=context, step=step)
                 add_losses(losses, found)
             if queries is not None:
-                queries, _, found = self._run(layer, queries, given, of_queries, step)
+                queries, _, found = layer(queries, None, given, context=of_queries, step=step)
                 add_losses(losses, found)
-        return StackOutput(hidden_states if queries is None else queries, of_queries, losses, streams=streams)
-
-    @staticmethod
-    def _run(
-        layer: Any, states: Tensor, streams: dict[str, Tensor], context: LayerContext, step: int
-    ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-        output = layer(states, None, *streams.values(), context=context, step=step, stream_names=tuple(streams))
-        return unpack_layer(output)
+        return StackOutput(hidden_states if queries is None else queries, of_queries, losses, states=states)
 
     @staticmethod
     def _seen(order: Tensor, states: Tensor) -> Tensor:
@@ -123,16 +105,11 @@ class TwoStreamStack(Stack):
         queries.query_index, queries.positions = index, context.positions.expand(batch, -1).gather(1, places)
         queries.padding_mask, queries.fresh = real, True
         types = context.inputs.get("token_type_ids")
-        queries.shared = {
-            **context.shared,
-            GRID: ScatteredGrid(places=places, keys=length),
-            KEY_REAL: context.padding_mask,
-            KEY_COUNT: length,
-            TOKEN_TYPES: (None, None) if types is None else (types.expand(batch, -1).gather(1, places), types),
-        }
-        queries.shared.pop(PAIRS, None)
+        both = (None, None) if types is None else (types.expand(batch, -1).gather(1, places), types)
+        queries.made = dict(context.made)
+        queries.keep(QueryGrid(ScatteredGrid(places=places, keys=length), length, context.padding_mask, both))
         if seen is not None:
-            queries.shared[PAIRS] = seen.gather(1, places[..., None].expand(-1, -1, length))
+            queries.keep(PairsInSight(seen.gather(1, places[..., None].expand(-1, -1, length))))
         return queries
 
 
@@ -148,12 +125,12 @@ class TwoStreamSpec(StackSpec):
             raise ValueError(
                 "stack 'two_stream' takes its order from `perm_mask` and cannot stand in a decoder; use 'plain' there."
             )
-        if not config.attention.scattered_queries:
+        if HandOver.SCATTERED_QUERIES not in config.attention.reads:
             raise ValueError(
                 "stack 'two_stream' has queries at chosen places, which attention"
                 f" {config.attention.type!r} does not know; set `attention='transformer_xl'`, or `stack='plain'`."
             )
-        if config.block.mixes or not config.block.unpads:
+        if config.block.mixes or "unpadding" not in config.block.supports:
             raise ValueError(
                 "stack 'two_stream' hides tokens in attention alone, and a target would learn of them through block"
                 f" {config.block.type!r}, which reads other tokens as well; set `block='vanilla'`, or `stack='plain'`."

@@ -3,20 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
 
-from ..blocks.base import XFormerLayer, unpack_layer
 from ..core.components import bounded, register
 from ..core.context import LayerContext, add_losses
 from ..core.reading_weights import weight_of
-from ..position.base import PositionActs
 from ..position.sinusoidal_absolute import sinusoids
-from .base import Stack, StackOutput, StackSpec, memory_by_step
+from .base import Stack, StackSpec
+from .driver import Pass, StackOutput
 
 
 class Halting(nn.Module):
@@ -88,27 +85,15 @@ class UniversalStack(Stack):
         index = torch.full((), step, device=like.device)
         return sinusoids(index, like.shape[-1], 10000.0, "interleaved").to(like.dtype)
 
-    def forward(
-        self,
-        layers: Sequence[XFormerLayer],
-        hidden_states: Tensor,
-        context: LayerContext,
-        *,
-        position: PositionActs,
-        memory: Tensor | None = None,
-        past_key_values: Cache | None = None,
-    ) -> StackOutput:
-        aux_losses: dict[str, Tensor] = {}
-        for layer in layers:
-            layer.prepare(context, past_key_values)
-        hidden_states, positions = context.packed(hidden_states), context.packed(context.positions)
-        real = context.query_padding_mask if context.unpadding is None else None
-        placed = self.position_signal(positions, hidden_states)
-        ledger = None if self.halting is None else _Ledger(hidden_states, real, self.spec)
-        may_stop = past_key_values is None and not _leaves_a_trace(context)
-        streams = context.streams
+    def forward(self, run: Pass) -> StackOutput:
+        context = run.context
         each = self.spec.layers_per_step
-        memories = memory_by_step(memory, self.steps * each)
+        run.begin(self.steps * each)
+        hidden_states = run.hidden_states
+        real = context.query_padding_mask if context.unpadding is None else None
+        placed = self.position_signal(run.positions, hidden_states)
+        ledger = None if self.halting is None else _Ledger(hidden_states, real, self.spec)
+        may_stop = run.past_key_values is None and not _leaves_a_trace(context)
         for step in range(1, self.steps + 1):
             if ledger is not None and may_stop and step > 1 and not bool(ledger.running.any()):
                 break
@@ -117,29 +102,17 @@ class UniversalStack(Stack):
                 state = state if signal is None else state + signal
             if ledger is not None and self.halting is not None:
                 ledger.spend(self.halting.probability(state), last=step == self.steps)
-            first = each * self.group(step)
-            for index, layer in enumerate(layers[first : first + each]):
-                slot = (step - 1) * each + index
-                state = position.embed_layer(state, positions, slot)
-                output = layer(
-                    state,
-                    memories[slot],
-                    *streams.values(),
-                    context=context,
-                    step=slot,
-                    stream_names=tuple(streams),
-                    past_key_values=past_key_values,
-                )
-                state, streams, losses = unpack_layer(output)
-                add_losses(aux_losses, losses)
+            first, run.hidden_states = each * self.group(step), state
+            for index, layer in enumerate(run.layers[first : first + each]):
+                run.step((step - 1) * each + index, layer)
             if ledger is None:
-                hidden_states = state
+                hidden_states = run.hidden_states
             else:
-                hidden_states = ledger.enter(hidden_states, state)
+                hidden_states = ledger.enter(hidden_states, run.hidden_states)
         if ledger is not None:
             hidden_states = ledger.output
-            add_losses(aux_losses, {"ponder": self.spec.act_loss_weight * ledger.ponder()})
-        return StackOutput(context.padded(hidden_states), context, aux_losses)
+            add_losses(run.losses, {"ponder": self.spec.act_loss_weight * ledger.ponder()})
+        return StackOutput(context.padded(hidden_states), context, run.losses)
 
 
 class _Ledger:
@@ -206,8 +179,7 @@ class UniversalSpec(StackSpec):
     act_loss_weight: tau, the factor on the ponder loss. halted_state: what others read of a token that has halted.
     """
 
-    packed = True
-    unpads = True
+    supports = frozenset({"packed_rows", "unpadding"})
     summary = "one layer at every depth, with per-token halting"
 
     layers_per_step: int = bounded(1, least=1)

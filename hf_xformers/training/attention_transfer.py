@@ -91,7 +91,7 @@ class _Comparison:
         def compare(_: nn.Module, given: tuple, named: dict[str, Any], result: SublayerOutput) -> SublayerOutput:
             context: LayerContext = given[1]
             seen = copy.copy(context)
-            seen.shared, seen.streams = dict(context.shared), dict(context.streams)
+            seen.made, seen.states = dict(context.made), dict(context.states)
             with torch.no_grad():
                 pair.source.prepare(seen, None)
                 taught = pair.source(given[0], seen, step=named.get("step"))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..core.changes import changed_component, components_of, merge_changes
 from ..core.components import SLOTS, Spec, build_spec, did_you_mean
 from ..objectives import OBJECTIVES, Objective
+from ..stacks.base import RestartsPositions
 from .presets import size_fields, size_named
 
 if TYPE_CHECKING:
@@ -231,7 +232,9 @@ def _smallest(limits: Iterable[int | None]) -> int | None:
 
 def _longest_by_position(config: XFormerConfig) -> int | None:
     return _smallest(
-        view.position.max_length(view) for view in config.tower_configs() if view.stack.restarts_after(view) is None
+        view.position.max_length(view)
+        for view in config.tower_configs()
+        if not isinstance(view.stack, RestartsPositions)
     )
 
 

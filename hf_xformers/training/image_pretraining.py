@@ -8,7 +8,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Unpack, runtime_checkable
 
 import numpy as np
 import torch
@@ -183,6 +183,14 @@ def refuse_decided(fields: Mapping[str, Any]) -> None:
             raise ValueError(f"--{name} follows from the colors of the images; give --colours in its place")
 
 
+@runtime_checkable
+class ReadsPlanes(Protocol):
+    """An attention that can read a text as a plane of tokens."""
+
+    def fields_of_plane(self, rows: int, columns: int) -> dict[str, Any]:
+        """The fields that make it read one of so many tokens."""
+
+
 def decided_by_colours(
     config_class: type[XFormerConfig], components: Mapping[str, Any], colours: int, size: tuple[int, int]
 ) -> DecidedByColours:
@@ -190,7 +198,8 @@ def decided_by_colours(
     that its attention reads a text as. Without one a text begins with a start, and has a position more than pixels."""
     made = {**components_of(config_class), **with_changes(config_class, components, {})}
     attention: Any = build_spec("attention", made["attention"])
-    plane, given = attention.fields_of_plane(*size), components.get("attention", {})
+    given = components.get("attention", {})
+    plane = attention.fields_of_plane(*size) if isinstance(attention, ReadsPlanes) else {}
     pixels = size[0] * size[1]
     return DecidedByColours(
         {"attention": {**({"type": given} if isinstance(given, str) else given), **plane}} if plane else {},

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -64,10 +64,18 @@ def surrogate(memory: SegmentMemory, slopes: tuple[Tensor, ...] | None, scale: f
     return total
 
 
+@runtime_checkable
+class ReplaysMemory(Protocol):
+    """A stack through whose segment memory gradients go to the segments before."""
+
+    def replays(self) -> bool:
+        """Whether `XFormerTrainer` replays memories, where they can be."""
+
+
 def check_replay(model: nn.Module) -> None:
     """Raises `ValueError` for a model whose memory has no gradient."""
     stack = getattr(getattr(model, "config", None), "stack", None)
-    if stack is None or not stack.replays_memory:
+    if not isinstance(stack, ReplaysMemory):
         raise ValueError(
             "Memory replay goes back through the memory of a text's segments, and that of stack"
             f" {getattr(stack, 'type', None)!r} has no gradient; train it with one backward pass per segment, or use"

@@ -18,6 +18,7 @@ from ..core.losses import labels_after_real_tokens, step_share
 from ..core.sequence_sharding import check_sharding, sharding_in_force
 from ..core.weight_decay import declared_undecayed
 from ..data.batching import LengthGroupedBatchSampler
+from ..training.replay import ReplaysMemory
 from .devices import processes_of
 from .evaluation import (
     IGNORE_INDEX,
@@ -98,8 +99,8 @@ class XFormerTrainer(MeasuringTrainer):
             check_sharding(config, sharding_in_force())
         if self.segments is not None:
             self.add_callback(self.segments)
-        replays = self.segments is not None and isinstance(config, XFormerConfig) and config.stack.replays()
-        self.replay = Replay() if replays else None
+        stack = config.stack if self.segments is not None and isinstance(config, XFormerConfig) else None
+        self.replay = Replay() if isinstance(stack, ReplaysMemory) and stack.replays() else None
         self.eval_collator = eval_collator if eval_collator is not None else self.data_collator
         if (parts := processes_of("sequence_parallel", sequence_parallel, self.args.world_size)) > 1:
             self.sequence = SequenceParts(self, config, parts)

@@ -93,7 +93,7 @@ TECHNIQUES = (
             "tests/inference/test_onnx.py::test_parity",
         ),
         "BERT, a decoder of the Llama kind; eleven families in ONNX",
-        "all but those whose pattern is that of one length (`why_one_length`: BigBird, BP-Transformer), which are"
+        "all but those whose pattern is that of one length (`why_not`: BigBird, BP-Transformer), which are"
         " exported for one length; for the factors of CSALR's solver ONNX has no operator",
     ),
     Technique(
@@ -247,7 +247,7 @@ TECHNIQUES = (
         '`tp_plan="auto"`; [many devices](devices.md)',
         ("tests/training/test_distributed.py",),
         "every family by data, several by tensors; processes of gloo on a CPU",
-        "all; heads that exchange what they read keep whole projections (`splits_heads`)",
+        "all; heads that exchange what they read keep whole projections (`splits`)",
     ),
 )
 

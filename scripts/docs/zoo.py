@@ -6,7 +6,7 @@ import inspect
 from typing import Any
 
 from hf_xformers.cli.descriptions import own_components, own_defaults, replaced
-from hf_xformers.core.components import SLOTS
+from hf_xformers.core.components import SLOTS, build_spec
 from hf_xformers.families import SURVEY, survey_number
 from hf_xformers.hub.model_card import PIPELINES, caption, example, shapes
 from hf_xformers.hub.purposes import purposes
@@ -35,12 +35,12 @@ CAPABILITIES = {
         "cross": "as cross-attention",
         "score_bias": "with a bias on scores",
         "rotation": "with rotated queries and keys",
-        "packed": "with packed documents",
+        "packed_rows": "with packed documents",
         "context_parallel": "with texts shared between devices",
     },
-    "position": {"extrapolates": "beyond the trained length", "needs_causal": "in decoders only"},
-    "stack": {"packed": "with packed documents", "unpads": "with padding removed"},
-    "block": {"packed": "with packed documents", "unpads": "with padding removed"},
+    "position": {"max_length": "beyond the trained length", "needs_causal": "in decoders only"},
+    "stack": {"packed_rows": "with packed documents", "unpadding": "with padding removed"},
+    "block": {"packed_rows": "with packed documents", "unpadding": "with padding removed"},
 }
 
 
@@ -177,13 +177,21 @@ def _overview(slot: str) -> str:
     )
 
 
+def _can(slot: str, spec: Any, key: str) -> bool:
+    if key == "max_length":
+        return spec.max_length is SLOTS["position"].get("none").max_length
+    if key in {*getattr(spec, "acts", ()), *build_spec(slot, spec.type).supports}:
+        return True
+    return key not in build_spec(slot, spec.type).why_not if key == "causal" else getattr(spec, key, False) is True
+
+
 def component(slot: str, name: str, spec: Any, here: str) -> list[str]:
     """The part of a slot's page about one component."""
     also = [alias for alias, known in SLOTS[slot]._aliases.items() if known == name]
     built = catalog.built_class(spec)
     text = inspect.cleandoc(built.__doc__ or "") if built is not None else ""
     used = [variant for variant in catalog.users().get((slot, name), ()) if variant != "xformer"]
-    able = [text for key, text in CAPABILITIES.get(slot, {}).items() if getattr(spec, key, False) is True]
+    able = [text for key, text in CAPABILITIES.get(slot, {}).items() if _can(slot, spec, key)]
     shown = [link(catalog.variant_title(variant), here, catalog.variant_page(variant)) for variant in used[:12]]
     facts = {
         "Also called": ", ".join(map(code, also)),

@@ -56,11 +56,11 @@ def run_layers(layers, states, context, memory=None, cache=None, residual=True):
     """Each layer's output added to its input; the results of all layers."""
     for layer in layers:
         layer.prepare(context, cache)
-    streams, results = context.streams, []
+    states_between, results = context.states, []
     for layer in layers:
-        seen = context.with_streams(dict(streams))
+        seen = context.passing(dict(states_between))
         results.append(layer(states, seen, memory=memory, past_key_values=cache, step=layer.layer_idx))
-        streams = {**seen.streams, **(results[-1].streams or {})}
+        states_between = {**seen.states, **(results[-1].states or {})}
         states = states + results[-1].output if residual else states
     return results
 

@@ -200,16 +200,16 @@ def test_losses_are_for_training():
         assert math.isclose(plain.item(), used.loss.item(), rel_tol=0.5)
 
 
-HANDING_OUT = [name for name in SLOTS["attention"] if SLOTS["attention"].get(name).hands_out_heads]
+HANDING_OUT = [name for name in SLOTS["attention"] if "parts" in SLOTS["attention"].get(name).head_options]
 
 
 @pytest.mark.parametrize("name", [name for name in HANDING_OUT if name not in ("conditional", "feedback")])
 def test_every_mechanism_that_says_so(name):
-    """Losses and aggregations reach a mechanism that declares `hands_out_heads`."""
+    """Losses and aggregations reach a mechanism that hands out the parts of heads."""
     kind = SLOTS["attention"].get(name)
     loss = {"type": "disagreement_regularization", "of": ("subspace", "output")}
     attention = {"type": name, "losses": (loss,), "aggregation": {"type": "capsule_heads", "final_linear": False}}
-    plain_decoder = kind.causal and name != "axial_transformer"  # whose decoder is another stack
+    plain_decoder = "causal" not in kind.why_not and name != "axial_transformer"  # whose decoder is another stack
     head = XFormerForCausalLM if plain_decoder else XFormerForMaskedLM
     config = XFormerConfig(**{**GEOMETRY, "attention": attention})
     model = head(config).train()

@@ -22,12 +22,12 @@ def padded(lengths=(7, 5)):
     return {"input_ids": ids, "attention_mask": mask.long()}
 
 
-@pytest.mark.parametrize("name", [name for name, spec in ATTENTIONS.items() if spec.normalizes_heads])
+@pytest.mark.parametrize("name", [name for name, spec in ATTENTIONS.items() if "norm" in spec.head_options])
 def test_norms_of_all_mechanisms_are_read(name):
     """Other weights of either norm change the result, and decoding token by token gives the same."""
     spec = ATTENTIONS[name]
     stack = {"conditional": "conditional_computation"}.get(name, "plain")
-    causal = spec.causal and stack == "plain" and name != "axial_transformer"
+    causal = "causal" not in spec.why_not and stack == "plain" and name != "axial_transformer"
     made = config(
         attention={"type": name, "query_key_norm": "head"},
         is_decoder=causal,
@@ -74,7 +74,7 @@ def test_layers_choose_their_rotation():
         attention.load_state_dict(model.trunk.layers[index].attention.state_dict())
         states, expected = found[index]
         context = own.trunk.make_context(states)
-        own.trunk._share_position(context, states)
+        own.trunk.position.share(context, states)
         attention.prepare(context, None)
         with torch.no_grad():
             close(attention(states, context).output, expected, 1e-5)

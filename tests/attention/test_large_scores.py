@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from hf_xformers.core.components import SLOTS, names
+from hf_xformers.core.hand_overs import HandOver
 from tests.attention.score_helpers import HEADS, WIDTH, build_layers, make_context, run_layers
 
 LENGTH, LONG = 21, 100.0
@@ -97,7 +98,7 @@ def run(layer, position, states, causal, implementation):
     layer.zero_grad()
     context = make_context(LENGTH, causal, implementation=implementation)
     if position is not None:
-        context.shared["score_bias"] = position.score_bias()
+        position.share(context, states)
     states = states.clone().requires_grad_()
     output = run_layers([layer], states, context, residual=False)[-1].output
     output.float().sum().backward()
@@ -115,7 +116,7 @@ def check(attention, causal, position="none"):
         table = layer.config.position.build(layer.config)
         for parameter in table.parameters():
             parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.5)
-        table = None if table.score_bias() is None else table
+        table = None if table.score_bias() is None and table.shared_tables() is None else table
     for dtype, limit in LIMITS.items():
         layer, table = layer.to(dtype), None if table is None else table.to(dtype)
         wide, wide_table = copy.deepcopy(layer).float(), None if table is None else copy.deepcopy(table).float()
@@ -135,9 +136,9 @@ def check(attention, causal, position="none"):
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_finite_and_close(attention, causal):
     spec = SLOTS["attention"].get(attention)
-    if not (spec.causal if causal else spec.bidirectional):
+    if "causal" in spec.why_not if causal else not spec.bidirectional:
         pytest.skip("it has no such form")
-    if spec.reads_axes and causal:
+    if HandOver.AXES in spec.reads and causal:
         pytest.skip("a decoder needs its own stack; tests/common/test_large_weights.py has it")
     check(attention, causal)
 

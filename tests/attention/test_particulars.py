@@ -15,6 +15,8 @@ from hf_xformers import (
     XFormerForMaskedLM,
     XFormerModel,
 )
+from hf_xformers.attention.luna import PackedMemory
+from hf_xformers.attention.shared.score_chain import Link
 from hf_xformers.conversion import swap_components
 from hf_xformers.ops.block_sparse.attention import block_sparse_attention, block_sparse_reference
 from hf_xformers.ops.block_sparse.patterns import dilated
@@ -240,7 +242,7 @@ def test_averages_of_long_texts(dtype):
 def test_scores_that_layers_pass_on_stay_in_single_precision(name):
     layers = [layer.to(torch.bfloat16) for layer in build_layers(name, 3)]
     results = run_layers(layers, vectors(1, 6).to(torch.bfloat16), make_context(6))
-    handed = results[-1].streams["predictive_scores" if name[0] == "p" else "realformer_scores"]
+    (handed,) = (state.scores for (kind, _), state in results[-1].states.items() if kind is Link)
     assert handed.dtype == torch.float32 and results[-1].output.dtype == torch.bfloat16
     assert name == "realformer" or layers[1].score_conv.conv.weight.dtype == torch.float32
 
@@ -267,7 +269,7 @@ def test_dropout_of_a_shared_map_is_drawn_once(path):
     fields = {"num_hidden_layers": 2, "attention_probs_dropout_prob": 0.5}
     layers = build_layers({"type": "lazyformer", "hand_on": path}, 2, **fields)
     results = run_layers([layer.train() for layer in layers], vectors(1, 6), make_context(6))
-    kept = results[0].streams["lazyformer_weights"]
+    (kept,) = (state.weights for (kind, _), state in results[0].states.items() if kind is Link)
     assert (kept == 0).any()
     value = split_heads(layers[1].v_proj(vectors(1, 6) + results[0].output), 4)
     close(results[1].output, layers[1].o_proj((kept @ value).transpose(1, 2).flatten(2)))
@@ -286,10 +288,10 @@ def test_dropout_of_luna():
         layer = build_layers({**LUNA, "memory_dropout": rate}, 2, **fields)[0].train()
         results = [run_layers([layer], vectors(1, 6), make_context(6))[0] for _ in range(2)]
         close(results[0].output, results[1].output)
-        first, second = (result.streams["luna_memory"] for result in results)
+        first, second = (result.states[PackedMemory, None].states for result in results)
         assert torch.equal(first, second) == (rate == 0.0)
         layer.eval()
-        handed[rate] = run_layers([layer], vectors(1, 6), make_context(6))[0].streams["luna_memory"]
+        handed[rate] = run_layers([layer], vectors(1, 6), make_context(6))[0].states[PackedMemory, None].states
     close(handed[None], handed[0.5])
 
 

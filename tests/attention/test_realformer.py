@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from hf_xformers import XFormerConfig, XFormerForMaskedLM
+from hf_xformers.attention.shared.score_chain import Link
 from tests.attention.score_helpers import (
     GEOMETRY,
     HEADS,
@@ -17,6 +18,8 @@ from tests.attention.score_helpers import (
 )
 from tests.helpers import close, tokens
 
+CHAIN = Link, ("realformer", False)
+
 
 @pytest.mark.parametrize("mean", [False, True])
 def test_handed_on_is_the_unmasked_sum(mean):
@@ -29,15 +32,15 @@ def test_handed_on_is_the_unmasked_sum(mean):
         with torch.no_grad():
             q, k = (split_heads(part(states), 4) for part in (layer.q_proj, layer.k_proj))
         total = total + q @ k.transpose(2, 3) / 2
-        close(result.streams["realformer_scores"], total)
+        close(result.states[CHAIN].scores, total)
         states = states + result.output
 
 
 def test_what_is_kept():
     """Short texts hand on scores, long ones projections, and then nothing of T x T is kept."""
     layers = build_layers("realformer", 3)  # 4 layers' worth of width 4: scores up to 16 tokens
-    assert "realformer_scores" in run_layers(layers, vectors(1, 16), make_context(16))[0].streams
-    assert "realformer_queries" in run_layers(layers, vectors(1, 17), make_context(17))[0].streams
+    assert run_layers(layers, vectors(1, 16), make_context(16))[0].states[CHAIN].scores is not None
+    assert run_layers(layers, vectors(1, 17), make_context(17))[0].states[CHAIN].queries is not None
     for length in (100, 200):
         largest = saved_sizes(lambda: run_layers(layers, vectors(1, length), make_context(length)))[0]
         assert largest <= length * 3 * 4 * HEADS
@@ -54,7 +57,7 @@ def test_dense_layers_between():
     results = run_layers(layers, states, make_context(6), residual=False)
     parts = [[split_heads(part(states), 4) for part in (layer.q_proj, layer.k_proj, layer.v_proj)] for layer in layers]
     total = sum(q @ k.transpose(2, 3) / 2 for q, k, _ in (parts[0], parts[2]))
-    close(results[2].streams["realformer_scores"], total)
+    close(results[2].states[CHAIN].scores, total)
     mixed = torch.softmax(total / 2, -1) @ parts[2][2]
     close(results[2].output, layers[2].o_proj(mixed.transpose(1, 2).flatten(2)))
     config = XFormerConfig(**GEOMETRY, attention="realformer", per_layer_config={1: {"attention": "dense"}})

@@ -18,6 +18,7 @@ from hf_xformers.attention.adaptive_span import AdaptiveSpanAttention
 from hf_xformers.attention.realformer import RealFormerAttention
 from hf_xformers.ops import chosen_blocks, entmax_attention
 from hf_xformers.ops.score_terms import window as window_attention
+from hf_xformers.position.base import CallBias, Turns
 from hf_xformers.position.rotary import RotaryPosition, RotarySpec
 from hf_xformers.position.t5_relative_bias import T5RelativeBias, T5RelativeBiasSpec
 from tests.attention.references import COMPILED, REFERENCES
@@ -322,7 +323,7 @@ def test_position_bias(name, causal):
     for each in reference.paths:
         with path(each) as how:
             context = make_context(LENGTH, causal, padding_mask=MASK, **how)
-            context.shared["score_bias"] = position
+            context.keep(CallBias(position))
             results = run_layers(layers, states, context)
             check_rows(expected, results, MASK, each, reference.tolerance)
             slopes.append(torch.autograd.grad(results[-1].output[MASK].sin().sum(), position.table.weight)[0])
@@ -343,7 +344,7 @@ def test_rotation(name, causal):
         with path(each) as how, torch.no_grad():
             context = make_context(LENGTH, causal, padding_mask=MASK, **how)
             rotary = RotaryPosition(width, RotarySpec(theta=50.0))
-            context.shared["rotation"] = rotary.rotation(positions_of(MASK), states)
+            context.keep(Turns(*[rotary.rotation(positions_of(MASK), states)] * 2), "global")
             check_rows(expected, run_layers(layers, states, context), MASK, each, 3e-5)
 
 
@@ -352,7 +353,7 @@ def reference_spec(reference):
     return XFormerConfig(**fields, attention=reference.spec).attention
 
 
-@forms(lambda reference: not reference.chain and reference_spec(reference).packed)
+@forms(lambda reference: not reference.chain and "packed_rows" in reference_spec(reference).supports)
 def test_packed_documents(name, causal):
     """Documents of one row do not read one another."""
     reference, layers, states = REFERENCES[name], built(name, causal), vectors(2, LENGTH)
@@ -374,7 +375,7 @@ def test_packed_documents(name, causal):
 def reads_pairs(reference):
     """Where a mask of pairs says all: it does not tell where a text ends, which BigBird's last block has to know."""
     spec = reference_spec(reference)
-    return not reference.chain and spec.explicit_mask and spec.type != "bigbird"
+    return not reference.chain and "pair_mask" in spec.supports and spec.type != "bigbird"
 
 
 @forms(reads_pairs)

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from hf_xformers.attention.sac import EdgePredictor
+from hf_xformers.attention.sac import EdgePredictor, Edges
 from hf_xformers.core.choices import ChoiceLoss, ChoiceSettings, rows_of_mean, token_rows
 from hf_xformers.ops.chosen_keys import chosen_keys_attention, chosen_keys_reference
 from hf_xformers.variants.sac import (
@@ -111,7 +111,7 @@ def test_log_probability_equals_a_loop(causal, window):
         lambda module, args, kwargs, output: seen.update(x=args[0], context=args[1]), with_kwargs=True
     )
     found = model.model(ids, attention_mask=mask).log_probs
-    picks = seen["context"].shared["sac_edges"]
+    picks = seen["context"].prepared(Edges).picks
     for row in range(2):
         total = torch.zeros((), dtype=torch.float64)
         for i in range(6):
@@ -194,7 +194,7 @@ def test_edges_are_drawn_by_their_probabilities():
     layer.register_forward_hook(lambda module, args, output: seen.update(x=args[0], context=args[1]))
     with torch.no_grad():
         model.model(torch.tensor([[3, 7, 9, 4]]).expand(count, -1))
-    picks = seen["context"].shared["sac_edges"][:, 0, 1]
+    picks = seen["context"].prepared(Edges).picks[:, 0, 1]
     for pair in itertools.permutations([0, 2, 3], 2):
         chance = walk_probability(layer.predictor, seen["x"][0], 1, list(pair), {0, 1, 2, 3}).exp().item()
         share = (picks == torch.tensor(pair)).all(-1).double().mean().item()

@@ -19,13 +19,13 @@ KINDS = {name: SLOTS["attention"].get(name) for name in SLOTS["attention"] if na
 
 @pytest.mark.parametrize(
     ("name", "field"),
-    [(name, "output_gate") for name, kind in KINDS.items() if kind.hands_out_heads]
-    + [(name, "learned_sinks") for name, kind in KINDS.items() if kind.learns_sinks],
+    [(name, "output_gate") for name, kind in KINDS.items() if "parts" in kind.head_options]
+    + [(name, "learned_sinks") for name, kind in KINDS.items() if "sink" in kind.head_options],
 )
 def test_every_mechanism_that_says_so(name, field):
     """Gates and sinks learn, and decoding token by token gives what the whole text does."""
     kind, value = KINDS[name], {"output_gate": "head", "learned_sinks": True}[field]
-    causal = kind.causal and name != "axial_transformer"  # whose decoder is another stack
+    causal = "causal" not in kind.why_not and name != "axial_transformer"  # whose decoder is another stack
     config = XFormerConfig(**{**GEOMETRY, "position": "none"}, attention={"type": name, field: value})
     model = make_strong((XFormerForCausalLM if causal else XFormerForMaskedLM)(config).double())
     ids = tokens(2, 9, high=50)
@@ -45,7 +45,7 @@ def test_every_mechanism_that_says_so(name, field):
 def test_in_cross_attention_and_not_divided():
     spec = {"type": "dense", **SINKS, "output_gate": "element"}
     config = XFormerConfig(**GEOMETRY, is_encoder_decoder=True, attention=spec, cross_attention=spec)
-    assert not config.attention.context_parallel and SLOTS["attention"].get("dense")().context_parallel
+    assert "context_parallel" in SLOTS["attention"].get("dense")().supports - config.attention.supports
     model, ids = make_strong(XFormerForSeq2SeqLM(config)), tokens(2, 5, high=50)
     model(ids, labels=ids).loss.backward()
     layer = model.model.decoder.layers[0].cross_attention

@@ -189,7 +189,7 @@ def test_packed_documents(position, attention):
     model = build(position, attention, False)
     ids = tokens(1, LENGTH)
     places = torch.cat([torch.arange(10), torch.arange(LENGTH - 10)])[None]
-    if not model.config.attention.packed:
+    if "packed_rows" not in model.config.attention.supports:
         with pytest.raises(ValueError, match="position_ids"):
             model(input_ids=ids, position_ids=places)
         return

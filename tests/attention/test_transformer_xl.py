@@ -4,13 +4,9 @@ import pytest
 import torch
 
 from hf_xformers.attention.transformer_xl import (
-    MEMORY_LENGTH,
-    MEMORY_ORDER,
-    MEMORY_REAL,
-    SEGMENT_MEMORY,
     relative_sinusoids,
 )
-from hf_xformers.core.segment_memory import join_masks, slot_order
+from hf_xformers.core.segment_memory import MemoryLayout, StepMemory, join_masks, slot_order
 from hf_xformers.ops.common.shifted_rows import shift_rows
 from tests.attention.references.softmax import four_terms, sinusoid
 from tests.attention.score_helpers import (
@@ -84,8 +80,8 @@ def with_memory(layer, states, memory, context, real=None):
     order = None if context.padding_mask is None else slot_order(real, memory.shape[1], context.padding_mask)
     mask = join_masks(real, memory.shape[1], context.padding_mask, states)
     mask = mask if order is None or mask is None else mask.gather(1, order)
-    context.shared.update({MEMORY_LENGTH: memory.shape[1], MEMORY_REAL: mask, MEMORY_ORDER: order})
-    context.streams[SEGMENT_MEMORY] = memory
+    context.keep(MemoryLayout(memory.shape[1], mask, order))
+    context.start(StepMemory(memory))
     (result,) = run_layers([layer], states, context)
     return result
 

@@ -119,7 +119,9 @@ def test_f1_names_its_class(runs, capsys):
     assert summary["f1_name"] == "f1 of '1'"
     finetune_report(summary, str(folder))
     shown = " ".join(capsys.readouterr().out.split())
-    assert "f1 of '1' (validation)" in shown and f"(baseline {summary['baseline_validation']['accuracy']:.1%})" in shown
+    assert (
+        "f1 of '1' (validation)" in shown and f"(baseline {summary['baseline_validation']['accuracy']:.1%})" in shown
+    )
     assert summary["trivial"]["rule"] in shown
     assert "f1 of '1'" in run(capsys, "evaluate", "--model", folder, "--data", data[1])[0]
     assert "| f1 of '1' |" in str(checkpoint_card(folder, "mine"))

@@ -36,7 +36,7 @@ class Windowed(DenseSpec):
 
     width: int = 4
 
-    def cache_layer(self, config):
+    def cache_layer(self, config, layer_idx):
         return Window(config.attention.width)
 
 

@@ -108,8 +108,8 @@ class Limited(AttentionSpec):
     """A mechanism that can do nothing beyond encoding, for the refusals below."""
 
     slot, type = "attention", "limited"
-    causal, rotation = False, False
-    why_not_causal = "It mixes all tokens at once."
+    acts = frozenset()
+    why_not = {"causal": "It mixes all tokens at once."}
 
 
 @strict

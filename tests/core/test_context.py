@@ -1,13 +1,13 @@
 """The state bundle: packed rows, derived views, and what a tower puts into it."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerForMaskedLM, XFormerModel
-from hf_xformers.blocks.base import unpack_layer
 from hf_xformers.core.cache import make_cache
 from hf_xformers.core.context import (
     LayerContext,
@@ -16,6 +16,7 @@ from hf_xformers.core.context import (
     segments_from_positions,
     self_attention_cache,
 )
+from hf_xformers.core.prepared import Prepared, State, flattened, one_state, unflattened
 from hf_xformers.feedforward.base import FeedForward
 from tests.helpers import NO_DROPOUT, close, make_strong, tokens
 
@@ -43,35 +44,75 @@ def context(**fields):
     return LayerContext(**{**given, **fields})
 
 
+class Table(Prepared):
+    rows: int
+
+
+class Bias(State):
+    matrix: torch.Tensor | None = None
+    line: torch.Tensor | None = None
+
+
+class Scores(State):
+    given: torch.Tensor
+
+
+def test_prepared():
+    whole = context()
+    assert whole.find(Table) is None
+    with pytest.raises(LookupError, match="`Table` in the slot 'far' into this call"):
+        whole.prepared(Table, "far")
+    made = whole.prepare(Table, lambda: Table(3))
+    assert whole.prepare(Table, lambda: Table(4)) is made is whole.prepared(Table), "made once"
+    whole.keep(Table(5), "far")
+    assert (whole.prepared(Table, "far").rows, whole.prepared(Table).rows) == (5, 3)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        made.rows = 4
+
+
+def test_states_as_tensors():
+    """Tensors in the order of states and fields, and back; what is None is left out."""
+    one, two, three = torch.randn(3, 2).unbind()
+    states = {**one_state(Scores(one), "a"), **one_state(Bias(line=two)), **one_state(Scores(three), "b")}
+    names, tensors = flattened(states)
+    assert all(x is y for x, y in zip(tensors, (one, two, three), strict=True))
+    back = unflattened(names, tensors)
+    assert list(back) == list(states) and back[Bias, None].matrix is None
+    assert back[Bias, None].line is two and back[Scores, "b"].given is three
+    assert flattened({}) == ((), []) and unflattened((), []) == {}
+
+
 def test_views():
     whole = context()
-    whole.shared["table"], whole.streams["bias"] = "once", torch.zeros(1)
-    inside = whole.with_streams({"scores": torch.ones(1)})
-    assert set(inside.streams) == {"scores"} and set(whole.streams) == {"bias"}
-    assert inside.shared is whole.shared, "what is computed once is seen by all layers"
+    whole.keep(Table(1))
+    whole.start(Bias(torch.zeros(1)))
+    inside = whole.passing(one_state(Scores(torch.ones(1)), 3))
+    assert inside.state(Bias) is None is inside.state(Scores) and inside.state(Scores, 3).given.item() == 1
+    assert list(whole.states) == [(Bias, None)]
+    assert inside.find(Table) is whole.prepared(Table), "what is made once is seen by all layers"
     part = whole.derive(positions=torch.zeros(1, 2, dtype=torch.long))
-    assert part.shared == {} and part.streams == {} and part.causal and part.positions.shape == (1, 2)
-    assert whole.shared and whole.positions.shape == (1, 4)
+    assert part.made == {} and part.states == {} and part.causal and part.positions.shape == (1, 2)
+    assert whole.derive(Table).made == whole.made != {} and whole.positions.shape == (1, 4)
     plain = context()
-    assert plain.with_streams({}) is plain, "nothing differs, so nothing is copied"
-    assert whole.with_streams({}).streams == {} and set(whole.streams) == {"bias"}
+    assert plain.passing({}) is plain, "nothing differs, so nothing is copied"
+    assert whole.passing({}).states == {} and list(whole.states) == [(Bias, None)]
     seen = copy.copy(whole)
     seen.padding_mask = torch.ones(1, 4).bool()
-    assert whole.padding_mask is None and seen.shared is whole.shared and seen.streams is whole.streams
+    assert whole.padding_mask is None and seen.made is whole.made and seen.states is whole.states
     assert {**vars(seen), "padding_mask": None} == vars(whole)
 
 
 class Writer(FeedForward):
     def forward(self, hidden_states, seen):
-        return SublayerOutput(hidden_states, streams={"handed": 2 * hidden_states})
+        return SublayerOutput(hidden_states, states=one_state(Scores(2 * hidden_states)))
 
 
 class Reader(FeedForward):
     def forward(self, hidden_states, seen):
-        return SublayerOutput(seen.streams["handed"] + hidden_states)
+        return SublayerOutput(seen.given(Scores).given + hidden_states)
 
 
-@pytest.mark.parametrize("given", [{}, {"other": torch.ones(1)}])
+@pytest.mark.parametrize("given", [{}, one_state(Bias(torch.ones(1)))])
 def test_a_sublayer_hands_on_to_the_next_one(given):
     """What a sublayer hands on reaches the sublayers behind it and the next layer, and no other call."""
     config = XFormerConfig(**SMALL, block="macaron").layer(0)
@@ -79,8 +120,8 @@ def test_a_sublayer_hands_on_to_the_next_one(given):
     layer.feedforward, layer.feedforward_2 = Writer(), Reader()
     states, call = torch.randn(1, 4, 16), context()
     layer.prepare(call, None)
-    output = layer(states, None, *given.values(), context=call, step=0, stream_names=tuple(given))
-    assert set(unpack_layer(output)[1]) == {*given, "handed"} and call.streams == {}
+    output = layer(states, None, given, context=call, step=0)
+    assert list(output.states) == [*given, (Scores, None)] and call.states == {}
 
 
 def test_padding_of_the_queries():
@@ -254,7 +295,7 @@ def test_packed_rows_are_refused(fields, part):
     ],
 )
 def test_packed_rows_are_kept_apart(shape, fields):
-    """What declares `packed` gives each document what it gives alone."""
+    """What supports packed rows gives each document what it gives alone."""
     torch.manual_seed(0)
     model_class = XFormerForCausalLM if shape == "decoder" else XFormerForMaskedLM
     config = XFormerConfig(**{**SMALL, **NO_DROPOUT, **fields, "is_decoder": shape == "decoder"})

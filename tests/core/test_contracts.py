@@ -11,9 +11,11 @@ from torch import nn
 import hf_xformers
 from hf_xformers import XFormerConfig, XFormerForMaskedLM
 from hf_xformers.attention.dense import DenseSpec
+from hf_xformers.attention.shared.base import AttentionSpec
 from hf_xformers.blocks.window_state import WindowCacheLayer
 from hf_xformers.core.cache import make_cache, stateful_part
-from hf_xformers.core.components import SLOTS, register
+from hf_xformers.core.components import SLOTS, Spec, build_spec, register
+from hf_xformers.core.hand_overs import HandOver
 from hf_xformers.core.parallel_plans import tensor_parallel_plan
 from hf_xformers.feedforward.dense import ReLUSpec
 from hf_xformers.normalization.base import NormSpec
@@ -66,12 +68,22 @@ def test_no_rule_asks_for_a_component_by_its_name():
     assert not found, f"declare a capability on the base class: {found}"
 
 
+@pytest.mark.parametrize("base, names", [(Spec, ("supports", "splits")), (AttentionSpec, ("acts", "head_options"))])
+def test_what_is_declared_is_explained(base, names):
+    slots = SLOTS if base is Spec else ("attention",)
+    specs = [build_spec(slot, name) for slot in slots for name in SLOTS[slot]]
+    explained = set(re.findall(r"`(\w+)`", base.__doc__))
+    for name in names:
+        assert set().union(*(getattr(spec, name) for spec in specs)) <= explained, name
+
+
 def test_capabilities_of_an_attention(add):
     class Another(DenseSpec):
-        maps_tokens = True
+        gives = frozenset({HandOver.TOKEN_MAP})
 
     class Bare(DenseSpec):
-        keeps_keys_alone = rotates_values = False
+        keeps_keys_alone = False
+        acts = DenseSpec.acts - {"values"}
 
         def takes_global_tokens(self):
             return False
@@ -95,7 +107,7 @@ def test_whose_state_a_cache_keeps(add):
     """The stack's before the block's before the attention's."""
 
     class Window(DenseSpec):
-        def cache_layer(self, config):
+        def cache_layer(self, config, layer_idx):
             return WindowCacheLayer()
 
     plain = XFormerConfig(**SMALL, is_decoder=True)
@@ -115,7 +127,7 @@ def test_whose_state_a_cache_keeps(add):
 
 def test_a_feed_forward_says_how_it_splits(add):
     class Whole(ReLUSpec):
-        splits_inner = False
+        splits = frozenset()
 
     plans = [
         tensor_parallel_plan(XFormerConfig(**SMALL, feedforward=feedforward))

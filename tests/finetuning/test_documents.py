@@ -67,13 +67,13 @@ def test_one_command_from_raw_lines(tmp_path, variant, monkeypatch):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(json.dumps(row) for row in rows[:count]))
     files = [str(tmp_path / f"{name}.jsonl") for name in ("train", "test")]
     seen = set()
-    entered = XFormerTower._embedded
+    entered = XFormerTower.embedded
 
     def embedded(self, vectors, types, context):
         seen.update(context.inputs)
         return entered(self, vectors, types, context)
 
-    monkeypatch.setattr(XFormerTower, "_embedded", embedded)
+    monkeypatch.setattr(XFormerTower, "embedded", embedded)
     code = main(
         ["finetune", "--variant", variant, *task, "--data", *files, *SIZES.split(), "--max_steps", "2"]
         + ["--output_dir", str(tmp_path / "run"), "--max_length", "32", "--max_target_length", "4"]

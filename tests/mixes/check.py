@@ -209,7 +209,7 @@ class Checks:
             try:
                 made.append(self.model.generate(input_ids=ids, attention_mask=mask, use_cache=use_cache, **settings))
             except ValueError as error:
-                if str(error) in {layer.attention.why_not_generate() for layer in self.layers()}:
+                if str(error) in {layer.attention.why_not.get("generate", "") for layer in self.layers()}:
                     return  # it is declared
                 raise
         if not torch.equal(*made):
@@ -250,12 +250,12 @@ class Checks:
         contexts: list[LayerContext] = []
         for module in model.modules():
             if isinstance(module, Stack):
-                module.register_forward_pre_hook(lambda module, inputs: contexts.append(inputs[2]))
+                module.register_forward_pre_hook(lambda module, inputs: contexts.append(inputs[0].context))
         output = model(**given)
         for context in contexts:
-            for name, value in context.shared.items():
+            for name, value in context.made.items():
                 if any(tensor.requires_grad for tensor in tensors_in(value)):
-                    raise Wrong("gradient in `context.shared`", str(name))
+                    raise Wrong("gradient in `context.made`", str(name))
         if head == "Model":
             loss = self._form(output.last_hidden_state)
             if getattr(output, "pooler_output", None) is not None:
@@ -292,7 +292,7 @@ class Checks:
             raise Wrong(kind, f"by {error:.2g}")
 
 
-def tensors_in(value: object, depth: int = 3) -> Iterator[Tensor]:
+def tensors_in(value: object, depth: int = 4) -> Iterator[Tensor]:
     """All tensors that `value` holds, but those of modules."""
     if isinstance(value, Tensor):
         yield value

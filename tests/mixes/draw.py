@@ -488,15 +488,15 @@ class Drawing:
         """Mostly without what every component of a kind refuses, or fields of all attention would leave few at
         work."""
         for field, able in (
-            ("query_key_norm", "normalizes_heads"),
-            ("score_cap", "caps_scores"),
+            ("query_key_norm", "norm"),
+            ("score_cap", "cap"),
             ("angles", "rotation"),
-            ("losses", "hands_out_heads"),
-            ("aggregation", "hands_out_heads"),
-            ("output_gate", "hands_out_heads"),
-            ("learned_sinks", "learns_sinks"),
+            ("losses", "parts"),
+            ("aggregation", "parts"),
+            ("output_gate", "parts"),
+            ("learned_sinks", "sink"),
         ):
-            if field in given and not getattr(kind, able) and self.chance(0.9):
+            if field in given and able not in kind.head_options | kind.acts and self.chance(0.9):
                 del given[field]
         wanted = (
             (given.get("joint_type") is not None, {"segments": True}),

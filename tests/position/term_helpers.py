@@ -34,9 +34,7 @@ def build(position, causal=False, strong=0.5, **fields):
 def run(layer, module, states, causal=False, literal=False, **given):
     """Output [B, T, D] and weights (None on the fast path)."""
     context = make_context(states.shape[1], causal, implementation="eager" if literal else "sdpa", **given)
-    bias = module.score_bias()
-    if bias is not None:
-        context.shared["score_bias"] = bias
+    module.share(context, states)
     layer.prepare(context, None)
     result = layer(states, context)
     return result.output, result.weights

@@ -9,6 +9,7 @@ import torch
 from hf_xformers import XFormerConfig
 from hf_xformers.core.graph_inputs import NO_EDGE, UNREACHABLE
 from hf_xformers.data.graphs import Graph, GraphCollator, ring_graphs, shortest_paths
+from hf_xformers.position.base import PositionTables
 from hf_xformers.variants import family
 from tests.attention.score_helpers import HEADS, make_context, small_blocks, vectors
 from tests.helpers import close, make_strong
@@ -96,7 +97,7 @@ def test_bias_of_a_tree(edges):
     for path in ("eager", "sdpa"):
         with small_blocks(2):
             context = make_context(7, implementation=path, inputs=inputs)
-            context.shared["score_bias"] = module
+            context.keep(PositionTables(module))
             layer.prepare(context, None)
             output = layer(states, context).output
         close(output, layer.o_proj((weights @ value).transpose(1, 2).flatten(2)))

@@ -208,8 +208,8 @@ def growing(attention, scaling):
 TURNING = [
     name
     for name in names("attention")
-    if (spec := SLOTS["attention"].get(name)).rotation
-    and spec.causal
+    if "rotation" in (spec := SLOTS["attention"].get(name)).acts
+    and "causal" not in spec.why_not
     and spec.keeps_rotated is not True
     and name != "ca_mtl"  # its table of biases has no places beyond the pretraining
 ]

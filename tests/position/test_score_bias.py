@@ -24,7 +24,7 @@ SMALL = {
     "routing_transformer": {"num_clusters": 3, "window_size": 5, "block_size": 4},
     "adaptive_span": {"max_span": 16},
 }
-TAKERS = [name for name in names("attention") if SLOTS["attention"].get(name).score_bias]
+TAKERS = [name for name in names("attention") if "score_bias" in SLOTS["attention"].get(name).acts]
 
 
 class Checkered(Position, ScoreBias):
@@ -69,7 +69,7 @@ def run(model, ids, implementation):
 def test_block_is_enough(attention, causal, checkered):
     """The fast path gives the literal path's output and the bias's gradient."""
     spec = SLOTS["attention"].get(attention)
-    if not (spec.causal if causal else spec.bidirectional):
+    if "causal" in spec.why_not if causal else not spec.bidirectional:
         pytest.skip("it has no such form")
     given = {"type": attention, **SMALL.get(attention, {})}
     stack = {"stack": "conditional_computation"} if attention == "conditional" else {}

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from hf_xformers import XFormerConfig, XFormerForMaskedLM, XFormerForSeq2SeqLM, XFormerModel
-from hf_xformers.core.gates import Gates
+from hf_xformers.core.gates import GateNoise, Gates
+from tests.attention.score_helpers import make_context
 from tests.helpers import NO_DROPOUT, close, make_strong, pad, tokens
 
 SIZES = {
@@ -153,14 +154,15 @@ def test_soft_gates():
     module, x = gates(net)[0], torch.randn(2, 5, 16, dtype=torch.float64)
     logits = module.outer(module.inner(x).clamp(min=0))
     module.train()
-    context = type("Context", (), {"shared": {"gate_noise": torch.tensor(1.5)}})()
+    context = make_context(x.shape[1])
+    context.keep(GateNoise(torch.tensor(1.5)))
     torch.manual_seed(3)
     found = module(x, context)
     torch.manual_seed(3)
     close(found, 1 / (1 + (-(logits + 1.5 * torch.randn_like(logits))).exp()))
     net.train()
     alphas = []
-    hook = module.register_forward_pre_hook(lambda _, args: alphas.append(args[1].shared["gate_noise"].item()))
+    hook = module.register_forward_pre_hook(lambda _, args: alphas.append(args[1].prepared(GateNoise).alpha.item()))
     for _ in range(6):
         net(input_ids=tokens(1, 4))
     assert alphas == [0.0, 0.5, 1.0, 1.5, 2.0, 2.0]

@@ -16,6 +16,7 @@ from hf_xformers import (
     XFormerForSequenceClassification,
     XFormerForTokenClassification,
 )
+from hf_xformers.stacks.driver import Pass
 from hf_xformers.stacks.reversible import ReversibleStack, _Run
 
 SIZES = {
@@ -211,7 +212,7 @@ def test_concatenation():
     hidden = torch.randn(2, 13, 16, dtype=torch.float64)
     context = net.model.trunk.make_context(hidden)
     trunk = net.model.trunk
-    found = trunk.stack(trunk.layers, hidden, context, position=trunk.position).hidden_states
+    found = trunk.stack(Pass(trunk.layers, hidden, context, trunk.position)).hidden_states
     first, second, _ = _Run(trunk.layers, context, None, trunk.position).forward(hidden, hidden, None, {})
     torch.testing.assert_close(found, torch.cat([first, second], dim=-1))
     assert trunk.final_norm.weight.shape == (32,) and net.lm_head.decoder.weight.shape == (40, 32)

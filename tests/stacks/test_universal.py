@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 from hf_xformers import XFormerConfig, XFormerForSeq2SeqLM, XFormerModel
+from hf_xformers.blocks.base import LayerOutput
 from hf_xformers.core.context import LayerContext
 from hf_xformers.position.base import Position
+from hf_xformers.stacks.driver import Pass
 from tests.helpers import NO_DROPOUT, close, make_strong, pad, tokens
 
 SIZES = {
@@ -83,9 +85,9 @@ class Outputs(nn.Module):
     def prepare(self, context, past_key_values):
         pass
 
-    def forward(self, hidden_states, memory, *streams, context, step, stream_names, past_key_values):
+    def forward(self, hidden_states, memory, states, *, context, step, past_key_values):
         self.seen.append(hidden_states)
-        return (self.outputs[step], (), ())
+        return LayerOutput(self.outputs[step], states, {})
 
 
 def context(length, padding=None):
@@ -103,7 +105,7 @@ def run(probabilities, outputs, start=None, padding=None, **stack):
     net.stack.halting.probability = lambda states: next(given)
     layer = Outputs(outputs)
     start = torch.zeros(batch, length, width, dtype=outputs.dtype) if start is None else start
-    result = net.stack(nn.ModuleList([layer]), start, context(length, padding), position=Position())
+    result = net.stack(Pass([layer], start, context(length, padding), Position()))
     return result, layer
 
 

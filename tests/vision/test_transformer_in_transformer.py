@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_xformers.embedding.pixel_patch import PIXELS
+from hf_xformers.embedding.pixel_patch import PIXELS, PixelStates
 from hf_xformers.variants import family
 from tests.helpers import close, make_strong
 
@@ -83,8 +83,8 @@ def pixels_and_patches(net, pixels):
     context.inputs = further
     layer = trunk.layers[0]
     layer.prepare(context, None)
-    out = layer(embeds, None, further[PIXELS], context=context, step=0, stream_names=(PIXELS,))
-    return embeds, further[PIXELS], out[0], out[3]
+    out = layer(embeds, None, context.states, context=context, step=0)
+    return embeds, further[PIXELS], out.hidden_states, out.states[PixelStates, None].states
 
 
 def test_pixels_reach_other_patches_through_patches_alone():

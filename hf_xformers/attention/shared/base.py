@@ -14,23 +14,29 @@ from ...core.cache import appended, appended_with_numbers
 from ...core.components import Spec
 from ...core.context import LayerContext, SublayerOutput, self_attention_cache
 from ...core.initialization import start_projections
-from ...core.pooling import TextPooler
+from ...core.prepared import Carry, State
 from ...core.sequence_parallel import SequenceForm, Unserved
 from ...core.sublayer import Sublayer
 from ...core.weight_decay import Undecayed
 from ...ops.common.products import wide_products
 from ...ops.common.token_grid import TokenGrid
-from ...position.base import PositionTerms, Rotation, ScoreBias
+from ...position.base import CallBias, PositionTerms, Rotation, ScoreBias, TokenNumbers, Turns
 from ...position.score_terms import SelfAttentionTerms
-from .head_parts import HeadAggregation, HeadLoss, HeadLossModule, Heads, build_aggregation, build_losses
+from .head_parts import HeadAggregation, HeadLossModule, Heads, build_aggregation, build_losses
 
-# A stream with the states [B, S, D] that keys and values are made of where they are not the queries' own.
-KEY_STATES = "key_states"
-# Streams with keys and values [B, K, n, d] that a stack has made, which stand before those of the tokens and are in no
-# cache: the keys that the context counts begin with them.
-CARRIED_KEYS, CARRIED_VALUES = "carried_keys", "carried_values"
-# Key of the rotary tables in `context.shared`, by the spec's `angles`.
-ROTATION_NAMES = {"global": "rotation", "local": "local_rotation", "none": "no_rotation"}
+
+class KeyStates(State):
+    """What keys and values are made of where that is not the queries' own states, [B, S, D]."""
+
+    states: Tensor
+
+
+class LeadingKeys(State):
+    """Keys and values [B, K, n, d] that a stack has made, which stand before those of the tokens and are in no cache:
+    the keys that the context counts begin with them."""
+
+    keys: Tensor
+    values: Tensor
 
 
 class Attention(Undecayed, Sublayer):
@@ -48,8 +54,7 @@ class Attention(Undecayed, Sublayer):
 
     What the config's position has inside attention reaches every mechanism from here: a rotation and what it adds to
     queries, keys and values in [`Attention.place`], what it adds to scores in [`Attention.score_terms`]. A spec says
-    which of these its mechanism reads (`rotation`, `score_bias`, `score_terms`, `head_terms`); configs refuse the
-    others. Cross-attention has none of them.
+    which of these its mechanism reads (`acts`); configs refuse the others. Cross-attention has none of them.
 
     unpads: [`Attention.forward`] and [`Attention.project_self`] can be given real tokens alone. A class that brings
     its own does not, unless it says so. joins_projections: the same of queries, keys and values of one text made by
@@ -75,7 +80,6 @@ class Attention(Undecayed, Sublayer):
         self.is_causal = config.is_decoder and not cross
         self.scaling = self.head_dim**-0.5 if spec.scale is None else spec.scale
         self.dropout = config.attention_probs_dropout_prob
-        self.rotation_name = ROTATION_NAMES[spec.angles]
         self.q_proj = nn.Linear(width, self.num_heads * self.head_dim, bias=spec.bias)
         self.k_proj = nn.Linear(width, self.num_key_value_heads * self.head_dim, bias=spec.bias)
         self.v_proj = nn.Linear(width, self.num_key_value_heads * self.head_dim, bias=spec.bias)
@@ -115,9 +119,9 @@ class Attention(Undecayed, Sublayer):
     # ------------------------------------------------------------------------------------------- for mechanisms
 
     def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
-        """Called once per forward call and layer before the first layer runs: put into `context.shared` what layers
-        can share, under a key that names it, unless it is there already. What carries gradients goes into
-        `context.streams` instead. A mechanism that has something of its own to prepare calls this as well."""
+        """Called once per forward call and layer before the first layer runs: let the call make what layers can share,
+        once (`context.prepare`). What carries gradients it is given by `context.start`. A mechanism that has
+        something of its own to prepare calls this as well."""
         if self.position_terms is not None:
             self.position_terms.prepare(context)
         for loss in self.losses_of_heads:
@@ -134,8 +138,8 @@ class Attention(Undecayed, Sublayer):
 
     def weights_of_block(self, query: Tensor, key: Tensor, context: LayerContext, rows: slice, heads: slice) -> Tensor:
         """The attention weights of some queries and heads alone, before dropout, in float32 at least, where the spec
-        says `weighs_blocks`. query [B, h, t, d]: of these rows and heads; key [B, K, S, d] -> [B, h, t, s], on the
-        first s keys, which hold all that the queries see."""
+        has the head option `blocks`. query [B, h, t, d]: of these rows and heads; key [B, K, S, d] -> [B, h, t, s], on
+        the first s keys, which hold all that the queries see."""
         raise NotImplementedError(f"{type(self).__name__} does not give weights of blocks.")
 
     def initialize(self, config: Any, init: Any) -> None:
@@ -195,7 +199,8 @@ class Attention(Undecayed, Sublayer):
 
     def rotation(self, context: LayerContext) -> Rotation | None:
         """What the position turns queries and keys of this layer by, if it does."""
-        return context.shared.get(self.rotation_name)
+        turns = context.find(Turns, self.spec.angles)
+        return None if turns is None else turns.tokens
 
     def repeated(self, x: Tensor) -> Tensor:
         """Keys or values [B, K, S, d], one for each head."""
@@ -205,8 +210,8 @@ class Attention(Undecayed, Sublayer):
         self, hidden_states: Tensor, context: LayerContext, past_key_values: Cache | None, step: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, and the keys and values of all tokens seen so far."""
-        streams = context.streams
-        query, key, value = self.projected(hidden_states, streams.get(KEY_STATES, hidden_states))
+        source = context.state(KeyStates)
+        query, key, value = self.projected(hidden_states, hidden_states if source is None else source.states)
         if self.q_norm is not None:
             query, key = self.normalized(query, key)
         if context.unpadding is not None:
@@ -216,16 +221,18 @@ class Attention(Undecayed, Sublayer):
         late = rotation is not None and rotation.by_length
         query, key, value = self.place(query, key, value, context, turn_keys=not late)
         cache = self_attention_cache(past_key_values)
-        numbers = None if self.position_terms is None else self.position_terms.number_stream
-        if cache is not None and numbers is not None:
-            key, value, streams[numbers] = appended_with_numbers(cache, key, value, streams[numbers], step)
+        beside = context.state(TokenNumbers)
+        if cache is not None and beside is not None:
+            key, value, numbers = appended_with_numbers(cache, key, value, beside.numbers, step)
+            context.start(TokenNumbers(numbers))
         elif cache is not None:
             key, value = appended(cache, key, value, step)
         if late:
             key = self.turned_late(key, context)
-        if CARRIED_KEYS in streams:
-            key = torch.cat([streams[CARRIED_KEYS].to(key.dtype), key], dim=2)
-            value = torch.cat([streams[CARRIED_VALUES].to(value.dtype), value], dim=2)
+        leading = context.state(LeadingKeys)
+        if leading is not None:
+            key = torch.cat([leading.keys.to(key.dtype), key], dim=2)
+            value = torch.cat([leading.values.to(value.dtype), value], dim=2)
         return query, key, value
 
     def turned(self, query: Tensor, key: Tensor, context: LayerContext) -> tuple[Tensor, Tensor]:
@@ -239,11 +246,10 @@ class Attention(Undecayed, Sublayer):
     def turned_late(self, key: Tensor, context: LayerContext) -> Tensor:
         """Keys [B, K, S, d] of the last S tokens seen so far, as they come out of a cache -> rotated, where that is
         not done before they go in."""
-        rotation = self.rotation(context)
-        if rotation is None or not rotation.by_length:
+        turns = context.find(Turns, self.spec.angles)
+        if turns is None or not turns.tokens.by_length:
             return key
-        of_keys = cast(Rotation, context.shared.get(f"{self.rotation_name}_of_keys", rotation))
-        return of_keys.of_last(key.shape[2])(key)
+        return turns.keys.of_last(key.shape[2])(key)
 
     def place(
         self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext, *, turn_keys: bool = True
@@ -269,8 +275,8 @@ class Attention(Undecayed, Sublayer):
 
     def score_bias(self, context: LayerContext) -> ScoreBias | None:
         """The bias that the position adds to scores, if it does."""
-        bias = None if self.cross else context.shared.get("score_bias")
-        return bias if isinstance(bias, ScoreBias) else None  # it may be tables that score terms share
+        found = None if self.cross else context.find(CallBias)
+        return None if found is None else found.bias
 
     def score_terms(self, context: LayerContext) -> SelfAttentionTerms | None:
         """What is added to the scores of all heads in this call, a bias included; None: nothing."""
@@ -365,42 +371,24 @@ class Attention(Undecayed, Sublayer):
 class AttentionSpec(Spec):
     """Base of attention specs: fields every mechanism has, and what it can do.
 
-    splits_heads: whether tensor parallelism may give each process some of the heads: no parameter, buffer or pattern
-    of a single head besides the projections, and no exchange between heads. why_one_length: why a graph of it that is
-    exported takes the length of its sample alone, if so.
-
     max_global_tokens: bound on the global tokens of a row, where a mechanism has such tokens and bounds them.
-    text_streams: streams of the last layer that a pooler of its own reads ([`AttentionSpec.build_pooler`]).
 
-    Layers may share more than the call: [`AttentionSpec.shared_sizes`]. first_owns: the first layer owns what they
-    share. runs_through: every layer passes it on, up to the last. carries: the stream in which they do so, if it is
-    one that cross-attention of the same type continues with.
-
-    Position features that it supports (configs refuse the others). rotation: queries and keys are turned;
-    linear attention turns them before its features, as far as its own equation does not say otherwise. score_bias,
-    score_terms, head_terms: what is added to scores, and to queries, keys and values.
+    acts: what of a position inside attention it reads (configs refuse the rest). `rotation`: queries and keys are
+    turned; linear attention turns them before its features, as far as its own equation does not say otherwise;
+    `values`: values and its output may be turned as well. `score_bias`, `score_terms`, `head_terms`: what is added to
+    scores, and to queries, keys and values.
 
     What other components ask for. keeps_keys_alone: its state for generation is keys and values and nothing else, so
-    that a block may keep a state of its own besides them. reads_segment_memory: it reads the states that a
-    segment-recurrent stack carries on. counts_usage: it tells how much attention each of them gets. pooled_queries:
-    queries may be fewer than keys, each with a place of its own. scattered_queries: queries may stand anywhere among
-    the keys, and a stack may say which pairs are in sight. reads_axes: its layers read the rows and the columns of a
-    grid by turns. apart_key_states: with a position inside it, keys and values may be made of other states than
-    queries are. reads_carried_keys: a stack may put keys and values of its own before those of the tokens.
-    maps_tokens: it does a feed-forward's work, too. keeps_rotated: its state for generation holds what rotations have
-    made of earlier keys, which cannot be turned anew. knows_order: it knows the order of tokens by parameters of its
-    own, without a position. rotates_values: a rotation may turn values and its output. reads_pages: its state is keys
-    and values, any of which a mask of pairs may hide, so that those of many texts may lie side by side (continuous
-    batching). asks_interface: its usual path is transformers' attention interface, with queries, keys and values and
-    nothing more, so that a function registered there may do all of it. hands_out_heads: what each head has read and
-    its values can be had head by head ([`Attention.written`], [`Attention.losses`]), so that heads may be joined in
-    another way and have losses. weighs_blocks: the weights of some queries can be had without those of all
-    ([`Attention.weights_of_block`]), as losses on them need. keeps_numbers: a position may have a number for each
-    token kept next to its key ([`PositionTerms.number_stream`]).
+    that a block may keep a state of its own next to them. keeps_rotated: its state for generation holds what rotations
+    have made of earlier keys, which cannot be turned anew. knows_order: it knows the order of tokens by parameters of
+    its own, without a position.
 
-    Of the fields below mechanisms may refuse some: normalizes_heads: queries and keys may be normalized
-    (`query_key_norm`). caps_scores: scores may be capped (`score_cap`). learns_sinks: softmax may have a learned sink
-    (`learned_sinks`). `output_gate`, `aggregation` and `losses` need `hands_out_heads`.
+    head_options: which of the fields below it has a place for. `norm`: queries and keys may be normalized
+    (`query_key_norm`). `cap`: scores may be capped (`score_cap`). `sink`: softmax may have a learned sink
+    (`learned_sinks`). `parts`: what each head has read and its values can be had head by head ([`Attention.written`],
+    [`Attention.losses`]), so that heads may be joined in another way (`output_gate`, `aggregation`) and have `losses`.
+    `blocks`: the weights of some queries can be had without those of all ([`Attention.weights_of_block`]), as losses
+    on them need.
 
     bias: biases on the projections. output_bias: the same for the output projection (`None`: as the others). scale:
     factor on scores (`None`: 1 / sqrt(head width); T5: 1.0). query_key_norm: the config's normalization on queries and
@@ -417,43 +405,14 @@ class AttentionSpec(Spec):
     al. 2025, arXiv 2505.06708, section 2.2; Qwen3-Next).
     """
 
-    causal: ClassVar[bool] = True
     bidirectional: ClassVar[bool] = True
     cross: ClassVar[bool] = False
-    score_bias: ClassVar[bool] = False
-    score_terms: ClassVar[bool] = False
-    head_terms: ClassVar[bool] = False
-    rotation: ClassVar[bool] = True
-    explicit_mask: ClassVar[bool] = False
-    splits_heads: ClassVar[bool] = False
-    why_one_length: ClassVar[str] = ""
-    why_not_causal: ClassVar[str] = ""
+    acts: ClassVar[frozenset[str]] = frozenset({"rotation"})
+    head_options: ClassVar[frozenset[str]] = frozenset()
     max_global_tokens: ClassVar[int | None] = None
-    text_streams: ClassVar[tuple[str, ...]] = ()
-    first_owns: ClassVar[bool] = False
-    runs_through: ClassVar[bool] = False
-    carries: ClassVar[str | None] = None
     keeps_keys_alone: ClassVar[bool] = False
-    reads_segment_memory: ClassVar[bool] = False
-    counts_usage: ClassVar[bool] = False
-    pooled_queries: ClassVar[bool] = False
-    scattered_queries: ClassVar[bool] = False
-    reads_axes: ClassVar[bool] = False
-    apart_key_states: ClassVar[bool] = False
-    reads_carried_keys: ClassVar[bool] = False
-    maps_tokens: ClassVar[bool] = False
     keeps_rotated: ClassVar[bool] = False
     knows_order: ClassVar[bool] = False
-    rotates_values: ClassVar[bool] = False
-    reads_pages: ClassVar[bool] = False
-    asks_interface: ClassVar[bool] = False
-    hands_out_heads: ClassVar[bool] = False
-    weighs_blocks: ClassVar[bool] = False
-    keeps_numbers: ClassVar[bool] = False
-
-    normalizes_heads: ClassVar[bool] = False
-    caps_scores: ClassVar[bool] = False
-    learns_sinks: ClassVar[bool] = False
 
     bias: bool = True
     output_bias: bool | None = None
@@ -470,22 +429,12 @@ class AttentionSpec(Spec):
         self.aggregation = build_aggregation(self.aggregation)
         self.losses = build_losses(self.losses)
 
-    def check_heads(self, slot: str, config: Any) -> None:
-        """Refuses an aggregation of heads and losses on them that this mechanism has no place for, or that do not fit
-        `config`."""
-        parts: list[HeadAggregation | HeadLoss] = list(self.losses)
-        if self.aggregation is not None:
-            parts.append(cast(HeadAggregation, self.aggregation))
-        for part in parts:
-            part.check(self, slot, config)
-
     @property
     def has_output_bias(self) -> bool:
         return self.bias if self.output_bias is None else self.output_bias
 
-    def shared_sizes(self, config: Any) -> tuple | None:
-        """What has to be alike in all layers of a tower with this mechanism, because they share tensors; None: they
-        share none."""
+    def carries(self, config: Any) -> Carry | None:
+        """What all layers of a tower with this mechanism share; config: of a layer."""
         return None
 
     def rotated_width(self, config: Any) -> int:
@@ -501,10 +450,6 @@ class AttentionSpec(Spec):
         config: of a layer."""
         return Unserved("reads more of a text than the part that a process holds")
 
-    def hands_on(self, config: Any) -> bool:
-        """Whether each layer hands tensors to the next one."""
-        return False
-
     def projects_keys(self, config: Any) -> bool:
         """Whether all heads have keys of their own, which `k_proj` makes."""
         return True
@@ -513,17 +458,9 @@ class AttentionSpec(Spec):
         """Whether the weights given out are not negative and sum to one over the tokens that a query sees."""
         return not self.learned_sinks
 
-    def why_not_generate(self) -> str:
-        """Why a decoder with this attention cannot generate text, in a sentence; empty if it can."""
-        return ""
-
-    def cache_layer(self, config: Any) -> CacheLayerMixin:
-        """A new layer of a generation cache, for the state of one execution step."""
+    def cache_layer(self, config: Any, layer_idx: int = 0) -> CacheLayerMixin:
+        """A new layer of a generation cache, for the state of one execution step of this layer."""
         return DynamicLayer()
-
-    def cache_layer_at(self, config: Any, layer_idx: int) -> CacheLayerMixin:
-        """[`AttentionSpec.cache_layer`] of one layer, where layers keep different states."""
-        return self.cache_layer(config)
 
     def traced_length(self, config: Any) -> int:
         """How many tokens a text needs to have, as far as `config` allows, for the graph that is traced of it to be
@@ -534,21 +471,9 @@ class AttentionSpec(Spec):
         """The grid that it reads a sequence as; None: it knows none."""
         return None
 
-    def fields_of_plane(self, rows: int, columns: int) -> dict[str, Any]:
-        """The fields that make it read a text as a plane of so many tokens; none where it knows no plane."""
-        return {}
-
     def takes_global_tokens(self) -> bool:
         """Whether tokens chosen by the input `global_attention_mask` see all others and are seen by them."""
         return "global_attention_mask" in self.inputs
-
-    def task_inputs(self, task: str, config: Any, input_ids: Tensor | None, mask: Tensor) -> dict[str, Any]:
-        """Model inputs that a head chooses for `task` where the caller does not; mask [B, T], True = real."""
-        return {}
-
-    def build_pooler(self, config: Any) -> TextPooler | None:
-        """What makes a text's vector where the stack says nothing; None: the usual pooler."""
-        return None
 
 
 def given_memory(memory: Tensor | None) -> Tensor:
@@ -604,11 +529,10 @@ def literal_softmax_attention(
 
 
 __all__ = [
-    "CARRIED_KEYS",
-    "CARRIED_VALUES",
-    "KEY_STATES",
     "Attention",
     "AttentionSpec",
+    "KeyStates",
+    "LeadingKeys",
     "cross_cache",
     "given_memory",
     "literal_softmax_attention",

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
 from ...core.context import LayerContext
-from ...core.visibility import visible_pairs
+from ...core.prepared import Prepared
+from ...core.visibility import DenseBias, visible_pairs
 from ...ops.block_sparse.attention import block_sparse_attention
 from ...ops.block_sparse.pattern_base import same_pattern
 from ...ops.block_sparse.patterns import Pattern
@@ -22,6 +23,7 @@ from ...ops.score_terms.attention import take, tile_attention
 from ...ops.score_terms.pattern_tiles import Rounds, pattern_tiles
 from ...ops.score_terms.terms import ScoreTerms, Tiles
 from .base import Attention, literal_softmax_attention
+from .global_tokens import GlobalTokens
 from .window_parts import attend_to_window, attend_with_globals
 
 Inputs = tuple[Tensor, Tensor, Tensor]
@@ -29,6 +31,18 @@ Inputs = tuple[Tensor, Tensor, Tensor]
 # A few queries with a score bias or score terms (decoding) are computed densely: a plan of blocks for every step would
 # cost more.
 FEW_QUERIES = 4
+
+
+class PatternTiles(Prepared):
+    """The tiles of a pattern without global keys, in a slot for each pattern."""
+
+    tiles: list[tuple[slice, Rounds]]
+
+
+class PatternPairs(Prepared):
+    """Who may attend to whom by a pattern, [B or 1, 1 or H, T, S], in a slot for each pattern."""
+
+    pairs: Tensor
 
 
 class BlockSparseAttention(Attention):
@@ -54,9 +68,9 @@ class BlockSparseAttention(Attention):
             return
         bias = self.score_bias(context)
         self._pairs(context)
-        if bias is not None and "dense_bias" not in context.streams:
+        if bias is not None and context.state(DenseBias) is None:
             matrix = bias.block(context.query_index, context.key_index)
-            context.streams["dense_bias"] = matrix if matrix.ndim == 4 else matrix[None]
+            context.start(DenseBias(matrix if matrix.ndim == 4 else matrix[None]))
 
     def global_tokens(self, context: LayerContext) -> tuple[Tensor | None, int | None]:
         """[B or 1, T] boolean mask of tokens that see and are seen by all, and the largest number of them in a row
@@ -92,7 +106,7 @@ class BlockSparseAttention(Attention):
                 inputs, rows = (self._by_head(of) for of in (inputs, global_rows or inputs))
                 return self._literal_with_globals(inputs, rows, mask, chosen, dropout, context)
             if bias is not None:
-                matrix = context.streams["dense_bias"][..., dropped:]
+                matrix = context.given(DenseBias).matrix[..., dropped:]
             output, weights = literal_softmax_attention(
                 *inputs, mask, matrix, self.scaling, dropout, self.spec.score_cap, self.sinks
             )
@@ -127,7 +141,7 @@ class BlockSparseAttention(Attention):
         """[B, t, H, d] of the tokens of this process, where each holds a part of every text."""
         chosen, most = self.global_tokens(context)
         if chosen is not None and most is not None:
-            whole = context.shared["global_tokens_of_texts"]
+            whole = cast(Tensor, context.prepared(GlobalTokens).of_texts)
             return attend_with_globals(self, given, global_rows or given, context, whole, most).transpose(1, 2)
         result = attend_to_window(self, given, context)
         return (result if self.sinks is None else self.less_sinks(*result)).transpose(1, 2)
@@ -194,10 +208,10 @@ class BlockSparseAttention(Attention):
         self, context: LayerContext, keys: int, dropped: int, chosen: Tensor | None
     ) -> list[tuple[slice, Rounds]]:
         """The tiles of the pattern without global keys; made once per call for each distinct pattern."""
-        known = context.shared.setdefault("pattern_tiles", {})
-        if self.pattern not in known:
-            padding, queries = context.padding_mask, context.query_index.shape[0]
-            known[self.pattern] = pattern_tiles(
+        padding, queries = context.padding_mask, context.query_index.shape[0]
+
+        def make() -> PatternTiles:
+            tiles = pattern_tiles(
                 self.pattern,
                 self.num_heads,
                 queries,
@@ -210,7 +224,9 @@ class BlockSparseAttention(Attention):
                 segment_ids=context.segment_ids,
                 device=context.query_index.device,
             )
-        return known[self.pattern]
+            return PatternTiles(tiles)
+
+        return context.prepare(PatternTiles, make, self.pattern).tiles
 
     def _by_head(self, inputs: Inputs) -> Inputs:
         """Queries, keys and values, as many of each."""
@@ -252,10 +268,10 @@ class BlockSparseAttention(Attention):
 
     def _pairs(self, context: LayerContext) -> Tensor:
         """Who may attend to whom, [B or 1, 1 or H, T, S] boolean; made once per call for each distinct pattern."""
-        known = context.shared.setdefault("block_sparse_pairs", {})
-        if self.pattern not in known:
-            known[self.pattern] = pattern_pairs(self.pattern, self.num_heads, context)
-        return known[self.pattern]
+        own = self.pattern
+        return context.prepare(
+            PatternPairs, lambda: PatternPairs(pattern_pairs(own, self.num_heads, context)), own
+        ).pairs
 
 
 def pattern_pairs(pattern: Pattern, heads: int, context: LayerContext) -> Tensor:

@@ -236,24 +236,24 @@ class BucketedSpec(AttentionSpec):
     """Base of the specs. causal_form: what a decoder reads, `strict` or the `paper`'s form, in which later tokens
     change the buckets; that one cannot generate."""
 
-    score_bias: ClassVar[bool] = True
-    score_terms: ClassVar[bool] = True
+    acts = frozenset({"rotation", "score_bias", "score_terms"})
     later_tokens: ClassVar[str]  # what they change in the paper's form
 
     causal_form: Literal["strict", "paper"] = "strict"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.causal_form == "paper":
+            reason = (
+                f"{self.type} with causal_form='paper' cannot generate: later tokens change {self.later_tokens}. Use "
+                "causal_form='strict'."
+            )
+            self.why_not = {"generate": reason}  # type: ignore[misc]  # of this spec alone
+
     def check_causal_form(self, config) -> None:
         """Refuses a decoder in the paper's form that is set to generate."""
         if self.causal_form == "paper" and config.use_cache:
-            raise ValueError(f"{self.why_not_generate()} To train it all the same, set `use_cache=False`.")
+            raise ValueError(f"{self.why_not['generate']} To train it all the same, set `use_cache=False`.")
 
-    def why_not_generate(self) -> str:
-        if self.causal_form == "strict":
-            return ""
-        return (
-            f"{self.type} with causal_form='paper' cannot generate: later tokens change {self.later_tokens}. Use "
-            "causal_form='strict'."
-        )
-
-    def cache_layer(self, config) -> BucketLayer:
+    def cache_layer(self, config, layer_idx: int = 0) -> BucketLayer:
         return BucketLayer()

@@ -33,8 +33,7 @@ class AttentionAbilities(Protocol):
     """What aggregations and losses ask of the spec of an attention."""
 
     type: ClassVar[str]
-    hands_out_heads: ClassVar[bool]
-    weighs_blocks: ClassVar[bool]
+    head_options: ClassVar[frozenset[str]]
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,7 @@ class _HeadPart(TypedSpec):
 
     def check(self, attention: AttentionAbilities, slot: str, config) -> None:
         """Refuses an attention, or a config, that it does not fit. Raises `ValueError`."""
-        if not attention.hands_out_heads:
+        if "parts" not in attention.head_options:
             raise ValueError(
                 f"{slot} {attention.type!r} does not hand out what its heads read one by one, as {self.field}"
                 f" {self.type!r} needs; leave {self.field!r} out, or use a mechanism such as 'dense' or"
@@ -149,7 +148,7 @@ class HeadLoss(_HeadPart):
         super().check(attention, slot, config)
         if not self.reads_weights():
             return
-        if not attention.weighs_blocks:
+        if "blocks" not in attention.head_options:
             raise ValueError(
                 f"loss {self.type!r} as it is set reads the weights of all pairs of tokens, which {slot}"
                 f" {attention.type!r} does not form: all of them would cost more than the mechanism itself; use a"

@@ -58,8 +58,8 @@ class LearnedFeatures(LinearAttention):
 class LearnedFeaturesSpec(LinearSpec):
     """Base of specs with learned feature maps."""
 
-    rotation = True
-    normalizes_heads = True
+    acts = frozenset({"rotation"})
+    head_options = frozenset({"norm", "parts"})
 
     def check_fields(self) -> None:
         if self.scale is not None and self.scale <= 0:

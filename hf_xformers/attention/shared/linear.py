@@ -357,9 +357,9 @@ class LinearSpec(AttentionSpec):
     """
 
     cross = True
-    rotation = False
+    acts = frozenset()
     keeps_rotated = True
-    hands_out_heads = True
+    head_options = frozenset({"parts"})
     adds_up: ClassVar[bool] = False
 
     chunk_size: int = bounded(64, least=1)
@@ -369,7 +369,7 @@ class LinearSpec(AttentionSpec):
             return super().sequence_form(config)
         return SequenceForm.PREFIX if config.is_decoder else SequenceForm.SUM
 
-    def cache_layer(self, config) -> RecurrentStateLayer:
+    def cache_layer(self, config, layer_idx: int = 0) -> RecurrentStateLayer:
         return RecurrentStateLayer()
 
 

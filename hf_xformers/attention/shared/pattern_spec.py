@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from transformers.cache_utils import CacheLayerMixin
 
 from ...core.cache import WindowLayer
@@ -69,14 +67,9 @@ def traced_length_of_patterns(spec, config) -> int:
 class BlockSparseSpec(AttentionSpec):
     """Base of attention over a pattern of positions; a subclass says which ([`BlockSparseSpec.pattern`])."""
 
-    score_bias: ClassVar[bool] = True
-    score_terms: ClassVar[bool] = True
-    head_terms: ClassVar[bool] = True
-    explicit_mask: ClassVar[bool] = True
-    normalizes_heads: ClassVar[bool] = True
-    caps_scores: ClassVar[bool] = True
-    hands_out_heads: ClassVar[bool] = True
-    keeps_numbers: ClassVar[bool] = True
+    acts = frozenset({"head_terms", "rotation", "score_bias", "score_terms"})
+    supports = frozenset({"pair_mask", "token_numbers"})
+    head_options = frozenset({"cap", "norm", "parts"})
 
     def pattern(self, config, layer_idx: int) -> Pattern:
         """N(i) of layer `layer_idx`; a decoder's causal order is added to it."""

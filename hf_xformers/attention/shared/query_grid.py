@@ -8,6 +8,32 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...core.prepared import Prepared
+
+
+class QueryGrid(Prepared):
+    """Where a stack moves or pools queries: their grid; of the states that keys and values are made of, how many there
+    are (None: as many as slots before the tokens and tokens) and which are real [B, S] (None: all); and the types of
+    queries and of keys, [B, T] and [B, S]."""
+
+    grid: Grid
+    count: int | None = None
+    real: Tensor | None = None
+    types: tuple[Tensor | None, Tensor | None] = (None, None)
+
+
+class PairsInSight(Prepared):
+    """Which pairs of queries and keys a stack lets see each other, [B, T, S] boolean."""
+
+    pairs: Tensor
+
+
+class KeyUsage(Prepared):
+    """How much attention each key got, where a stack wants to know: step -> [B, M + T], the sums over heads and
+    queries, in the order of the keys."""
+
+    by_step: dict[int, Tensor]
+
 
 @dataclass(frozen=True)
 class Grid:
@@ -55,4 +81,4 @@ class ScatteredGrid(Grid):
         return self.places[:, None, rows, None] - torch.arange(keys.start, keys.stop, device=device)
 
 
-__all__ = ["Grid", "ScatteredGrid"]
+__all__ = ["Grid", "KeyUsage", "PairsInSight", "QueryGrid", "ScatteredGrid"]

@@ -11,10 +11,17 @@ from transformers.cache_utils import Cache
 
 from ...core.context import LayerContext
 from ...core.initialization import seeded_generator
+from ...core.prepared import Prepared
 from ...ops.linear.feature_maps import random_matrix
 
 # Typed as a module, but no base at run time, so that the mixin stays out of `__init__`'s MRO.
 _Base: Any = nn.Module if TYPE_CHECKING else object
+
+
+class RowsOfCall(Prepared):
+    """The random rows of a layer in one call."""
+
+    rows: Tensor
 
 
 class RandomRows(_Base):
@@ -87,17 +94,18 @@ class RandomRows(_Base):
                 self.redraw()
             self._counted += 1
             self.passes += 1
-        context.shared[self._rows_key] = self.directions.clone()
+        context.keep(RowsOfCall(self.directions.clone()), self._slot)
 
     @property
-    def _rows_key(self) -> str:
-        return f"{self.spec.type}_{self.layer_idx}_{'cross' if self.cross else 'self'}"
+    def _slot(self) -> tuple[str, int, bool]:
+        return self.spec.type, self.layer_idx, self.cross
 
     def rows(self, context: LayerContext) -> Tensor:
         """Those of this call."""
         if not self.training:  # nothing redraws them, and a graph need not know which layer it is of
             return self.directions
-        return context.shared.get(self._rows_key, self.directions)
+        found = context.find(RowsOfCall, self._slot)
+        return self.directions if found is None else found.rows
 
     def _load_from_state_dict(self, *args, **kwargs) -> None:
         super()._load_from_state_dict(*args, **kwargs)

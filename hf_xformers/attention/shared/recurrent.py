@@ -26,7 +26,7 @@ from ...ops.convolution.short import short_convolution
 from ...ops.linear.decayed_scan import decayed_scan
 from ...ops.linear.gated_delta import gated_delta_rule
 from ...ops.linear.reference import gated_recurrence_reference
-from .base import ROTATION_NAMES, Attention, AttentionSpec
+from .base import Attention, AttentionSpec
 from .linear import state_layer
 
 _SHORTEST_STEP = 1e-4  # of a softplus time step at the start
@@ -189,7 +189,6 @@ class RecurrentAttention(Attention):
         Sublayer.__init__(self)  # projections of widths of their own, and nothing that reads scores
         self.config, self.spec, self.layer_idx, self.cross = config, spec, layer_idx, cross
         self.head_losses, self.is_causal, self.position_terms = nn.ModuleList(), True, None
-        self.rotation_name = ROTATION_NAMES[spec.angles]
         self.key_width, self.value_width = spec.key_size(config), spec.value_size(config)
         query_heads, key_heads, value_heads = spec.heads(config)
         self.num_heads = max(query_heads, value_heads)
@@ -322,9 +321,9 @@ class RecurrentSpec(AttentionSpec):
     """
 
     bidirectional = False
-    rotation = True
+    acts = frozenset({"rotation"})
     keeps_rotated = True
-    packed = True
+    supports = frozenset({"packed_rows"})
     not_taken_over = ("scale", "bias", "output_bias", "angles")  # which are for softmax
     scales: ClassVar[bool] = True
     turns: ClassVar[bool] = True
@@ -393,7 +392,7 @@ class RecurrentSpec(AttentionSpec):
     def sequence_form(self, config) -> SequenceForm | Unserved:
         return Unserved("reads the state that earlier parts of a text leave")
 
-    def cache_layer(self, config) -> RecurrentStateLayer:
+    def cache_layer(self, config, layer_idx: int = 0) -> RecurrentStateLayer:
         return RecurrentStateLayer()
 
 

@@ -7,8 +7,21 @@ import torch
 from torch import Tensor, nn
 
 from ...core.context import LayerContext
+from ...core.prepared import Prepared
 from ...core.reading_weights import weight_of
 from ...ops.common.real_tokens import first_real
+
+
+class DistanceTable(Prepared):
+    """Vectors of distances [n, D] without parameters, in a slot for each kind."""
+
+    rows: Tensor
+
+
+class KeyTypes(Prepared):
+    """The types of keys, [B or 1, S]."""
+
+    types: Tensor
 
 
 class RelativeEmbeddings(nn.Module):
@@ -58,4 +71,4 @@ def key_types(given: Tensor | None, context: LayerContext, slots: int, order: Te
     return types if order is None else types.expand(order.shape[0], -1).gather(1, order)
 
 
-__all__ = ["RelativeEmbeddings", "key_types"]
+__all__ = ["DistanceTable", "KeyTypes", "RelativeEmbeddings", "key_types"]

@@ -10,31 +10,43 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...core.context import LayerContext
+from ...core.prepared import State
 from ...core.visibility import visible_pairs
 from .base import Attention
 from .query_blocks import visible_softmax
 
 
+class Link(State):
+    """What a layer passes on to the next: scores [B, H, T, S], how many layers' they are the sum of [1], queries
+    [B, H, T, .] and keys [B, K, S, .], or weights [B, H, T, S]."""
+
+    scores: Tensor | None = None
+    depth: Tensor | None = None
+    queries: Tensor | None = None
+    keys: Tensor | None = None
+    weights: Tensor | None = None
+
+
 class ScoreChain(Attention):
     """Base of attention that reads what the layer below passed on.
 
-    What is passed on are streams, so that gradients and activation checkpointing follow them. A chain begins anew in
-    each forward call; self- and cross-attention have chains of their own. Scores are passed on as they are before the
+    What is passed on is a state, so that gradients and activation checkpointing follow it. A chain begins anew in each
+    forward call; self- and cross-attention have chains of their own. Scores are passed on as they are before the
     mask and the position's bias, which act in every layer, and in float32 at least: sums over many layers are too
     coarse in half precision, and leave its range.
 
-    chain_name: the beginning of the names of its streams.
+    chain_name: tells it from other chains in the same call.
     """
 
     chain_name: ClassVar[str]
 
     def __init__(self, config, spec, **where):
         super().__init__(config, spec, **where)
-        self.chain = f"{self.chain_name}_cross" if self.cross else self.chain_name
+        self.slot = (self.chain_name, self.cross)
 
-    def handed(self, name: str, context: LayerContext) -> Tensor | None:
-        """The stream of this chain with that name, if a layer below has handed it on."""
-        return context.streams.get(f"{self.chain}_{name}")
+    def handed(self, context: LayerContext) -> Link:
+        """What a layer below has passed on."""
+        return context.state(Link, self.slot) or Link()
 
     def check_fit(self, what: str, handed: torch.Size, own: torch.Size) -> None:
         """Raises `ValueError` where what was passed on has another shape than what it is combined with."""
@@ -55,4 +67,4 @@ class ScoreChain(Attention):
         return torch.matmul(dropped, value).transpose(1, 2), weights, dropped
 
 
-__all__ = ["ScoreChain"]
+__all__ = ["Link", "ScoreChain"]

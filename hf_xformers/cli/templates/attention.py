@@ -6,27 +6,29 @@ import torch.nn.functional as F
 from hf_xformers.extend import (
     Attention,
     AttentionSpec,
-    boolean_mask,
+    Prepared,
     bounded,
     literal_softmax_attention,
     register,
+    visible_pairs,
 )
+
+
+class Distances(Prepared):
+    """|i - j| of a call's tokens and keys, [T, S]."""
+
+    of_pairs: torch.Tensor
 
 
 class DistanceDecayAttention(Attention):
     """o_i = sum_j softmax_j(q_i k_j / sqrt(d) - slope |i - j|) v_j over the j that i may see."""
 
-    def prepare(self, context, past_key_values):  # once per call, shared by all layers
-        if "distance_decay" not in context.shared:
-            distance = (context.query_index[:, None] - context.key_index[None, :]).abs()
-            mask = boolean_mask(context)
-            if context.causal and mask is None:
-                mask = (context.key_index[None, :] <= context.query_index[:, None])[None, None]
-            context.shared["distance_decay"] = (distance, mask)
+    def prepare(self, context, past_key_values):  # what it makes is there for all layers of the call
+        places = context.query_index[:, None], context.key_index[None, :]
+        context.prepare(Distances, lambda: Distances((places[0] - places[1]).abs()))
 
     def attend(self, query, key, value, context):
-        distance, mask = context.shared["distance_decay"]
-        bias = -self.spec.slope * distance.to(query.dtype)
+        bias, mask = -self.spec.slope * context.prepared(Distances).of_pairs.to(query.dtype), visible_pairs(context)
         if self.wants_weights(context):  # the literal equation, with its weights
             return literal_softmax_attention(query, key, value, mask, bias, self.scaling)
         if mask is not None:

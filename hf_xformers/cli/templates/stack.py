@@ -1,15 +1,6 @@
 """All layers in order, several times."""
 
-from hf_xformers.extend import (
-    Stack,
-    StackOutput,
-    StackSpec,
-    add_losses,
-    bounded,
-    memory_by_step,
-    register,
-    unpack_layer,
-)
+from hf_xformers.extend import Stack, StackSpec, bounded, register
 
 
 class RepeatedStack(Stack):
@@ -19,20 +10,12 @@ class RepeatedStack(Stack):
         super().__init__()
         self.rounds = spec.rounds
 
-    def forward(self, layers, hidden_states, context, *, position, memory=None, past_key_values=None):
-        for layer in layers:  # what layers share is made once per call
-            layer.prepare(context, past_key_values)
-        order = list(layers) * self.rounds
-        memories, streams, losses = memory_by_step(memory, len(order)), context.streams, {}
-        for step, layer in enumerate(order):  # every run has a cache slot of its own
-            hidden_states = position.embed_layer(hidden_states, context.positions, step)
-            output = layer(
-                hidden_states, memories[step], *streams.values(), context=context, step=step,
-                stream_names=tuple(streams), past_key_values=past_key_values,
-            )
-            hidden_states, streams, new_losses = unpack_layer(output)
-            add_losses(losses, new_losses)
-        return StackOutput(hidden_states, context, losses)
+    def forward(self, run):
+        order = list(run.layers) * self.rounds
+        run.begin(steps=len(order))  # what layers share is made once per call
+        for step, layer in enumerate(order):  # every step has a cache slot of its own
+            run.step(step, layer)
+        return run.output()
 
 
 @register("stack", "repeated")
@@ -40,7 +23,7 @@ class RepeatedSpec(StackSpec):
     """rounds: how often the layers run."""
 
     summary = "all layers in order, several times"
-    packed = True
+    supports = frozenset({"packed_rows"})
 
     rounds: int = bounded(2, least=1)
 

@@ -43,9 +43,9 @@ class GatedMeanSpec(AttentionSpec):
 
     summary = "a running mean, weighed by keys and gated by queries: a state of constant size"
     bidirectional = False
-    rotation = False
+    acts = frozenset()  # positions inside attention
 
-    def cache_layer(self, config) -> RecurrentStateLayer:
+    def cache_layer(self, config, layer_idx) -> RecurrentStateLayer:
         return RecurrentStateLayer()
 
     def build(self, config, **where) -> GatedMeanAttention:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
@@ -22,11 +22,20 @@ DOCUMENTS = ("document", "doc_id", "document_id", "doc")  # columns that say whi
 _COLUMNS = ("context_input_ids", "decoder_context_input_ids")
 
 
+@runtime_checkable
+class ReadsSentences(Protocol):
+    """A stack that reads sentences before the text's own, as inputs of their own."""
+
+    def sentences_before(self) -> int:
+        """How many."""
+
+
 def sentences_before(config: Any) -> int:
     """How many sentences before its own a model of this configuration reads."""
     from ...configuration_xformer import XFormerConfig
 
-    return config.stack.sentences_before() if isinstance(config, XFormerConfig) else 0
+    stack = config.stack if isinstance(config, XFormerConfig) else None
+    return stack.sentences_before() if isinstance(stack, ReadsSentences) else 0
 
 
 def rows_before(rows: Dataset, count: int, taken: Sequence[str], split: str) -> list[list[int]]:

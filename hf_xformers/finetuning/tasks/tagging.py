@@ -104,7 +104,7 @@ class TokenClassification(Task):
     def read_config(self, config: PreTrainedConfig) -> None:
         self.in_sequence = getattr(config, "tag_decoder", "softmax") == "crf"
         stack = getattr(config, "stack", None)
-        self.marks_words = self.in_sequence or bool(getattr(stack, "has_token_exits", False))
+        self.marks_words = self.in_sequence or getattr(stack, "exits", "") == "tokens"
 
     def class_names(self) -> list[str] | None:
         return self.labels.names
