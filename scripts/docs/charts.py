@@ -282,6 +282,15 @@ PLANS: dict[str, list[Plan]] = {
         Plan("dots", ("model",), _HELD_OUT, axis="squared error (less is better) or accuracy", group=("data",))
     ],
     "sounds": [Plan("dots", ("model",), _HELD_OUT, axis="word error rate or perplexity", group=("data",))],
+    "recall": [
+        Plan(
+            "dots",
+            ("mechanism",),
+            {"accuracy": "accuracy", "chance": "chance"},
+            axis="share of values that are recalled",
+            title="Values looked up by their keys",
+        )
+    ],
     "long_documents": [
         Plan(
             "dots",
