@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from ..attention.shared.recurrent import RecurrentSpec
 from ..core.components import bounded, build_spec, register
 from ..core.context import LayerContext, SublayerOutput
 from .base import BlockSpec, SublayerPlan, XFormerLayer
@@ -73,7 +72,7 @@ class HybridHeadsBlockSpec(BlockSpec):
         return {**super().to_dict(), "mixer": self.mixer.to_dict()}
 
     def check_fields(self) -> None:
-        if not isinstance(self.mixer, RecurrentSpec):
+        if "mixer" not in self.mixer.supports:
             raise ValueError(
                 f"block 'hybrid_heads' has a mechanism whose state decays next to attention, got `mixer`"
                 f" {self.mixer.type!r}; use 'mamba2', 'gated_delta_net' or another one of their kind."

@@ -384,9 +384,8 @@ def _show(comparison: Comparison) -> None:
             say(sentence)
     if quality:
         if comparison.settings.sweep:
-            quality, columns = best_of_sweep(quality), SWEEP
-            rows = ([row.get(column, "") for column in columns] for row in quality)
-            print_table(f"held out, after {comparison.settings.training.steps} steps", columns, rows)
+            rows = ([row[column] for column in SWEEP] for row in best_of_sweep(quality))
+            print_table(f"held out, after {comparison.settings.training.steps} steps", SWEEP, rows)
             return
         columns = ("label", "shape", "at", "accuracy", "chance accuracy", "loss", "seconds", "status")
         names = ("", "shape", "task", "accuracy", "chance", "loss", "seconds", "status")

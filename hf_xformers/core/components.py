@@ -53,7 +53,8 @@ class Spec(TypedSpec):
     (`context.explicit_mask`); `pages`: keys and values of many texts side by side, any of which a mask of pairs may
     hide (continuous batching); `interface`: its usual path is transformers' attention interface, with queries, keys
     and values and nothing more, so that a function registered there may do all of it; `token_numbers`: a number for
-    each token, kept next to its key (`TokenNumbers`). Of positions, `neighbors`: a bias that is a function of the
+    each token, kept next to its key (`TokenNumbers`); `mixer`: a place next to another attention of the layer, with a
+    state of its own. Of positions, `neighbors`: a bias that is a function of the
     distance alone, so that a part of a text can read its neighbors. Of stacks and blocks, `unpadding`: the real
     tokens of a batch as one row (`unpad_inputs`). Of stacks, `choices`: what layers give is added up row by row and as
     it is, so that probabilities of choices come through (`core/choices.py`); `layer_drop`: a layer may be left out of

@@ -194,7 +194,7 @@ COMPANY = [
     ({"attention": "multi_head_latent_attention", "position": "deberta"}, "has no place for"),
     ({"attention": {"type": "multi_head_latent_attention", "qk_rope_head_dim": 3}, "position": "rotary"},
      "head width 3 is 3; choose an even"),
-    ({"attention": {"type": "multi_head_latent_attention", "query_key_norm": "head"}}, "cannot normalise them"),
+    ({"attention": {"type": "multi_head_latent_attention", "query_key_norm": "head"}}, "cannot normalize them"),
     ({"attention": "etc", "is_decoder": True}, "its global tokens read the whole text"),
     ({"attention": "band_attention", "stack": "etc"}, "needs attention that takes any number of global tokens"),
     ({"position": "etc_relative"}, "use stack='etc', or position 'shaw_relative'"),

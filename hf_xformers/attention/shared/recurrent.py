@@ -323,7 +323,7 @@ class RecurrentSpec(AttentionSpec):
     bidirectional = False
     acts = frozenset({"rotation"})
     keeps_rotated = True
-    supports = frozenset({"packed_rows"})
+    supports = frozenset({"mixer", "packed_rows"})
     not_taken_over = ("scale", "bias", "output_bias", "angles")  # which are for softmax
     scales: ClassVar[bool] = True
     turns: ClassVar[bool] = True
