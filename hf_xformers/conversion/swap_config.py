@@ -10,6 +10,7 @@ from typing import Any
 from ..configuration_xformer import XFormerConfig
 from ..core.changes import changed_component, class_of_change, merge_changes
 from ..core.components import SLOTS, Spec, did_you_mean
+from ..variants import config_class
 
 # What may change beside components: the weights that this touches can be derived.
 _FIELDS = ("max_length", "num_key_value_heads", "decoder", "per_layer_config")
@@ -55,8 +56,9 @@ def swapped_config(
     fields = {name: value for name, value in config.to_dict().items() if name not in _NOT_OURS}
     fields |= merge_changes(fields, given, take_over=shared_settings)
     swapped = type(config)(**fields)
-    if _types(swapped) != _types(config) and config.modality == "text" and head in XFormerConfig.heads:
-        swapped = XFormerConfig(**fields)
+    if _types(swapped) != _types(config) and config.modality == "text":
+        mix = config_class(XFormerConfig.model_type)  # with its heads, which are known when its family is imported
+        swapped = mix(**fields) if head in mix.heads else swapped
     decoder = changes.get("decoder")
     if "position" not in changes and "position" not in (decoder if isinstance(decoder, Mapping) else {}):
         _check_order(config, swapped)

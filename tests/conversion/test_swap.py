@@ -13,6 +13,7 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer
 import hf_xformers
 from hf_xformers.conversion import from_transformers, swap_checkpoint, swap_components
 from hf_xformers.core import components
+from tests.forks import forks
 
 # (case, components that equal dense attention as long as the text is inside the window)
 WIDE = [
@@ -340,6 +341,21 @@ def test_another_head(tmp_path, bert):
     assert type(model) is hf_xformers.XFormerForTokenClassification
     with pytest.raises(ValueError, match="no such class or head 'ForPoetry'; say which `head` it has: Model"):
         swap_components(tmp_path / "ours", head="ForPoetry", max_length=30)
+
+
+FRESH = """
+from hf_xformers.conversion import swap_components
+from hf_xformers.variants import config_class, family
+
+sizes = {"vocab_size": 9, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+model = family("bert")["ForMaskedLM"](config_class("bert")(**sizes))
+print(type(swap_components(model, attention="band_attention", measure=False)[0]).__name__)
+"""
+
+
+def test_a_process_that_knows_one_family_makes_a_free_mix():
+    done = forks().run(FRESH)
+    assert done.stdout.split() == ["XFormerForMaskedLM"], done.stderr
 
 
 def test_a_failed_save_leaves_the_target(tmp_path, bert, monkeypatch):
