@@ -74,7 +74,8 @@ class TupeTerms(PositionTerms):
         if self.resets:
             numbers = (queries[:2] * keys[:2]).sum(-1)
             if bias is not None:  # a bucket that no distance falls into, and one more
-                numbers = numbers + weight_of(bias)[[self.spec.num_buckets // 2, self.spec.num_buckets]]
+                first, last = self.spec.num_buckets // 2, self.spec.num_buckets
+                numbers = numbers + weight_of(bias)[first : last + 1 : last - first]
             queries, keys = queries[1:], keys[1:]
             made.append(numbers.t())
         if bias is not None:
