@@ -43,7 +43,7 @@ NOTE = (
     " memory, the others a denominator or a window of a short convolution; softmax attention keeps keys and values of"
     " every token. accuracy: share of held-out values that are named, a mean over seeds, which set weights and rows;"
     " spread: highest less lowest. `chance`: always naming the most frequent value. seconds: of the processor, a"
-    " run's, next to other work. Found: with every seed the gated delta net is above linear attention. None has learned"
+    " run's, next to other work. With every seed the gated delta net is above linear attention. None has learned"
     " the task by then, not even softmax attention, whose state has no limit: this is how soon, not how much."
 )
 

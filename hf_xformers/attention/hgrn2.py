@@ -28,8 +28,8 @@ class HGRN2Attention(RecurrentAttention):
 
     Qin et al. 2024 (arXiv 2404.07904), section 3: the key of a token is what its forget gate lets go, and there is no
     scale. The lower bound of gates in layer l is b_l = sum_{j=1}^{l} softmax_j(B), 0 in layer 0, where B [L, H K] is
-    learned: upper layers forget less (Qin et al. 2023, arXiv 2311.04823, section 3.2). Layer 0 owns B and passes on the
-    bounds of all layers. The norm is one of all heads.
+    learned: upper layers forget less (Qin et al. 2023, arXiv 2311.04823, section 3.2). Layer 0 owns B and passes the
+    bounds of all layers on. The norm is one of all heads.
     """
 
     spec: HGRN2Spec
