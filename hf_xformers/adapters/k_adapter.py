@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..blocks.base import XFormerLayer
+from ..stacks.driver import Pass
 
 INIT_STD = 2e-4  # of the maps into and out of the small encoders
 
@@ -127,7 +128,7 @@ class SideHooks:
     def __init__(self, tower: Any) -> None:
         self.tower = tower
         self.states: list[Tensor] = []
-        tower.stack.register_forward_pre_hook(self.begin, with_kwargs=True)
+        tower.stack.register_forward_pre_hook(self.begin)
         for layer in tower.layers:
             layer.register_forward_hook(self.collect)
         tower.register_forward_hook(self.finish)
@@ -137,8 +138,8 @@ class SideHooks:
         name = self.tower.active_side_adapter
         return self.tower.side_adapters[name] if name in self.tower.side_adapters else None
 
-    def begin(self, stack: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        self.states = [args[1]]
+    def begin(self, stack: nn.Module, args: tuple[Pass]) -> None:
+        self.states = [args[0].hidden_states]
 
     def collect(self, layer: nn.Module, args: tuple, output: Any) -> None:
         self.states.append(output[0])
