@@ -156,7 +156,7 @@ class Converter:
     Several families may share one variant. native: this one is what a model of the variant goes back to unless another
     is asked for. components: by slot, the component types that the family's config can say; needed
     where the variant is the free mix, which may have any. remarks: what the report says of a model with their config,
-    beside what gets lost. per_layer: layers may differ; `to_ours` gives a `per_layer_config` then, and
+    with what gets lost. per_layer: layers may differ; `to_ours` gives a `per_layer_config` then, and
     `to_theirs` reads the views of the layers. layouts: this package's own classes for the tensors of files that
     transformers has no class for any more; such a family converts to this package alone.
     """
@@ -409,7 +409,7 @@ def converters() -> dict[str, Converter]:
     return _CONVERTERS
 
 
-# Kindred families of transformers that have no converter, and why.
+# Related families of transformers that have no converter, and why.
 _WITHOUT = {
     "nllb-moe": "transformers' layers send every token to its first two experts, whichever the router chooses",
     "mega": "transformers has no model of it any more, and its moving averages are no component here",

@@ -52,7 +52,7 @@ def model_type_of(source: str | Path) -> str | None:
 
     Raises:
         ValueError: there is no such folder or repository, it has no config, or it holds no whole model whose weights
-            can be read: an adapter, quantised weights, a GGUF file, a model that only code of its own knows.
+            can be read: an adapter, quantized weights, a GGUF file, a model that only code of its own knows.
     """
     name = os.fspath(source)
     local = Path(name).expanduser()
@@ -239,7 +239,7 @@ def _loaded(model_class: Any, name: str, config: PreTrainedConfig) -> Source:
             )
     except pickle.UnpicklingError as error:  # of a Hub id; a folder was looked into before
         raise ValueError(
-            f"The weights of {name!r} hold code beside tensors, which is not run; take a model that has them as"
+            f"The weights of {name!r} hold code next to tensors, which is not run; take a model that has them as"
             " safetensors."
         ) from error
     except (OSError, RuntimeError, ValueError, TypeError, ZeroDivisionError, SafetensorError) as error:
@@ -344,7 +344,7 @@ def convert_checkpoint(
     overwrite: bool = False,
 ) -> Report:
     """Converts a saved model, with its tokenizer or image processor, its generation settings and what
-    sentence-transformers keeps beside it, into a new folder.
+    sentence-transformers keeps with it, into a new folder.
 
     source: a folder that `save_pretrained` wrote, or a Hub id. target: a folder that does not exist or is empty; with
     `overwrite`, one that is replaced when, and only when, everything is written. direction: `to_ours`, `to_theirs`, or

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Image processors of converted models: the size, the scale and the colours that a model has learnt to read."""
+"""Image processors of converted models: the size, the scale and the colors that a model has learnt to read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROCESSOR_FILE = "preprocessor_config.json"
 
 
 def reads_images(config: type[XFormerConfig]) -> bool:
-    """Whether a variant's models read images: pixels in patches, or the colours of pixels as tokens."""
+    """Whether a variant's models read images: pixels in patches, or the colors of pixels as tokens."""
     return config.modality == "image" or config.reads_colours == "only"
 
 
@@ -47,7 +47,7 @@ def open_image_processor(source: str | Path) -> Any | None:
 
 
 def save_image_processor(processor: Any | None, folder: Path, config: PreTrainedConfig, notes: list[str]) -> None:
-    """Saves the source's image processor for the converted model, whose config this is. Clusters of colours have one
+    """Saves the source's image processor for the converted model, whose config this is. Clusters of colors have one
     form on both sides. What is lost goes to the notes."""
     if processor is None:
         notes.append("the source has no image processor")
@@ -55,12 +55,12 @@ def save_image_processor(processor: Any | None, folder: Path, config: PreTrained
     from ..compat import ViTImageProcessorPil
     from ..data.grey_images import GreyImageProcessor
 
-    grey, ours = isinstance(processor, GreyImageProcessor), isinstance(config, XFormerConfig)
-    if ours and not grey and getattr(config, "num_channels", 3) == 1 and np.size(processor.image_mean) == 1:
+    gray, ours = isinstance(processor, GreyImageProcessor), isinstance(config, XFormerConfig)
+    if ours and not gray and getattr(config, "num_channels", 3) == 1 and np.size(processor.image_mean) == 1:
         processor = _as_kind(GreyImageProcessor, processor)
-    elif grey and not ours:
+    elif gray and not ours:
         processor = _as_kind(ViTImageProcessorPil, processor)
-        notes.append("transformers' image processor does not make pictures grey: give it grey ones")
+        notes.append("transformers' image processor does not make pictures gray: give it gray ones")
     processor.save_pretrained(folder)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The account of a linearisation: what a trained model's softmax attention became, stage by stage, and what each
+"""The account of a linearization: what a trained model's softmax attention became, stage by stage, and what each
 gained."""
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def read_linearization(folder: str | Path) -> Linearization | None:
         stages = [StageRecord(**entry) for entry in content.pop("stages")]
         return Linearization(**content, stages=stages)
     except (TypeError, KeyError):
-        raise ValueError(f"{str(path)!r} is no account of a linearisation; remove it, or copy it again") from None
+        raise ValueError(f"{str(path)!r} is no account of a linearization; remove it, or copy it again") from None
 
 
 __all__ = ["FILE", "TITLES", "Linearization", "StageRecord", "read_linearization", "spans"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a converted or swapped model came from: a small file in its folder, which training hands on."""
+"""Where a converted or swapped model came from: a small file in its folder, which training passes on."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _made(content: dict[str, Any]) -> Provenance:
 
 
 def carry_provenance(source: str | None, folder: Path) -> None:
-    """Hands on what the folder of a model says to the folder of a training that started from it."""
+    """Passes on what the folder of a model says to the folder of a training that started from it."""
     place = None if source is None else Path(source).expanduser() / FILE
     if place is not None and place.is_file():
         write_json(folder / FILE, read_object(place))

@@ -39,7 +39,7 @@ def refuse_place(name: str, local: Path) -> None:
         if local.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
             raise ValueError(f"There is no folder {name!r}; give a folder with a config.json, or a Hub id.")
         return
-    if (local / ADAPTER).is_file():  # beside a model too: its base would be loaded instead of what is here
+    if (local / ADAPTER).is_file():  # next to a model too: its base would be loaded instead of what is here
         base = read_object(local / ADAPTER).get("base_model_name_or_path")
         refuse_adapter(name, base)
     if not (local / "config.json").is_file():
@@ -56,19 +56,19 @@ def refuse_adapter(name: str, base: Any = None) -> None:
 
 
 def refuse_quantized(what: str, fields: Mapping[str, Any]) -> None:
-    """Raises `ValueError` where a config says that the weights of `what` are quantised."""
+    """Raises `ValueError` where a config says that the weights of `what` are quantized."""
     quantized = fields.get("quantization_config")
     if quantized:
         said = quantized if isinstance(quantized, dict) else {}
         loads = next((key for key in ("load_in_4bit", "load_in_8bit") if said.get(key)), "quantization_config")
-        raise ValueError(f"{what} is quantised ({said.get('quant_method') or loads}); {_FULL}.")
+        raise ValueError(f"{what} is quantized ({said.get('quant_method') or loads}); {_FULL}.")
 
 
 def refuse_config(name: str, fields: Mapping[str, Any]) -> None:
     """Refuses what a config.json says of a model that cannot be read as it stands.
 
     Raises:
-        ValueError: quantised weights, a model type that is no name, or one that only code in the repository knows.
+        ValueError: quantized weights, a model type that is no name, or one that only code in the repository knows.
     """
     refuse_quantized(repr(name), fields)
     model_type = fields.get("model_type")
@@ -108,7 +108,7 @@ def refuse_weights(name: str, local: Path) -> None:
         types = stored_types(path) if path.suffix == ".safetensors" else {}
         for tensor, stored in types.items():
             if tensor.endswith("weight") and stored.startswith(_PACKED):
-                raise ValueError(f"{tensor!r} in {str(path)!r} is quantised (its numbers are {stored}); {_FULL}.")
+                raise ValueError(f"{tensor!r} in {str(path)!r} is quantized (its numbers are {stored}); {_FULL}.")
 
 
 def _has_weights(local: Path) -> bool:

@@ -40,7 +40,7 @@ def rotation_fields(parameters: Mapping[str, Any] | None, *, partial: bool = Fal
     if kind not in SCALINGS:
         raise ValueError(f"rope_type={kind!r} does not convert; these do: default, {', '.join(SCALINGS)}.")
     known = {field.name for field in dataclasses.fields(SCALINGS.get(kind))}  # type: ignore[arg-type]
-    unread = {"original_max_position_embeddings"} - known  # set beside types that do not read it
+    unread = {"original_max_position_embeddings"} - known  # set with types that do not read it
     scaling = {"type": kind, **{name: value for name, value in extra.items() if name not in unread}}
     return {"theta": theta, "scaling": scaling, "fraction": fraction}
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What sentence-transformers keeps beside a model: the modules that make one vector of a text's states (pooling, dense
+"""What sentence-transformers keeps with a model: the modules that make one vector of a text's states (pooling, dense
 layers, normalization), how much of a text is read, and prompts."""
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class SentenceFiles:
         return found
 
     def save(self, target: Path, length: int | None, notes: list[str]) -> None:
-        """Copies them beside a converted model. length: tokens that it is to read now; None: as many as before."""
+        """Copies them next to a converted model. length: tokens that it is to read now; None: as many as before."""
         if self.foreign is not None:
             notes.append(
                 f"sentence-transformers' files are left out: the module {self.foreign!r} is code of its own, which is"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multi-head attention as collaborative attention: the tensor of all heads' scores, factorised."""
+"""Multi-head attention as collaborative attention: the tensor of all heads' scores, factorized."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def swap_checkpoint(
     **options: Any,
 ) -> SwapReport:
     """[`swap_components`] from a folder or Hub id into a new folder, with tokenizer, generation settings and what
-    sentence-transformers keeps beside the model.
+    sentence-transformers keeps with the model.
 
     target: a folder that does not exist or is empty; with `overwrite`, one that is replaced when, and only when,
     everything is written. gguf_file: the name of a GGUF file in the source that is to be read. options: as for
@@ -304,7 +304,7 @@ def _plan(layer: Any) -> tuple[SublayerPlan, ...]:
 
 
 def _moved_norms(old: XFormerTower, new: XFormerTower) -> tuple[dict[str, Derived], set[str]]:
-    """Post-LN to pre-LN and back. What normalised the output of a sublayer now normalises the input of the next: the
+    """Post-LN to pre-LN and back. What normalized the output of a sublayer now normalizes the input of the next: the
     norm after sublayer s and the one before sublayer s + 1 see the same states (Xiong et al. 2020, figure 1)."""
     kinds = tuple({view.residual.type for view in tower.config.layer_configs()} for tower in (old, new))
     alike = [entry.name for layer in old.layers for entry in _plan(layer)] == [

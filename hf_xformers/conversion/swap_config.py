@@ -12,7 +12,7 @@ from ..core.changes import changed_component, class_of_change, merge_changes
 from ..core.components import SLOTS, Spec, did_you_mean
 from ..variants import config_class
 
-# What may change beside components: the weights that this touches can be derived.
+# What may change besides components: the weights that this touches can be derived.
 _FIELDS = ("max_length", "num_key_value_heads", "decoder", "per_layer_config")
 # Not `head`: in every conversion that is the class to make.
 SWAPPABLE = tuple(slot for slot in SLOTS if slot != "head")

@@ -44,7 +44,7 @@ def read_words(path: Path) -> dict[str, Any]:
             with path.open("rb") as file:
                 content = _ContainersAlone(file).load()
     except pickle.UnpicklingError as error:
-        named = re.search(r"GLOBAL (\S+)", str(error))  # torch goes on with advice to run it all the same
+        named = re.search(r"GLOBAL (\S+)", str(error))  # torch continues with advice to run it all the same
         found = named[1] if named else " ".join(str(error).split())[:60]
         raise ValueError(
             f"{str(path)!r} is damaged or holds more than words and numbers ({found}), which is not read; put a"

@@ -112,8 +112,8 @@ EDITED = {  # name -> (fields of config.json, what the paragraph says)
     "nearly a known type": ({"model_type": "bert2"}, "model type 'bert2'; did you mean 'bert'"),
     "unknown class": ({"architectures": ["BertForPoetry"]}, "BertForPoetry has no counterpart"),
     **{
-        f"quantised, {method or 'unnamed'}": (
-            quantized(method, **fields), f"quantised \\({method or 'load_in_8bit'}.*; .*full precision",
+        f"quantized, {method or 'unnamed'}": (
+            quantized(method, **fields), f"quantized \\({method or 'load_in_8bit'}.*; .*full precision",
         )
         for method, fields in {
             "bitsandbytes": {"load_in_4bit": True},
@@ -154,7 +154,7 @@ def rename(folder, name, keep_config):
 
 
 def edit_unread(folder, fields):
-    """The weights of a quantised model are never read."""
+    """The weights of a quantized model are never read."""
     edit(folder, **fields)
     if "quantization_config" in fields:
         (folder / "model.safetensors").write_bytes(b"never read")
@@ -199,7 +199,7 @@ def weights_of_nan(folder):
     rewrite(folder, lambda tensors: {**tensors, NAME: tensors[NAME] * float("nan")})
 
 
-@refused(f"'{NAME}' in .* is quantised .*I8")
+@refused(f"'{NAME}' in .* is quantized .*I8")
 def weights_of_whole_numbers(folder):
     rewrite(folder, lambda tensors: {**tensors, NAME: torch.ones_like(tensors[NAME], dtype=torch.int8)})
 
@@ -328,17 +328,17 @@ def test_a_target_around_the_source_is_not_replaced(folder, tmp_path, capfd):
     assert content(tmp_path) == before
 
 
-def test_loaded_models_with_quantised_weights(folder):
+def test_loaded_models_with_quantized_weights(folder):
     model = transformers.BertForMaskedLM.from_pretrained(folder)
     model.config.quantization_config = {"quant_method": "torchao"}
-    with pytest.raises(ValueError, match="BertForMaskedLM is quantised \\(torchao\\); .*full precision"):
+    with pytest.raises(ValueError, match="BertForMaskedLM is quantized \\(torchao\\); .*full precision"):
         from_transformers(model)
-    with pytest.raises(ValueError, match="BertForMaskedLM is quantised"):
+    with pytest.raises(ValueError, match="BertForMaskedLM is quantized"):
         swap_components(model, attention="talking_heads", measure=False)
     model.config.quantization_config = None
     ours = from_transformers(model)
     ours.config.quantization_config = {"quant_method": "torchao"}
-    with pytest.raises(ValueError, match="XFBertForMaskedLM is quantised"):
+    with pytest.raises(ValueError, match="XFBertForMaskedLM is quantized"):
         swap_components(ours, attention="talking_heads", measure=False)
 
 

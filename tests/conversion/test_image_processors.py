@@ -77,7 +77,7 @@ def test_grey_pictures_are_made_here_and_asked_for_there(tmp_path, pictures):
     patch_processor((12, 12), 1).save_pretrained(ours)
     report = convert_checkpoint(ours, tmp_path / "theirs")
     assert report.complete
-    assert report.notes == ["transformers' image processor does not make pictures grey: give it grey ones"]
+    assert report.notes == ["transformers' image processor does not make pictures gray: give it gray ones"]
     assert json.loads((tmp_path / "theirs" / FILE).read_text())["image_processor_type"] == "ViTImageProcessor"
     assert not convert_checkpoint(tmp_path / "theirs", tmp_path / "again").notes
     grey = [picture.convert("L") for picture in pictures]

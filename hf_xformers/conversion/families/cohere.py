@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command R: `cohere` -> `xformer`. Attention and network side by side behind one norm, pairs of neighbouring channels
+"""Command R: `cohere` -> `xformer`. Attention and network side by side behind one norm, pairs of neighboring channels
 that turn, and a factor on logits."""
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 transformers predicts masked tokens from the last layer's states, without the paper's enhanced mask decoder: the stack
 is `plain`. A masked language model with `legacy=False`, which always reads the token table, comes back with
 `legacy=True`; a published checkpoint whose head is in that layout is read in it, whatever its config says.
-The convolution beside the first layer of the largest models (v2-xlarge, v2-xxlarge) is the block `convolution`.
+The convolution next to the first layer of the largest models (v2-xlarge, v2-xxlarge) is the block `convolution`.
 The bias of a relative key projection of its own adds the same to all scores of a query: ours has none.
 """
 
@@ -33,7 +33,7 @@ def to_ours(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _block(config: PreTrainedConfig) -> dict[str, Any]:
-    """Our block, which is another than the usual one where a convolution stands beside the first layer."""
+    """Our block, which is another than the usual one where a convolution stands next to the first layer."""
     kernel = getattr(config, "conv_kernel_size", 0)
     if not kernel > 0:
         return {}
@@ -102,7 +102,7 @@ def common_to_ours(config: PreTrainedConfig, position: dict[str, Any]) -> dict[s
 
 
 def relative_part(config: XFormerConfig) -> tuple[Any, str]:
-    """The relative position and the name of its module; beside it there may be learned absolute positions.
+    """The relative position and the name of its module; next to it there may be learned absolute positions.
 
     Raises:
         ValueError: there is none.

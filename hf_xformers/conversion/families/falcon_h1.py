@@ -2,7 +2,7 @@
 """Falcon-H1: `falcon_h1` -> `xformer`. Attention and Mamba-2 side by side in every layer, with factors on what they
 read and give, on token vectors, keys, networks and logits.
 
-What `mamba2.py` says of time steps and of biases beside padding on the left holds here, too.
+What `mamba2.py` says of time steps and of biases next to padding on the left holds here, too.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gemma 2: `gemma2` -> `xformer`. Sublayers are normalised on both sides, by weights that are added to 1; scores and
+"""Gemma 2: `gemma2` -> `xformer`. Sublayers are normalized on both sides, by weights that are added to 1; scores and
 logits are capped; every other layer reads a sliding window.
 
 With attention "sdpa" transformers leaves the cap of scores out; ours is that of its "eager" in every implementation.

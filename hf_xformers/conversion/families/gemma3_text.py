@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gemma 3, text: `gemma3_text` -> `xformer`. Gemma 2 with normalised queries and keys in place of capped scores.
+"""Gemma 3, text: `gemma3_text` -> `xformer`. Gemma 2 with normalized queries and keys in place of capped scores.
 
 Layers with a sliding window turn by another theta than those that read everything. transformers reads no
 `attn_logit_softcapping` here.

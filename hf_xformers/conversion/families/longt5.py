@@ -101,7 +101,7 @@ CONVERTER = register(
         heads=(
             Head("LongT5Model", "Model", "", t5.BOTH, two_towers=True),
             Head("LongT5ForConditionalGeneration", "ForSeq2SeqLM", "", (*t5.BOTH, "lm"), two_towers=True),
-            # its config goes on speaking of two towers
+            # its config still speaks of two towers
             Head("LongT5EncoderModel", "Model", "", ("encoder",), two_towers=False, settings=umt5.ONE_TOWER),
         ),
         # read by one kind of attention alone, which `to_ours` asks

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""mBART: `mbart` <-> the free mix, a BART that normalises before its sublayers and after its towers.
+"""mBART: `mbart` <-> the free mix, a BART that normalizes before its sublayers and after its towers.
 
 What BART's text says holds here, too. Without `decoder_input_ids` transformers starts the decoder with the last token
 of the labels, the target's language; ours starts with `decoder_start_token_id` for every text, so give
-`decoder_input_ids` beside `labels` while you train. The language that generation starts with (`forced_bos_token_id`,
+`decoder_input_ids` with `labels` while you train. The language that generation starts with (`forced_bos_token_id`,
 `decoder_start_token_id`) travels with the generation settings.
 """
 

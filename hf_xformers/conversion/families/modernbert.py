@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """ModernBERT: `modernbert` -> `xformer`. Layers read all tokens or a window to both sides, and turn by a theta for
-either kind; the first attention reads the normalised embedding as it is.
+either kind; the first attention reads the normalized embedding as it is.
 
 Its classifiers of texts read the first slot, padding or not, and ours the first real token: with padding on the left
 the two differ.

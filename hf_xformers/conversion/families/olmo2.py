@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OLMo 2: `olmo2` -> `xformer`. Llama that normalises what sublayers give and not what they read, and queries and keys
+"""OLMo 2: `olmo2` -> `xformer`. Llama that normalizes what sublayers give and not what they read, and queries and keys
 over all heads."""
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """OLMo Hybrid: `olmo_hybrid` -> `xformer`. Gated delta networks in most layers and full attention in the others, which
-normalise what sublayers give, as OLMo 2 does; published ones know no positions."""
+normalize what sublayers give, as OLMo 2 does; published ones know no positions."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PEGASUS: `pegasus` <-> the free mix, a Marian that normalises before its sublayers and after its towers.
+"""PEGASUS: `pegasus` <-> the free mix, a Marian that normalizes before its sublayers and after its towers.
 
 What Marian's text says of the tables of sinusoids holds here, too.
 """

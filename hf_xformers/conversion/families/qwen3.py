@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Qwen 3: `qwen3` -> `xformer`. Llama that normalises the queries and keys of each head; layers read all tokens or a
+"""Qwen 3: `qwen3` -> `xformer`. Llama that normalizes the queries and keys of each head; layers read all tokens or a
 sliding window, as `layer_types` says."""
 
 from __future__ import annotations

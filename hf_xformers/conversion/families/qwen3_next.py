@@ -64,7 +64,7 @@ def shared_linear_rules(own: str, ours: str, norm: str = "norm", output: str = "
 
 
 def full_rules(index: int, view: XFormerConfig) -> tuple[Rule, ...]:
-    """Of a layer that reads all tokens, whose queries stand beside their gates."""
+    """Of a layer that reads all tokens, whose queries stand next to their gates."""
     own, ours, bias = f"@layers.{index}.self_attn", f"@trunk.layers.{index}.attention", view.attention.bias
     width = view.head_width
     return (

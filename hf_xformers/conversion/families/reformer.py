@@ -9,7 +9,7 @@ up to 0.4 %; that concerns a text's first tokens in a decoder with several hashe
 
 In an encoder the first local chunk reads the last one of the text; transformers counts padding of the batch as text
 there, ours does not: the two agree in rows without padding. Positions count padding on the left in transformers. Where
-a text has fewer chunks than a token reads (possible with more than one neighbour), transformers counts some of them
+a text has fewer chunks than a token reads (possible with more than one neighbor), transformers counts some of them
 twice. transformers has dropout where ours has none, and another way round; that acts in training alone.
 """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StableLM: `stablelm` -> `xformer`. Llama with layer normalisation and partly rotated heads; the second generation
+"""StableLM: `stablelm` -> `xformer`. Llama with layer normalization and partly rotated heads; the second generation
 has norms of single heads and sublayers side by side."""
 
 from __future__ import annotations

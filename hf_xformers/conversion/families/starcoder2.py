@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StarCoder 2: `starcoder2` -> `xformer`. Mistral with layer normalisation, biases, and a network without a gate."""
+"""StarCoder 2: `starcoder2` -> `xformer`. Mistral with layer normalization, biases, and a network without a gate."""
 
 from __future__ import annotations
 

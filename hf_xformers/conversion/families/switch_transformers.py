@@ -177,7 +177,7 @@ CONVERTER = register(
         heads=(
             Head("SwitchTransformersModel", "Model", "", BOTH, two_towers=True),
             Head("SwitchTransformersForConditionalGeneration", "ForSeq2SeqLM", "", (*BOTH, "lm"), two_towers=True),
-            # its config goes on speaking of two towers
+            # its config still speaks of two towers
             Head(
                 "SwitchTransformersEncoderModel",
                 "Model",

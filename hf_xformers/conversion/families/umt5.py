@@ -73,7 +73,7 @@ CONVERTER = register(
         },
         heads=(
             *(head for head in t5.renamed("UMT5") if "Token" not in head.theirs and "Encoder" not in head.theirs),
-            # their configs go on speaking of two towers
+            # their configs still speak of two towers
             Head("UMT5EncoderModel", "Model", "", ("encoder",), two_towers=False, settings=ONE_TOWER),
             Head(
                 "UMT5ForTokenClassification",
