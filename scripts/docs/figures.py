@@ -1,6 +1,9 @@
-"""Figures of the documentation's pages, filled in from the files that the benchmarks wrote.
+"""Figures of the documentation's pages, from the files that the benchmarks wrote.
 
-A page has no figure of its own. It names one in a comment, which `fill` replaces when the pages are built:
+    python -m scripts.docs.figures      writes them into docs/, behind their comments, for readers of the checkout
+
+A page has no figure that was typed. It names one in a comment, and `fill` puts it in place of the comment, and of what
+was written behind it, when the pages are built:
 
     <!-- result: mechanisms; case=longformer, window 512; T=4096; column=time ratio; as=percent -->
     <!-- table: mechanisms; T=4096; case=luna / linear; columns=variant, case, time ratio; sort=time ratio -->
@@ -22,13 +25,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
-_MARKER = re.compile(r"<!--\s*(result|table|machine):\s*(.*?)\s*-->", flags=re.DOTALL)
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+# A figure in a page: the comment that names it and, where it was written, the figure and the comment that ends it.
+FIGURE = re.compile(r"<!--\s*(result|table|machine):\s*(.*?)\s*-->(?:((?!<!--).)*<!-- /\1 -->)?", flags=re.DOTALL)
 _SHORT = {"length": "T", "time": "time ratio", "memory": "memory ratio"}
 _MINUS = "\N{EN DASH}"  # in a cell of which there is nothing to say
 
@@ -38,13 +44,27 @@ def fill(markdown: str) -> str:
 
     Raises ValueError for a marker that names no file, no row or column, or, as `result`, several rows.
     """
-    return _MARKER.sub(_figure, markdown)
+    return FIGURE.sub(_figure, markdown)
 
 
-def _figure(marker: re.Match[str]) -> str:
+def written(path: Path) -> str:
+    """A page with its figures behind their comments. Variants in tables lead to their cards, which a checkout has."""
+    cards = Path(os.path.relpath(ROOT / "model_cards", path.parent)).as_posix()
+
+    def comment_and_figure(marker: re.Match[str]) -> str:
+        figure = _figure(marker, cards)
+        figure = f"\n\n{figure}\n\n" if marker[1] == "table" else figure
+        return f"<!-- {marker[1]}: {marker[2]} -->{figure}<!-- /{marker[1]} -->"
+
+    return FIGURE.sub(comment_and_figure, path.read_text(encoding="utf-8"))
+
+
+def _figure(marker: re.Match[str], cards: str = "") -> str:
     kind, text = marker[1], " ".join(marker[2].split())
     source, *parts = re.split(r"\s*[;|]\s*", text)
     options = dict(_option(part, marker[0]) for part in parts)
+    if cards and "links" in options:
+        options["links"] = f"{cards}/xf_"
     try:
         if kind == "machine":
             return _machine(_content(source))
@@ -155,7 +175,7 @@ def _column_names(text: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
 def _cell(column: str, value: Any, links: str) -> str:
     if column == "variant" and links:
         name = str(value).removeprefix("xf_")
-        return name if name == "xformer" else f"[{name}]({links}/{name}.md)"
+        return name if name == "xformer" else f"[{name}]({links if links.endswith('_') else links + '/'}{name}.md)"
     if column in ("variant", "model"):
         return str(value).removeprefix("xf_")
     return _text(column, value)
@@ -183,3 +203,10 @@ def _machine(content: Mapping[str, Any]) -> str:
         where += f", {threads} thread{'s' * (threads != 1)}"
     versions = ", ".join(f"{name} {machine[name]}" for name in ("torch", "transformers", "python") if name in machine)
     return f"Measured on {where}, with {versions}."
+
+
+if __name__ == "__main__":
+    for page in sorted((ROOT / "docs").rglob("*.md")):
+        if (text := written(page)) != page.read_text(encoding="utf-8"):
+            page.write_text(text, encoding="utf-8")
+            print(page.relative_to(ROOT))

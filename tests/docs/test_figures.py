@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from scripts.docs.figures import RESULTS, fill
+from scripts.docs.figures import RESULTS, ROOT, fill, written
 from tests.docs.test_code_blocks import PAGES
 
 
@@ -58,6 +58,28 @@ def test_machine():
 def test_wrong_markers_are_refused(marker, message):
     with pytest.raises(ValueError, match=message):
         fill(f"<!-- {marker} -->")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs").rglob("*.md")), ids=lambda path: path.stem)
+def test_figures_in_the_checkout_are_current(path):
+    text = path.read_text(encoding="utf-8")
+    assert written(path) == text, "stale: run `python -m scripts.docs.figures`"
+    assert not re.search(r"<!--\s*(result|table|machine):(?:(?!<!--).)*(?:<!-- (?!/\1)|$)", text, flags=re.DOTALL)
+    for card in re.findall(r"\]\((\.\.[^)]*model_cards/[^)]*)\)", text):
+        assert (path.parent / card).is_file(), card
+
+
+def test_what_was_written_is_written_anew(tmp_path):
+    marker = "<!-- result: mechanisms; case=luna; T=4096; column=time -->"
+    table = "<!-- table: mechanisms; case=luna; T=4096; columns=case, time -->"
+    page = tmp_path / "page.md"
+    page.write_text(f"Now {marker}9.99<!-- /result --> and {marker}.\n\n{table}\n\n| old |\n\n<!-- /table -->\n")
+    ratio = fill(marker)
+    expected = f"Now {ratio} and {ratio}.\n\n{fill(table)}\n"
+    text = written(page)
+    assert fill(page.read_text()) == fill(text) == expected
+    page.write_text(text)
+    assert written(page) == text and f"{marker}{ratio}<!-- /result -->" in text and "old" not in text
 
 
 @pytest.mark.parametrize("page", PAGES)
