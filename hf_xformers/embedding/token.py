@@ -46,8 +46,9 @@ class TokenEmbedding(nn.Module):
     def __init__(self, config, spec: TokenEmbeddingSpec):
         super().__init__()
         self.spec = spec
-        self.scale = math.sqrt(config.hidden_size) if spec.scale is True else 1.0
-        self.factor = None if isinstance(spec.scale, bool) else float(spec.scale)
+        factor = math.sqrt(config.hidden_size) if spec.scale is True else float(spec.scale or 1.0)
+        self.factor = factor if spec.scales_given else None  # of what a lookup gives, and of given vectors
+        self.scale = 1.0 if spec.scales_given else factor  # of a lookup alone
         self.max_types = config.type_vocab_size
         # No padding index: a seq2seq decoder may start with the padding token, whose vector must learn.
         self.tokens = self.word_vectors(config)
@@ -61,7 +62,7 @@ class TokenEmbedding(nn.Module):
     def word_vectors(self, config) -> nn.Module:
         """The module from ids [B, T] to vectors [B, T, D]."""
         size = config.vocab_size, config.hidden_size
-        return ScaledTable(*size, self.scale) if self.spec.scale is True else nn.Embedding(*size)
+        return nn.Embedding(*size) if self.scale == 1.0 else ScaledTable(*size, self.scale)
 
     def initialize(self, config, init) -> None:
         if config.initializer in ("xavier", "fan_in"):  # with the sqrt(D) scale, inputs then have unit variance
@@ -117,9 +118,10 @@ class TokenEmbedding(nn.Module):
 @register("embedding", "token")
 class TokenEmbeddingSpec(EmbeddingSpec):
     """scale: multiply token vectors by sqrt(hidden_size); `inputs_embeds` are taken as they are. A number in its place
-    is a factor on both (Granite). normalize: normalize the sum before dropout (BERT, BART). id_tables: further tables,
-    each with the name of the model input [B, T] that holds ids for it, and its rows, e.g. `(("langs", 15),)`.
-    languages: names of languages, with a table and the input `langs` [B, T] of their numbers in this order.
+    is a factor on both (Granite). scale_given: whether that number falls on `inputs_embeds` too (Falcon-H1: no).
+    normalize: normalize the sum before dropout (BERT, BART). id_tables: further tables, each with the name of the model
+    input [B, T] that holds ids for it, and its rows, e.g. `(("langs", 15),)`. languages: names of languages, with a
+    table and the input `langs` [B, T] of their numbers in this order.
     absent_ids: where such an input is not given, the `first` row counts, as for token types, or `none`."""
 
     splits = frozenset({"table"})
@@ -131,6 +133,7 @@ class TokenEmbeddingSpec(EmbeddingSpec):
     id_tables: tuple[tuple[str, int], ...] = ()
     languages: tuple[str, ...] = ()
     absent_ids: Literal["first", "none"] = "first"
+    scale_given: bool = True
 
     @property
     def inputs(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -166,6 +169,11 @@ class TokenEmbeddingSpec(EmbeddingSpec):
                 " absent_ids='none', but ids go to the encoder alone, so that a decoder's tables would never be read;"
                 " use absent_ids='first', or decoder={'embedding': {'type': 'token'}}."
             )
+
+    @property
+    def scales_given(self) -> bool:
+        """Whether `inputs_embeds` are multiplied as well."""
+        return not isinstance(self.scale, bool) and self.scale_given
 
     def normalizes(self) -> bool:
         return self.normalize

@@ -68,7 +68,7 @@ def to_ours(config: PreTrainedConfig) -> dict[str, Any]:
     return {
         **llama.DECODER,
         "head_dim": width,
-        "embedding": {"type": "token", "scale": llama.factor_of(config, "embedding_multiplier")},
+        "embedding": {"type": "token", "scale": llama.factor_of(config, "embedding_multiplier"), "scale_given": False},
         "head": {"type": "linear", "scale": llama.factor_of(config, "lm_head_multiplier")},
         "attention": {
             **{"type": "dense", "bias": config.attention_bias},
