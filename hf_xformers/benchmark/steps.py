@@ -91,7 +91,7 @@ def _layer_step(entry: Entry, shape: str, length: int, batch_size: int, options:
         try:
             module.prepare(context, None)
             output = module(states, context).output
-        except (KeyError, ValueError, TypeError, AttributeError) as error:  # what a stack prepares is missing
+        except (LookupError, ValueError, TypeError, AttributeError) as error:  # what a stack prepares is missing
             raise ValueError(
                 f"the attention of {entry.variant!r} works inside its stack, not as a layer on its own ({error}); take"
                 " `--level model`"

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from ..core.components import bounded, build_spec, register
+from ..core.components import SpecLike, bounded, build_spec, register
 from ..core.context import LayerContext, SublayerOutput
 from .base import BlockSpec, SublayerPlan, XFormerLayer
 from .cache_parts import SeveralAttentionsLayer, StatePartsCacheLayer
@@ -60,7 +60,7 @@ class HybridHeadsBlockSpec(BlockSpec):
     mixes: ClassVar[str] = "its second mechanism has a state of all earlier tokens"
     summary = "attention and a recurrence in parallel, added together"
 
-    mixer: Any = "mamba2"
+    mixer: SpecLike = "mamba2"
     attention_factors: tuple[float, float] = bounded((1.0, 1.0), above=0)
     mixer_factors: tuple[float, float] = bounded((1.0, 1.0), above=0)
     feedforward_factor: float | int = bounded(1.0, above=0)

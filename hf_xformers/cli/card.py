@@ -31,7 +31,7 @@ def run(argv: Sequence[str]) -> int:
             f"--to {arguments.to!r} is a folder; give a file in it, such as {str(target / 'README.md')!r}"
         )
     if target is not None and not target.absolute().parent.is_dir():
-        raise ValueError(f"--to {arguments.to!r} is in no existing folder; give a file in one")
+        raise ValueError(f"--to {arguments.to!r} is in a missing folder; give a file in one that exists")
     card = make_card(arguments.name, arguments.results)
     if target is None:
         print(card.text)

@@ -45,7 +45,7 @@ def run(argv: Sequence[str]) -> int:
     arguments = make_parser().parse_args(plain)
     report_file = None if arguments.report is None else Path(arguments.report).expanduser()
     if report_file is not None and not report_file.absolute().parent.is_dir():
-        raise ValueError(f"--report {arguments.report!r} is in no existing folder; give a file in one")
+        raise ValueError(f"--report {arguments.report!r} is in a missing folder; give a file in one that exists")
     if report_file is not None and report_file.is_dir():
         raise ValueError(f"--report {arguments.report!r} is a folder; give a file")
     swaps = dotted or any(

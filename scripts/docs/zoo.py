@@ -180,9 +180,10 @@ def _overview(slot: str) -> str:
 def _can(slot: str, spec: Any, key: str) -> bool:
     if key == "max_length":
         return spec.max_length is SLOTS["position"].get("none").max_length
-    if key in {*getattr(spec, "acts", ()), *build_spec(slot, spec.type).supports}:
+    usual: Any = build_spec(slot, spec.type)
+    if key in {*getattr(usual, "acts", ()), *usual.supports}:
         return True
-    return key not in build_spec(slot, spec.type).why_not if key == "causal" else getattr(spec, key, False) is True
+    return key not in usual.why_not if key == "causal" else getattr(usual, key, False) is True
 
 
 def component(slot: str, name: str, spec: Any, here: str) -> list[str]:

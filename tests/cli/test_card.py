@@ -84,7 +84,7 @@ def test_card_of_a_checkpoint(tmp_path, results):
         (["bigbird", "--results", "none.json"], "--results 'none.json' cannot be read"),
         (["bigbird", "--results", "{broken}"], "is no result of `hf-xformers benchmark`"),
         (["bigbird", "--to", "{folder}"], "is a folder; give a file in it"),
-        (["bigbird", "--to", "{folder}/none/card.md"], "is in no existing folder"),
+        (["bigbird", "--to", "{folder}/none/card.md"], "is in a missing folder"),
         (["{folder}"], "config.json"),
         ([], "the following arguments are required"),
     ],

@@ -16,7 +16,7 @@ from hf_xformers import Spec, register
 class MySpec(Spec):
     """A part of one's own."""
     summary = "nothing at all"
-    supports = frozenset({"packed_rows"})
+    supports = frozenset({{"packed_rows"}})
     def build(self, config, **where):
         return nn.Identity()
 '''

@@ -48,7 +48,8 @@ def edges(cls: type, name: str, bounds: Bounds) -> tuple[list, list]:
             edge = edge if whole else float(edge)
             inside.append(edge if kept else nearer)
             outside.append(further if kept else edge)
-    if not {int, float} & {declared.type, *typing.get_args(declared.type)}:
+    pair = typing.get_origin(declared.type) is tuple
+    if pair or not {int, float} & {declared.type, *typing.get_args(declared.type)}:
         inside, outside = ([(value, value) for value in values] for values in (inside, outside))
     return inside, outside
 
