@@ -34,6 +34,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "etc": {"local_radius": 2},
     "feedback": {"window": 8},
     "image_transformer": {"block_length": 4, "memory_length": 4},
+    "informer": {"sampling_factor": 1},
     "linformer": {"projected_length": 8},
     "longformer": {"attention_window": 4},
     "low_rank_band": {"low_rank": 4, "band_width": 2},
@@ -48,6 +49,8 @@ SMALL: dict[str, dict[str, Any]] = {
     "sinkhorn_transformer": {"block_size": 4},
     "sparse_transformer": {"stride": 4},
 }
+# Mechanisms of which an encoder shows one global token, the first.
+_ONE_GLOBAL_TOKEN = frozenset({"longformer"})
 
 
 def small_parameters(config_class: Any, options: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -62,6 +65,11 @@ def _own(config_class: Any, slot: str) -> dict[str, Any]:
     field = next(field for field in dataclasses.fields(config_class) if field.name == slot)
     default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
     return build_spec(slot, default).to_dict()
+
+
+def shows_a_global_token(config: Any) -> bool:
+    """Whether the first token of the map is global."""
+    return bool({config.layer(0).attention.type} & _ONE_GLOBAL_TOKEN) and not config.is_decoder
 
 
 def map_config(config_class: Any, options: Mapping[str, Any] | None = None, length: int = LENGTH) -> Any:
@@ -137,6 +145,8 @@ def _maps(config: Any, length: int, factor: float) -> dict[str, Tensor]:
             given = {"pixel_values": torch.randn(1, config.num_channels, *config.image_shape, dtype=torch.double)}
         if config.modality == "sound":  # of as many states
             given = {"input_features": torch.randn(1, SUBSAMPLING * length, config.num_mel_bins, dtype=torch.double)}
+        if shows_a_global_token(config):
+            given["global_attention_mask"] = torch.eye(1, length, dtype=torch.long)
     finally:
         torch.random.set_rng_state(state)
     with torch.no_grad():

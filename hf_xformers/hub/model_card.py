@@ -186,12 +186,13 @@ def measured_rows(model_type: str, results: str | Path | None) -> list[dict[str,
 
 def caption(config_class: Any) -> str:
     """What the picture of a variant's attention shows."""
-    from .attention_map import LENGTH, small_parameters
+    from .attention_map import LENGTH, shows_a_global_token, small_parameters
 
     small = ", ".join(f"`{name}={value}`" for name, value in small_parameters(config_class).items())
     kinds = {"image": "an image", "sound": f"a sound of {LENGTH} states"}
     tokens = kinds.get(config_class.modality, f"{LENGTH} tokens")
     how = f", with {small} to fit so few" if small else ""
+    how += " and token 0 global" if shows_a_global_token(config_class()) else ""
     return (
         f"*Attention weights of an untrained model on {tokens}{how}; averaged over heads, white where there is none.*"
     )

@@ -111,14 +111,16 @@ def test_maps_show_the_pattern(variant):
 
 
 def test_map_of_a_window():
-    (weights,) = attention_maps(config_class("longformer")).values()
-    distance = [[abs(i - j) for j in range(16)] for i in range(16)]
-    assert [[value > 0 for value in row] for row in weights.tolist()] == [[d <= 2 for d in row] for row in distance]
-    (wide,) = attention_maps(config_class("longformer"), {"attention": {"attention_window": 8}}).values()
-    assert [[value > 0 for value in row] for row in wide.tolist()] == [[d <= 4 for d in row] for row in distance]
-    assert "`attention_window=4`" in caption(config_class("longformer")) and "with" not in caption(
-        config_class("bert")
-    )
+    """With one global token, the first, which reads all and is read by all; a decoder has none."""
+    config, at = config_class("longformer"), range(16)
+    for fields, near in (({}, 2), ({"attention": {"attention_window": 8}}, 4)):
+        (weights,) = attention_maps(config, fields).values()
+        expected = [[abs(i - j) <= near or 0 in (i, j) for j in at] for i in at]
+        assert [[value > 0 for value in row] for row in weights.tolist()] == expected
+    (causal,) = attention_maps(config, {"is_decoder": True}).values()
+    assert [[value > 0 for value in row] for row in causal.tolist()] == [[0 <= i - j <= 2 for j in at] for i in at]
+    assert "`attention_window=4` to fit so few and token 0 global" in caption(config)
+    assert "with" not in caption(config_class("bert"))
 
 
 def test_no_weight_is_lost_to_rounding():
