@@ -29,6 +29,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_xformers  # noqa: F401  (registers the variants)
 from hf_xformers.benchmark import tables
+from hf_xformers.benchmark.measure import state_tensors
 from hf_xformers.conversion.linearization import Linearization, read_linearization
 from hf_xformers.conversion.swap import open_model, swap_components
 from hf_xformers.core.cache import make_cache
@@ -346,14 +347,7 @@ def generation(folder: Path, context: int) -> dict[str, Any]:
 
 def state_bytes(cache: Any) -> int:
     """Of all tensors that a generation cache holds."""
-    total = 0
-    for layer in cache.layers:
-        state = getattr(layer, "state", None)
-        tensors = (
-            [layer.keys, layer.values, *(getattr(layer, "sinks", None) or ())] if state is None else state.values()
-        )
-        total += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    return total
+    return sum(tensor.nbytes for tensor in state_tensors(cache))
 
 
 def speed(options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:

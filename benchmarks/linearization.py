@@ -32,6 +32,7 @@ from transformers import AutoModelForCausalLM
 
 import hf_xformers  # noqa: F401  (registers the variants)
 from hf_xformers.benchmark import tables
+from hf_xformers.benchmark.measure import state_tensors
 from hf_xformers.cli import main as command
 from hf_xformers.conversion.linearization import read_linearization
 from hf_xformers.core.cache import make_cache
@@ -192,12 +193,7 @@ def peak_mebibytes() -> int:
 
 def state_bytes(cache: Any) -> int:
     """Of all tensors that a generation cache holds."""
-    total = 0
-    for layer in cache.layers:
-        state = getattr(layer, "state", None)
-        tensors = [layer.keys, layer.values] if state is None else state.values()
-        total += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    return total
+    return sum(tensor.nbytes for tensor in state_tensors(cache))
 
 
 def decoding(options: argparse.Namespace, work: Path) -> list[dict[str, Any]]:
