@@ -93,8 +93,8 @@ class EnhancedMaskDecoderSpec(StackSpec):
             )
         if not config.residual.enters_as_is:
             raise ValueError(
-                "stack 'enhanced_mask_decoder' reads a layer's input as it is, for residual 'post_ln', got "
-                f"{config.residual.type!r}."
+                "stack 'enhanced_mask_decoder' reads a layer's input as it is, got residual"
+                f" {config.residual.type!r}; use 'post_ln'."
             )
 
     def build(self, config, **where) -> EnhancedMaskDecoder:

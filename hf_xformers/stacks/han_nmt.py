@@ -42,8 +42,8 @@ class HeadedReading(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        width = config.hidden_size
-        self.num_heads, self.dropout = config.num_attention_heads, config.attention_probs_dropout_prob
+        width, first = config.hidden_size, config.layer(0)  # layers may differ in what follows
+        self.num_heads, self.dropout = first.num_attention_heads, first.attention_probs_dropout_prob
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(width, width) for _ in range(4))
 
     def forward(self, queries: Tensor, keys: Tensor, mask: Tensor) -> Tensor:

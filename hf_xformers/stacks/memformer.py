@@ -38,7 +38,7 @@ class SlotWriter(nn.Module):
 
     def __init__(self, config, spec: MemformerSpec):
         super().__init__()
-        width, self.heads = config.hidden_size, config.num_attention_heads
+        width, self.heads = config.hidden_size, config.layer(0).num_attention_heads
         self.head_dim, self.eps = width // self.heads, shared_setting(config, "layer_norm_eps")
         self.scaling = 1.0 / (spec.temperature * self.head_dim**0.5)
         self.q_proj = nn.Linear(width, width, bias=False)

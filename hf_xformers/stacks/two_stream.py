@@ -147,8 +147,8 @@ class TwoStreamSpec(StackSpec):
             )
         if not config.residual.enters_as_is:
             raise ValueError(
-                "stack 'two_stream' reads a layer's input as it is, for residual 'post_ln', got"
-                f" {config.residual.type!r}."
+                f"stack 'two_stream' reads a layer's input as it is, got residual {config.residual.type!r}; use"
+                " 'post_ln'."
             )
 
     def build(self, config, **where) -> TwoStreamStack:

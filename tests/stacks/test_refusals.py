@@ -26,7 +26,7 @@ REFUSED = [
     ("`patience` 5 never leaves 5 layers", dict(num_hidden_layers=5, stack={"type": "patience_exit", "patience": 5})),
     # enhanced_mask_decoder
     ("a position inside it such as 'deberta'", dict(variant="xf_deberta", position="rotary")),
-    ("for residual 'post_ln'", dict(variant="xf_deberta", residual="pre_ln")),
+    ("as it is, got residual 'pre_ln'", dict(variant="xf_deberta", residual="pre_ln")),
     ("cannot stand in a decoder", dict(variant="xf_deberta", is_decoder=True)),
     # ernie_doc
     ("key_types", dict(attention={"type": "transformer_xl", "key_types": -1})),
@@ -117,7 +117,7 @@ REFUSED = [
     ("cannot stand in a decoder", dict(stack="two_stream", is_decoder=True)),
     ("starts its queries from one vector", dict(stack="two_stream", attention="transformer_xl")),
     (
-        "for residual 'post_ln', got 'pre_ln'",
+        "got residual 'pre_ln'; use 'post_ln'",
         dict(position="none", stack="two_stream", attention="transformer_xl", residual="pre_ln"),
     ),
     ("learn of them through block", dict(stack="two_stream", attention="transformer_xl", block="conformer")),
