@@ -50,8 +50,8 @@ INFO = VariantInfo(
   year={2024}
 }""",
     notes=(
-        "Causal only. The lower bounds $b_l$ of gates are learned, 0 in the first layer and higher in each that"
-        " follows; the first layer owns them, so that it has to be of this kind where layers differ. The preset has"
+        "Causal only. The lower bounds of gates are learned, 0 in the first layer and higher in each that"
+        " follows; the first layer owns them, so that it has to be of this type where layers differ. The preset has"
         " 1.3 billion parameters. There are no attention probabilities, so `attention_probs_dropout_prob` has no"
         " effect."
     ),
