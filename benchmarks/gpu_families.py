@@ -12,6 +12,7 @@ against the literal equations in float64.
 from __future__ import annotations
 
 import copy
+import json
 import queue
 import sys
 import tempfile
@@ -24,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.multiprocessing as multiprocessing
-from gpu_common import DEVICE, Rows, parse, wanted
+from gpu_common import DEVICE, RESULTS, Rows, parse, wanted
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -153,8 +154,14 @@ def engines() -> Iterator[tuple[str, Callable, Callable, list[Tensor]]]:
     from hf_xformers.ops.block_sparse import patterns
     from hf_xformers.ops.block_sparse.attention import block_sparse_attention, block_sparse_reference
     from hf_xformers.ops.linear.attention import linear_attention
+    from hf_xformers.ops.linear.decayed_scan import decayed_scan
     from hf_xformers.ops.linear.delta_rule import delta_rule
-    from hf_xformers.ops.linear.reference import delta_rule_reference, linear_attention_reference
+    from hf_xformers.ops.linear.gated_delta import gated_delta_rule
+    from hf_xformers.ops.linear.reference import (
+        delta_rule_reference,
+        gated_recurrence_reference,
+        linear_attention_reference,
+    )
 
     generator = torch.Generator().manual_seed(0)
     length = 321 if DEVICE.type == "cuda" else 40
@@ -213,6 +220,23 @@ def engines() -> Iterator[tuple[str, Callable, Callable, list[Tensor]]]:
             return delta_rule_reference(q, k, v, beta, key_padding_mask=mask)
 
         yield f"delta rule{label}", fast, literal, [*unit, v, beta]
+        for decay_of in ("token", "channel"):
+            decay = -3 * torch.rand(size if decay_of == "channel" else size[:3], generator=generator).double()
+
+            def scan(q, k, v, decay, mask=mask):
+                return decayed_scan(q, k, v, decay, key_padding_mask=None if mask is None else mask.to(q.device))
+
+            def gated(q, k, v, beta, decay, mask=mask):
+                given = None if mask is None else mask.to(q.device)
+                return gated_delta_rule(q, k, v, beta, decay, key_padding_mask=given)
+
+            def literal(q, k, v, *others, mask=mask):
+                *beta, decay = others
+                beta = beta[0] if beta else None
+                return gated_recurrence_reference(q, k, v, decay, beta=beta, key_padding_mask=mask)
+
+            yield f"scan, decay of a {decay_of}{label}", scan, literal, [q, k, v, decay]
+            yield f"gated delta rule, decay of a {decay_of}{label}", gated, literal, [*unit, v, beta, decay]
 
 
 def _bias(table: Tensor, q_at: Tensor, k_at: Tensor) -> Tensor:
@@ -244,26 +268,36 @@ def _first(output: Any) -> Tensor:
 
 
 def jobs(arguments: Any) -> list[Callable[[], dict[str, Any]]]:
-    """Everything that is to be done, what takes longest first."""
+    """Everything that is to be done, what no earlier run has seen first."""
     from tests.common.cases import CASES
 
     cases = [case for case in CASES if wanted(str(case), arguments)]
+    seen = RESULTS / "gpu_families.json"
+    known = {row["case"] for row in json.loads(seen.read_text())["rows"]} if seen.exists() else set()
+    cases.sort(key=lambda case: str(case) in known)  # should time run short, what no run has reached is there
     cases = cases if DEVICE.type == "cuda" else cases[:3]
     found: list[Callable[[], dict[str, Any]]] = []
-    found += [partial(compiled, case) for case in cases if str(case) in COMPILED]
-    found += [partial(check_engine, *each) for each in engines() if wanted(f"engine: {each[0]}", arguments)]
-    names = [case.name for case in cases]
+    names, operations = [case.name for case in cases], list(engines())
+    operations.sort(key=lambda each: f"engine: {each[0]}" in known)
     found += [partial(check, case, names.index(case.name) == number) for number, case in enumerate(cases)]
+    found += [partial(check_engine, *each) for each in operations if wanted(f"engine: {each[0]}", arguments)]
+    found += [partial(compiled, case) for case in cases if str(case) in COMPILED]
     return found
 
 
-def work(index: int, arguments: Any, end: float, found: Any) -> None:
+def work(worker: int, following: Any, arguments: Any, end: float, found: Any) -> None:
+    """Takes the job whose number comes next, until all are done or time is up."""
     torch.set_num_threads(1)
-    for job in jobs(arguments)[index::WORKERS]:
-        if time.time() > end:
-            found.put({"case": f"worker {index}", "note": "out of time"})
+    every = jobs(arguments)
+    while True:
+        with following.get_lock():
+            number, following.value = following.value, following.value + 1
+        if number >= len(every):
             break
-        found.put(job())
+        if time.time() > end:
+            found.put({"case": f"worker {worker}", "note": "out of time"})
+            break
+        found.put(every[number]())
     found.put(None)
 
 
@@ -285,14 +319,15 @@ def main() -> None:
     arguments = parse(__doc__)
     rows = Rows("gpu_families", arguments)
     end = time.time() + 60 * arguments.minutes
+    context = multiprocessing.get_context("spawn")
+    following = context.Value("i", 0)
     if WORKERS == 1:
         found: Any = queue.Queue()
-        work(0, arguments, end, found)
+        work(0, following, arguments, end, found)
     else:
-        context = multiprocessing.get_context("spawn")
         found = context.Queue()
-        for index in range(WORKERS):
-            context.Process(target=work, args=(index, arguments, end, found), daemon=True).start()
+        for worker in range(WORKERS):
+            context.Process(target=work, args=(worker, following, arguments, end, found), daemon=True).start()
     left = WORKERS
     while left:
         try:

@@ -10,8 +10,10 @@ where the length before it took over a second a step.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -23,7 +25,11 @@ from transformers import initialization as init
 
 from hf_xformers import XFormerConfig
 from hf_xformers.core.context import LayerContext
+from hf_xformers.ops.linear.attention import linear_attention
+from hf_xformers.ops.linear.decayed_scan import decayed_scan
+from hf_xformers.ops.linear.delta_rule import delta_rule
 from hf_xformers.ops.linear.fla import VARIABLE
+from hf_xformers.ops.linear.gated_delta import gated_delta_rule
 
 ON_GPU = DEVICE.type == "cuda"
 WIDTH, HEADS = (1024, 16) if ON_GPU else (64, 2)
@@ -57,7 +63,13 @@ CASES: dict[str, tuple[Any, bool, dict[str, Any]]] = {
     "performer, causal": ("performer", True, {}),
     "delta rule, 64 features": ({"type": "delta_net", "feature_map": "elu"}, True, {}),
     "delta rule, 384 features": ("delta_net", True, {}),
+    "gated delta net": ("gated_delta_net", True, {}),
+    "mamba2": ("mamba2", True, {}),
+    "gla": ("gla", True, {}),
+    "retnet": ("retnet", True, {}),
     "lolcats, causal": ("lolcats", True, {}),
+    "moba": ("moba", True, {}),
+    "native sparse": ("native_sparse_attention", True, {}),
     "reformer, 4 hashes": ("reformer", False, {}),
     "routing": ("routing_transformer", False, {}),
     "nystromformer": ("nystromformer", False, {}),
@@ -65,7 +77,8 @@ CASES: dict[str, tuple[Any, bool, dict[str, Any]]] = {
     "t5 bias, causal": ("dense", True, {"position": "t5_relative_bias"}),
 }
 # The same through fla's kernels, which other cases leave alone.
-WITH_FLA = {f"{name}, fla": CASES[name] for name in ("linear, causal", "delta rule, 64 features") if ON_GPU}
+_ALSO_FLA = ("linear, causal", "delta rule, 64 features", "gated delta net")
+WITH_FLA = {f"{name}, fla": CASES[name] for name in _ALSO_FLA if ON_GPU}
 
 
 class Peer(nn.Module):
@@ -117,6 +130,63 @@ def fla_delta(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return chunk_delta_rule(q, k, v, strength, scale=1.0, use_qk_l2norm_in_kernel=True)[0]
 
 
+def fla_gated(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    strength, decay = torch.sigmoid(k[..., 0]), F.logsigmoid(q[..., 0].float())
+    return chunk_gated_delta_rule(q, k, v, decay, strength, scale=1.0, use_qk_l2norm_in_kernel=True)[0]
+
+
+def fla_scan(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    from fla.ops.simple_gla import chunk_simple_gla
+
+    return chunk_simple_gla(q, k, v, F.logsigmoid(q[..., 0].float()), scale=1.0)[0]
+
+
+def own_operations() -> dict[str, Callable[..., Tensor]]:
+    """The engines of this package on the same projections as fla's kernels, in the places of their heads."""
+
+    def of_heads(operation: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda q, k, v: operation(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+
+    def unit(x: Tensor) -> Tensor:
+        return F.normalize(x, dim=-1)
+
+    def decay(q: Tensor) -> Tensor:
+        return F.logsigmoid(q[..., 0].float())
+
+    return {
+        "linear, causal": of_heads(lambda q, k, v: linear_attention(F.elu(q) + 1, F.elu(k) + 1, v, causal=True)),
+        "delta rule": of_heads(lambda q, k, v: delta_rule(unit(q), unit(k), v, k[..., 0].sigmoid())),
+        "gated delta rule": of_heads(
+            lambda q, k, v: gated_delta_rule(unit(q), unit(k), v, k[..., 0].sigmoid(), decay(q))
+        ),
+        "decayed scan": of_heads(lambda q, k, v: decayed_scan(q, k, v, decay(q))),
+    }
+
+
+def tune_over_few() -> None:
+    """Has Triton choose among eight configurations of a kernel, those with tiles as wide as a head, and compile them at
+    once; all of them take minutes."""
+    from triton.runtime._async_compile import AsyncCompileMode
+    from triton.runtime.autotuner import Autotuner
+
+    def rank(config: Any) -> tuple:
+        tiles = sum(abs(value - WIDTH // HEADS) for value in config.kwargs.values() if isinstance(value, int))
+        return (tiles, abs(config.num_warps - 4), abs(config.num_stages - 3))
+
+    every = Autotuner.prune_configs
+
+    def few(self: Any, options: dict[str, Any]) -> list[Any]:
+        found = sorted(every(self, options), key=rank)[:8]
+        with ThreadPoolExecutor(4) as pool, AsyncCompileMode(pool, ignore_errors=True):
+            for config in found:
+                self.fn.run(*self.nargs.values(), **{**options, "warmup": True}, **config.all_kwargs())
+        return found
+
+    Autotuner.prune_configs = few
+
+
 def peer(kernel: Callable[..., Tensor]) -> tuple[Callable[[Tensor], Tensor], nn.Module]:
     torch.manual_seed(0)
     module = Peer(kernel).to(DEVICE, DTYPE)
@@ -131,8 +201,14 @@ def peers(length: int) -> dict[str, Callable[[], Callable[..., Tensor]]]:
     }
     if ON_GPU:
         found["FlexAttention, window, causal"] = lambda: flex(length)
-        found["fla, linear, causal"] = lambda: fla_linear
-        found["fla, delta rule"] = lambda: fla_delta
+        kernels = {
+            "linear, causal": fla_linear,
+            "delta rule": fla_delta,
+            "gated delta rule": fla_gated,
+            "decayed scan": fla_scan,
+        }
+        found |= {f"fla, {name}": lambda kernel=kernel: kernel for name, kernel in kernels.items()}
+    found |= {f"operation, {name}": lambda run=run: run for name, run in own_operations().items()}
     return found
 
 
@@ -218,8 +294,8 @@ def jobs() -> list[tuple[str, int, Callable[[], tuple[Callable, nn.Module]]]]:
 
 
 COMPILED = (
-    *("FlexAttention, window, causal", "fla, linear, causal", "fla, delta rule"),
-    *("hf_xformers, linear, causal, fla", "hf_xformers, delta rule, 64 features, fla"),
+    *("fla, linear, causal", "fla, delta rule", "fla, gated delta rule", "fla, decayed scan"),
+    "FlexAttention, window, causal",
     *("hf_xformers, longformer", "hf_xformers, sliding window, causal", "hf_xformers, band, causal"),
     *("hf_xformers, band, causal, T5 bias", "hf_xformers, bigbird", "hf_xformers, sparse transformer, causal"),
 )
@@ -228,7 +304,8 @@ COMPILED = (
 TITLE = "One attention layer on a GPU"
 NOTE = (
     "Hidden 1024, 16 heads of 64, bfloat16, one row, with the four projections of the layer; the peers (SDPA,"
-    " FlexAttention with the same window of 512, fla's kernels) have the same projections around their kernel. Where a"
+    " FlexAttention with the same window of 512, fla's kernels) have the same projections around their kernel, and so"
+    " have the engines of this package in rows `operation`. fla's kernels are tuned over eight configurations. Where a"
     " step takes less than about two milliseconds, it waits for launches and not for the GPU. `peak MiB`: what forward"
     " and backward need beyond what is held before them."
 )
@@ -237,6 +314,8 @@ COLUMNS = ["case", "T", "forward ms", "forward + backward ms", "peak MiB"]
 
 def main() -> None:
     arguments = parse(__doc__, COMPILED)
+    if importlib.util.find_spec("fla") is not None:
+        tune_over_few()
     if arguments.tune:
         for name, length, make in jobs():
             if name == arguments.tune:
