@@ -20,9 +20,11 @@ from ..core.prepared import Prepared
 from ..core.sequence_parallel import SequenceForm, Unserved
 from ..core.visibility import DenseBias, boolean_mask, last_key, mask_of_call, rows_can_be_empty, visible_block
 from ..ops.block_sparse.attention import block_sparse_attention
+from ..ops.block_sparse.flex import flex_applies
 from ..ops.block_sparse.patterns import full
 from ..ops.common.products import wide_products
 from ..ops.score_terms.attention import applies
+from ..position.base import ScoreBias
 from ..position.score_terms import SelfAttentionTerms
 from .shared.base import Attention, AttentionSpec, literal_softmax_attention
 from .shared.query_blocks import visible_softmax
@@ -103,6 +105,8 @@ class DenseAttention(Attention):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
         dropout, added = self.dropout if self.training else 0.0, self._in_blocks(context)
+        if added is not None and self._bias_in_kernel(query, key, value, context, dropout):
+            return self._in_tiles(query, key, value, context, dropout, self.score_bias(context)), None
         if added is not None:
             inputs = (query * added.scale, self.repeated(key), self.repeated(value), added, dropout)
             return weights_with_terms(*inputs) if self.wants_weights(context) else (attend_with_terms(*inputs), None)
@@ -145,7 +149,25 @@ class DenseAttention(Attention):
             output = output.masked_fill(~sees, 0.0)
         return output, None
 
-    def _in_tiles(self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext, dropout: float) -> Tensor:
+    def _bias_in_kernel(
+        self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext, dropout: float
+    ) -> bool:
+        """Whether FlexAttention adds the bias, which is a number for each distance."""
+        if self.changes_scores or self.wants_weights(context) or self.spec.score_cap or self.sinks is not None:
+            return False
+        if context.explicit_mask is not None or context.parts is not None or dropout > 0:
+            return False
+        return flex_applies(query, key, value)
+
+    def _in_tiles(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        context: LayerContext,
+        dropout: float,
+        bias: ScoreBias | None = None,
+    ) -> Tensor:
         """[B, T, H, d]. No back-end for all devices caps scores, or tells the denominator that sinks add to: they are
         made tile by tile, and where the caller or a cache with unwritten slots says who sees whom, all at once."""
         cap = self.spec.score_cap
@@ -164,6 +186,8 @@ class DenseAttention(Attention):
             scale=self.scaling,
             dropout=dropout,
             segment_ids=None if self.cross else context.segment_ids,
+            score_bias=None if bias is None else bias.block,
+            bias_is_relative=True,
             score_cap=cap,
             return_lse=self.sinks is not None,
         )

@@ -14,7 +14,7 @@ from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..core.sequence_parallel import SequenceForm, Unserved
 from ..ops.block_sparse.attention import block_sparse_attention
-from ..ops.block_sparse.patterns import Pattern
+from ..ops.block_sparse.patterns import Pattern, global_
 from ..ops.common.real_tokens import real_first
 from .shared.base import literal_softmax_attention
 from .shared.block_sparse import FEW_QUERIES, BlockSparseAttention
@@ -135,21 +135,23 @@ class SlidingWindowAttention(BlockSparseAttention):
             weights[..., dropped:] = found[..., : key.shape[2]]
             index = sinks.slots[:, None, None].expand(-1, *found.shape[1:3], -1)
             return output, weights.scatter_add(3, index, found[..., key.shape[2] :])
+        # One kernel of an accelerator serves window and sinks; on a processor tiles with few columns cost more.
+        joined = query.device.type != "cpu" and dropped == 0
         padding = context.padding_mask
         result = block_sparse_attention(
             query,
             key,
             value,
-            self.pattern,
+            self.pattern | global_(self.spec.sinks, rows=False) if joined else self.pattern,
             key_padding_mask=None if padding is None else padding[:, dropped:],
             query_offset=total - query.shape[2],
             key_offset=dropped,
             causal=self.is_causal,
             scale=self.scaling,
             dropout=dropout,
-            side_key=sinks.key,
-            side_value=sinks.value,
-            side_mask=seen,
+            side_key=None if joined else sinks.key,
+            side_value=None if joined else sinks.value,
+            side_mask=None if joined else seen,
             score_cap=self.spec.score_cap,
             return_lse=self.sinks is not None,
         )

@@ -6,6 +6,8 @@ import torch
 from hf_xformers import XFormerConfig, XFormerModel
 from hf_xformers.attention import dense
 from hf_xformers.attention.shared import query_blocks
+from hf_xformers.ops.block_sparse import attention as block_sparse
+from hf_xformers.ops.block_sparse import flex
 from hf_xformers.ops.score_terms.attention import blocks_of_tiles
 from hf_xformers.ops.score_terms.terms import Blocks
 from hf_xformers.position import score_terms
@@ -61,6 +63,35 @@ def test_blocks_equal_the_whole(monkeypatch, causal, key_value_heads, padded):
     torch.testing.assert_close(found, expected, atol=1e-11, rtol=1e-9)
     for ours, theirs in zip(parts, whole, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-10, rtol=1e-8)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+def test_flex_attention_equals_the_whole(monkeypatch, causal, padded):
+    """The kernel of an accelerator, here its uncompiled form, gets the bias as a line of numbers by distance."""
+    model, calls = model_of(causal, key_value_heads=2), []
+    ids, mask = torch.randint(1, 30, (2, LENGTH)), torch.ones(2, LENGTH, dtype=torch.long)
+    mask[0, : 5 * padded] = 0
+    real = mask.bool()
+
+    def run() -> list[torch.Tensor]:
+        output = model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state[real]
+        return [output, *torch.autograd.grad(output.sin().sum(), list(model.parameters()), allow_unused=True)]
+
+    def uncompiled(*arguments, **options):
+        calls.append(options["bias"])
+        return flex.flex_block_sparse(*arguments, **options, compiled=False)
+
+    expected = run()
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *tensors: None)
+    for module in (dense, block_sparse):
+        monkeypatch.setattr(module, "flex_applies", lambda *tensors: True)
+    monkeypatch.setattr(block_sparse, "flex_block_sparse", uncompiled)
+    monkeypatch.setattr(dense, "TRAINED_BIAS_AT_ONCE", 1)
+    found = run()
+    assert len(calls) == 2 and all(calls)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-6)  # it computes in float32
 
 
 def test_the_whole_is_made_where_tiles_do_not_pay(monkeypatch):

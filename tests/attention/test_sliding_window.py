@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from hf_xformers import XFormerConfig, XFormerForCausalLM
+from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerModel
 from hf_xformers.attention.sliding_window import SinkWindowLayer
 from tests.helpers import close, make_strong, tokens
+from tests.pretend_cuda import OnGPU, on_gpu, pretend_cuda
 
 
 def config(causal=True, **attention):
@@ -46,3 +47,14 @@ def test_cache_of_constant_size(start, fields):
     for layer in past.layers:
         assert isinstance(layer, SinkWindowLayer) and layer.get_seq_length() == 20
         assert layer.keys.shape[2] == max(spec.window_size, 2) - 1 and layer.sinks[0].shape[2] == spec.sinks
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_accelerator_takes_window_and_sinks_as_one_pattern(causal, monkeypatch):
+    model = make_strong(XFormerModel(config(causal))).eval()
+    ids, mask = tokens(2, 20, high=50), torch.ones(2, 20, dtype=torch.long)
+    mask[1, :6] = 0
+    expected = model(ids, attention_mask=mask, use_cache=False).last_hidden_state
+    with pretend_cuda(monkeypatch):
+        found = on_gpu(model)(OnGPU(ids), attention_mask=OnGPU(mask), use_cache=False).last_hidden_state.inner
+    close(found[mask.bool()], expected[mask.bool()], 2e-5)

@@ -15,6 +15,9 @@ PATTERNS = {
     "fixed": patterns.fixed(32, 4),
     "global and random": patterns.global_(2) | patterns.band(16, 16) | patterns.random_blocks(2, 16),
     "per head": patterns.per_head(patterns.band(9, 9), patterns.strided(7)),
+    "per head and random": patterns.per_head(
+        patterns.band(16, 16) | patterns.random_blocks(2, 16), patterns.strided(7) | patterns.random_blocks(1, 16)
+    ),
 }
 
 
@@ -45,8 +48,9 @@ def chosen(monkeypatch):
     return calls
 
 
-def compare(pattern, queries=LENGTH, **options):
-    q, k, v = given = inputs(queries)
+def compare(pattern, queries=LENGTH, more=(), **options):
+    q, k, v = inputs(queries)
+    given = [q, k, v, *more]
     expected = block_sparse_reference(
         q, k, v, pattern, **{key: x for key, x in options.items() if key != "max_globals"}
     )
@@ -80,6 +84,26 @@ def test_cap(chosen):
     torch.compiler.reset()  # the cap is a constant of a graph, and uncompiled calls share theirs
     compare(PATTERNS["band"], causal=True, score_cap=2.0)
     assert chosen
+
+
+@pytest.mark.parametrize("side", ["none", "left"])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_bias_by_distance(heads, side, chosen):
+    torch.compiler.reset()
+    table = torch.randn(heads, 2 * LENGTH - 1, dtype=torch.float64, requires_grad=True)
+
+    def bias(q_at, k_at):
+        return table[:, k_at.unsqueeze(-2) - q_at.unsqueeze(-1) + LENGTH - 1].movedim(0, -3)
+
+    options = {"score_bias": bias, "bias_is_relative": True, "key_padding_mask": padding(side)}
+    compare(PATTERNS["band"], more=(table,), causal=True, **options)
+    assert chosen
+
+
+def test_heads_with_tables_are_one_predicate():
+    drawn = patterns.band(16, 16) | patterns.random_blocks(2, 16)
+    tabled, which, _ = flex._block_map(drawn.bind(300), 4, (300, 300), (0, 0), True, torch.device("cpu"))
+    assert len(tabled) == 1 and which.tolist() == [0, 1, 2, 3]
 
 
 def test_queries_behind_cached_keys(chosen):

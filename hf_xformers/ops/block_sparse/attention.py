@@ -172,6 +172,9 @@ class _Call(NamedTuple):
 def _engine(
     query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, key_mask: Tensor | None, call: _Call
 ) -> tuple[Tensor, Tensor | None]:
+    if _takes_sdpa(query, key, pattern, key_mask, call):
+        options = {"is_causal": call.causal, "enable_gqa": query.shape[1] != key.shape[1]}
+        return F.scaled_dot_product_attention(query, key, value, None, call.dropout, scale=call.scale, **options), None
     if _takes_flex(query, key, value, call):
         side_key, side_value, side_mask = call.side
         has_side = side_key is not None and side_value is not None
@@ -184,6 +187,7 @@ def _engine(
             call.scale,
             key_mask=key_mask,
             segment_ids=call.segment_ids,
+            bias=call.score_bias,
             cap=call.cap,
             needs_lse=call.needs_lse or has_side,
         )
@@ -214,12 +218,20 @@ def _engine(
     return forward_op(*tensors, geometry, pattern.key, call.scale, call.dropout, call.cap)
 
 
-def _takes_flex(query: Tensor, key: Tensor, value: Tensor, call: _Call) -> bool:
-    """Whether the compiled kernel takes the call: it has one pattern for all rows, no dropout, and no bias, whose
-    gradient asks for more shared memory than a GPU has."""
-    if not flex_applies(query, key, value) or call.row_lengths is not None or call.score_bias is not None:
+def _takes_sdpa(query: Tensor, key: Tensor, pattern: Pattern, key_mask: Tensor | None, call: _Call) -> bool:
+    """Whether the call is plain dense attention on an accelerator, whose kernels need no compiling."""
+    if query.device.type == "cpu" or pattern != _ALL or key_mask is not None or call.needs_lse or call.cap:
         return False
-    if call.cap and call.side[0] is not None:
+    if call.segment_ids is not None or call.score_bias is not None or call.side[0] is not None:
+        return False
+    return not call.causal or (query.shape[2] == key.shape[2] and call.query_offset == call.key_offset)
+
+
+def _takes_flex(query: Tensor, key: Tensor, value: Tensor, call: _Call) -> bool:
+    """Whether the compiled kernel takes the call: it has one pattern for all rows, biases by distance, no dropout."""
+    if not flex_applies(query, key, value) or call.row_lengths is not None:
+        return False
+    if (call.score_bias is not None and not call.bias_is_relative) or (call.cap and call.side[0] is not None):
         return False
     if call.dropout > 0:
         _say_what_dropout_costs()

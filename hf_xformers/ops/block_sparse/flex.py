@@ -25,6 +25,8 @@ from .pattern_atoms import Band, BlockSets
 from .pattern_base import Pattern
 
 BLOCK = 128
+# With the tiles that torch chooses, the backward pass of a trained bias asks for more shared memory than a GPU has.
+_TRAINED_BIAS = {"bwd_num_stages": 1, "bwd_BLOCK_M1": 32, "bwd_BLOCK_N1": 64, "bwd_BLOCK_M2": 64, "bwd_BLOCK_N2": 32}
 GRAPHS = 64  # of one type of call: lengths, widths, types, with and without gradients
 _RETURNS_AUX = "return_aux" in inspect.signature(flex_attention).parameters  # torch 2.9
 
@@ -42,14 +44,41 @@ def flex_applies(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 class _Tabled(BlockSets):
-    """A block set as a tensor that the kernel can index, instead of arithmetic to be repeated for every pair."""
+    """Block sets of all heads as a tensor that the kernel can index, instead of arithmetic to be repeated for every
+    pair, and for every head. A head's number takes the place of the length, which nothing reads in a bound pattern."""
 
-    def __init__(self, sets: BlockSets, rows: int, device: torch.device):
-        self.block = sets.block
-        self.slots = [slot.to(device) for slot in sets.drawn(torch.arange(rows))]
+    def __init__(self, block: int, table: Tensor):
+        self.block, self.table = block, table  # [slots, heads, rows]
 
-    def drawn(self, row: Tensor) -> list[Tensor]:
-        return [slot[row] for slot in self.slots]
+    def drawn_within(self, row: Tensor, length: Tensor) -> list[Tensor]:
+        return [slot[length if len(slot) > 1 else 0, row] for slot in self.table]
+
+
+class _Bound(Pattern):
+    """Another atom, which is bound to its length."""
+
+    def __init__(self, atom: Pattern):
+        self.atom = atom
+
+    def allows(self, q: Tensor, k: Tensor) -> Tensor:
+        return self.atom.allows(q, k)
+
+
+def _in_one(heads: list[Pattern], rows: int, device: torch.device) -> Pattern | None:
+    """One pattern for heads that differ in the entries of their block sets alone, which become tables; None: they
+    differ in more."""
+    first, *others = heads
+    if isinstance(first, BlockSets):
+        drawn = [own.drawn(torch.arange(rows)) for own in heads if isinstance(own, BlockSets)]
+        if len(drawn) < len(heads) or len({(own.block, len(slots)) for own, slots in zip(heads, drawn)}) > 1:
+            return None
+        return _Tabled(first.block, torch.stack([torch.stack(slots) for slots in drawn], 1).to(device))
+    if any(type(own) is not type(first) for own in others):
+        return None
+    if not first.children():
+        return _Bound(first) if all(own == first for own in others) else None
+    parts = [_in_one(list(children), rows, device) for children in zip(*(own.children() for own in heads))]
+    return None if any(part is None for part in parts) else first.with_children(tuple(parts))
 
 
 @kept(256)
@@ -61,9 +90,9 @@ def _block_map(
     has_full: bool,
     device: torch.device,
 ) -> tuple[list[Pattern], Tensor, BlockMask]:
-    """Distinct head patterns, the number of each head's pattern [H], and the blocks of keys of each block of queries,
-    for `lengths` of queries and keys that begin at `offsets`. has_full: blocks that are allowed as a whole skip the
-    predicate."""
+    """Distinct head patterns (one where tables tell them apart), the number of each head's pattern [H], and the blocks
+    of keys of each block of queries, for `lengths` of queries and keys that begin at `offsets`. has_full: blocks that
+    are allowed as a whole skip the predicate."""
     distinct: dict[Pattern, int] = {}
     which = [distinct.setdefault(pattern.for_head(head), len(distinct)) for head in range(num_heads)]
     begins, ends = [], []
@@ -76,7 +105,8 @@ def _block_map(
         for test in ("may", "covers")
     )
     rows = (offsets[0] + lengths[0] - 1) // min((atom_block(own) for own in distinct), default=1) + 1
-    tabled = [own.mapped(lambda x: _Tabled(x, rows, device) if isinstance(x, BlockSets) else x) for own in distinct]
+    one = _in_one(list(distinct), rows, device)
+    tabled = [_in_one([own], rows, device) for own in distinct] if one is None else [one]
     lists: list[Any] = []
     for chosen in (active & ~full, active & full) if has_full else (active,):
         chosen = chosen if len(distinct) == 1 else chosen[which]
@@ -112,11 +142,12 @@ def flex_block_sparse(
     *,
     key_mask: Tensor | None = None,
     segment_ids: Tensor | None = None,
+    bias: Callable[[Tensor, Tensor], Tensor] | None = None,
     cap: float = 0.0,
     needs_lse: bool = True,
     compiled: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """The engine's contract for one call without dropout, bias and side keys.
+    """The engine's contract for one call without dropout and side keys; `bias` depends on distances alone.
 
     Shapes as in `block_sparse_attention`; returns the output and the log-sum-exp [B, H, T_q] (None if not needed).
     """
@@ -128,29 +159,38 @@ def flex_block_sparse(
 
     def mask_mod(b: Tensor, h: Tensor, q_index: Tensor, k_index: Tensor) -> Tensor:
         q_at, k_at = q_index + places.query_offset, k_index + places.key_offset
-        allowed = patterns[0].allows(q_at, k_at)
+        allowed = patterns[0].allows_within(q_at, k_at, which[h])
         for number, own in enumerate(patterns[1:], 1):
-            allowed = torch.where(which[h] == number, own.allows(q_at, k_at), allowed)
+            allowed = torch.where(which[h] == number, own.allows_within(q_at, k_at, h), allowed)
         if key_mask is not None:
             allowed = allowed & key_mask[b, k_index]
         if segment_ids is not None:
             allowed = allowed & (segment_ids[b, q_index + shift] == segment_ids[b, k_index])
         return allowed
 
+    line = None
+    if bias is not None:  # [H, q_len + k_len - 1], by distance
+        distances = torch.arange(1 - q_len, k_len, device=q.device) - shift
+        line = bias(torch.zeros_like(distances[:1]), distances).flatten(end_dim=-2).expand(q.shape[1], -1)
+        line = line.to(torch.promote_types(q.dtype, torch.float32))  # the type of scores
+
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q_index: Tensor, k_index: Tensor) -> Tensor:
-        return cap * torch.tanh(score / cap)
+        score = cap * torch.tanh(score / cap) if cap else score
+        return score if line is None else score + line[h, k_index - q_index + q_len - 1]
 
     mask = copy.copy(template)
     mask.mask_mod = mask_mod
     options: dict[str, Any] = {"block_mask": mask, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
-    if cap:
+    if cap or line is not None:
         options["score_mod"] = score_mod
+    if line is not None and line.requires_grad:
+        options["kernel_options"] = _TRAINED_BIAS
     if needs_lse:
         options |= {"return_aux": flex.AuxRequest(lse=True)} if _RETURNS_AUX else {"return_lse": True}
     if not compiled or torch.compiler.is_compiling():
         result: Any = flex_attention(q, k, v, **options)
     else:
-        kind = (*map(_kind, patterns), key_mask is None, segment_ids is None, needs_lse, cap, scale)
+        kind = (*map(_kind, patterns), key_mask is None, segment_ids is None, bias is None, needs_lse, cap, scale)
         # Beyond its limit torch would run the form that holds all T x T scores, without a word.
         with graphs_at_most(GRAPHS):
             result = _compiled(kind)(q, k, v, **options)
@@ -161,7 +201,7 @@ def flex_block_sparse(
 
 def _kind(pattern: Pattern) -> tuple:
     """What a pattern is made of, without its numbers, which graphs take as they come."""
-    return (type(pattern), *map(_kind, pattern.children()))
+    return (type(pattern.atom if isinstance(pattern, _Bound) else pattern), *map(_kind, pattern.children()))
 
 
 @functools.cache
