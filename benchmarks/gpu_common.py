@@ -87,7 +87,15 @@ class Rows:
         """The Markdown page next to the JSON."""
         told = ", ".join(f"{name} {value}" for name, value in self.machine.items() if name != "device")
         text = f"# {title}\n\n{note}\n\nMeasured on {self.machine['device']}: {told}.\n\n"
-        write_text(self.path.with_suffix(".md"), text + tables.table(self.rows, columns) + "\n")
+        measured = [row for row in self.rows if "error" not in row and "note" not in row]
+        text += tables.table(measured, columns) + "\n"
+        failed: dict[str, list[str]] = {}
+        for row in self.rows:
+            if "error" in row:
+                failed.setdefault(row["error"].splitlines()[0], []).append(str(row.get("case", row.get("model"))))
+        for error, names in failed.items():
+            text += f"\nNot measured: {', '.join(dict.fromkeys(names))} ({error})\n"
+        write_text(self.path.with_suffix(".md"), text)
 
 
 def milliseconds(step: Callable[[], Any], seconds: float = 0.25) -> float:

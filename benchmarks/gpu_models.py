@@ -78,8 +78,10 @@ DECODERS: dict[str, Callable[[], nn.Module]] = {
     "dense": decoder({"type": "dense", "bias": False}),
     "sliding window": decoder(WINDOW),
     "linear": decoder({"type": "linear_transformer", "bias": False}),
-    "performer": decoder({"type": "performer", "bias": False}),
     "delta rule": decoder({"type": "delta_net", "feature_map": "elu", "bias": False}),
+    "gated delta net": decoder({"type": "gated_delta_net", "bias": False}),
+    "mamba2": decoder({"type": "mamba2", "bias": False}),
+    "performer": decoder({"type": "performer", "bias": False}),
 }
 
 
@@ -92,8 +94,8 @@ def built(make: Callable[[], nn.Module]) -> nn.Module:
         return make().to(DEVICE)
 
 
-def training(make: Callable[[], nn.Module], length: int) -> dict[str, Any]:
-    model = built(make).train()
+def training(model: nn.Module, length: int) -> dict[str, Any]:
+    model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=ON_GPU)
     ids = torch.randint(5, VOCAB, (TOKENS // length, length), device=DEVICE)
 
@@ -111,8 +113,8 @@ def training(make: Callable[[], nn.Module], length: int) -> dict[str, Any]:
 
 
 @torch.inference_mode()
-def decoding(make: Callable[[], nn.Module], context: int) -> dict[str, Any]:
-    model = built(make).to(torch.bfloat16 if ON_GPU else torch.float32).eval()
+def decoding(model: nn.Module, context: int) -> dict[str, Any]:
+    model.to(torch.bfloat16 if ON_GPU else torch.float32).eval()
     ids = torch.randint(5, VOCAB, (1, context), device=DEVICE)
     cache: Any = None
     for start in range(0, context, PIECE):
@@ -174,29 +176,30 @@ COMPILED = ("xf_longformer", "sliding window")
 
 
 def main() -> None:
-    arguments, models = parse(__doc__, COMPILED), {**ENCODERS, **DECODERS}
+    arguments, models = parse(__doc__, COMPILED), {**DECODERS, **ENCODERS}
     if arguments.tune:
         for length in ROWS[::-1]:
-            training(models[arguments.tune], length)
+            training(built(models[arguments.tune]), length)
         return
     rows = Rows("gpu_models", arguments)
-    jobs = [("training", name, length, make) for length in ROWS[::-1] for name, make in models.items()]
-    jobs += [("decoding", name, context, make) for context in CONTEXTS[::-1] for name, make in DECODERS.items()]
-    jobs.sort(key=lambda job: job[2] == ROWS[0])  # should time run short, long texts are there
-    for task, name, length, make in jobs:
-        if name in rows.not_ready or not wanted(f"{task} {name}", arguments):
+    for name, make in models.items():
+        jobs = [("training", training, length) for length in ROWS[::-1]]
+        jobs += [("decoding", decoding, context) for context in CONTEXTS[::-1] if name in DECODERS]
+        jobs = [job for job in jobs if wanted(f"{job[0]} {name}", arguments)]
+        if not jobs or name in rows.not_ready:
             continue
         if rows.out_of_time():
-            rows.add({"task": task, "model": name, "T": length, "note": "out of time"})
+            rows.add({"model": name, "note": "out of time"})
             continue
-        try:
-            found = training(make, length) if task == "training" else decoding(make, length)
-        except Exception as error:
-            found = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
-        rows.add({"task": task, "model": name, "T": length, **found})
-        if ON_GPU:
-            torch.cuda.empty_cache()
+        model = built(make)
+        for task, measure, length in jobs:
+            try:
+                found = measure(model, length)
+            except Exception as error:
+                found = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
+            rows.add({"task": task, "model": name, "T": length, **found})
     compare(rows.rows)
+    rows.rows.sort(key=lambda row: (str(row.get("task")) != "training", row.get("T", 0)))
     rows.store()
     rows.page(TITLE, NOTE, COLUMNS)
 
