@@ -157,7 +157,7 @@ NOTE = (
     "Training: 16,384 tokens a step in rows of T, weights in float32 under bfloat16 autocast, fused AdamW, 32,768"
     " tokens in the vocabulary, no dropout. Decoding: weights in bfloat16, one row, after T tokens. Nothing but"
     " FlexAttention is compiled. `against transformers`: tokens per second by those of its BERT (encoders) or Llama"
-    " (decoders)."
+    " (decoders). Rows of encoders are of 2026-11-26, all others of the date below."
 )
 COLUMNS = ["task", "model", "T", "tokens/s", "against transformers", "ms", "peak MiB", "cache MiB"]
 
