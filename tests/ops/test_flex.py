@@ -100,6 +100,26 @@ def test_bias_by_distance(heads, side, chosen):
     assert chosen
 
 
+def test_a_kernel_that_does_not_fit_leaves_the_call_to_tiles(monkeypatch):
+    """Said once, and tried once."""
+    tried = []
+
+    def compiled(kind):
+        def fail(*inputs, **options):
+            tried.append(kind)
+            raise RuntimeError("No valid triton configs. OutOfMemoryError: out of resource")
+
+        return fail
+
+    monkeypatch.setattr(flex, "_compiled", compiled)
+    monkeypatch.setattr(flex, "_too_large", set())
+    monkeypatch.setattr(attention, "flex_block_sparse", flex.flex_block_sparse)
+    with pytest.warns(UserWarning, match="does not fit"):
+        compare(PATTERNS["band"], causal=True)
+    compare(PATTERNS["band"], causal=True)
+    assert len(tried) == 1
+
+
 def test_heads_with_tables_are_one_predicate():
     drawn = patterns.band(16, 16) | patterns.random_blocks(2, 16)
     tabled, which, _ = flex._block_map(drawn.bind(300), 4, (300, 300), (0, 0), True, torch.device("cpu"))

@@ -191,10 +191,11 @@ def _engine(
             cap=call.cap,
             needs_lse=call.needs_lse or has_side,
         )
-        out, lse = local
-        if side_key is None or side_value is None or lse is None:
-            return local
-        return _join_side(out, lse, query, side_key, side_value, side_mask, call.scale)
+        if local is not None:
+            out, lse = local
+            if side_key is None or side_value is None or lse is None:
+                return local
+            return _join_side(out, lse, query, side_key, side_value, side_mask, call.scale)
     plain = call.dropout == 0 and call.score_bias is None and call.segment_ids is None and call.row_lengths is None
     plain = plain and call.side[0] is None
     if plain and query.shape[2] <= FEW_QUERIES and not torch.compiler.is_compiling():

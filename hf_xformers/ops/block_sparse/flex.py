@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -25,8 +26,9 @@ from .pattern_atoms import Band, BlockSets
 from .pattern_base import Pattern
 
 BLOCK = 128
-# With the tiles that torch chooses, the backward pass of a trained bias asks for more shared memory than a GPU has.
-_TRAINED_BIAS = {"bwd_num_stages": 1, "bwd_BLOCK_M1": 32, "bwd_BLOCK_N1": 64, "bwd_BLOCK_M2": 64, "bwd_BLOCK_N2": 32}
+# With the tiles that torch chooses, the numbers of a bias ask for more shared memory than a GPU has.
+_SMALL_TILES = {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 64, "fwd_num_stages": 2, "bwd_num_stages": 1}
+_SMALL_TILES |= {"bwd_BLOCK_M1": 32, "bwd_BLOCK_N1": 64, "bwd_BLOCK_M2": 64, "bwd_BLOCK_N2": 32}
 GRAPHS = 64  # of one type of call: lengths, widths, types, with and without gradients
 _RETURNS_AUX = "return_aux" in inspect.signature(flex_attention).parameters  # torch 2.9
 
@@ -146,10 +148,11 @@ def flex_block_sparse(
     cap: float = 0.0,
     needs_lse: bool = True,
     compiled: bool = True,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None] | None:
     """The engine's contract for one call without dropout and side keys; `bias` depends on distances alone.
 
     Shapes as in `block_sparse_attention`; returns the output and the log-sum-exp [B, H, T_q] (None if not needed).
+    None, with a warning, where the device has too little shared memory for the kernel.
     """
     (q_len, k_len), shift = (q.shape[2], k.shape[2]), places.query_offset - places.key_offset
     bound = (pattern & Band(None, 0) if places.causal else pattern).bind(places.key_offset + k_len)
@@ -183,20 +186,33 @@ def flex_block_sparse(
     options: dict[str, Any] = {"block_mask": mask, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
     if cap or line is not None:
         options["score_mod"] = score_mod
-    if line is not None and line.requires_grad:
-        options["kernel_options"] = _TRAINED_BIAS
+    if line is not None:
+        options["kernel_options"] = _SMALL_TILES
     if needs_lse:
         options |= {"return_aux": flex.AuxRequest(lse=True)} if _RETURNS_AUX else {"return_lse": True}
     if not compiled or torch.compiler.is_compiling():
         result: Any = flex_attention(q, k, v, **options)
     else:
         kind = (*map(_kind, patterns), key_mask is None, segment_ids is None, bias is None, needs_lse, cap, scale)
-        # Beyond its limit torch would run the form that holds all T x T scores, without a word.
-        with graphs_at_most(GRAPHS):
-            result = _compiled(kind)(q, k, v, **options)
+        sizes = (kind, q.shape[3], v.shape[3], q.dtype, torch.is_grad_enabled(), q.device)
+        if sizes in _too_large:
+            return None
+        try:
+            # Beyond its limit torch would run the form that holds all T x T scores, without a word.
+            with graphs_at_most(GRAPHS):
+                result = _compiled(kind)(q, k, v, **options)
+        except RuntimeError as error:
+            if "No valid triton configs" not in str(error):
+                raise
+            _too_large.add(sizes)
+            warnings.warn(f"FlexAttention's kernel does not fit on the device; tiles are slower. {error}", stacklevel=2)
+            return None
     if not needs_lse:
         return result, None
     return result[0], result[1].lse if _RETURNS_AUX else result[1]
+
+
+_too_large: set[tuple] = set()  # types of calls and sizes
 
 
 def _kind(pattern: Pattern) -> tuple:
