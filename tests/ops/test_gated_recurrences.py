@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch.nn.functional import normalize
 
+from hf_xformers.ops.common import segments
+from hf_xformers.ops.linear import gated_chunks
 from hf_xformers.ops.linear.decayed_scan import decayed_scan
 from hf_xformers.ops.linear.delta_rule import delta_rule
 from hf_xformers.ops.linear.gated_delta import gated_delta_rule
@@ -221,6 +223,36 @@ def test_a_device_that_takes_all_chunks_at_once(corrects, channels, monkeypatch)
     with pretend_cuda(monkeypatch), torch.no_grad():
         found = on_gpu(inputs)
     assert_same(found, literal([x.double() for x in inputs]), 1e-5)
+
+
+@each_engine
+@each_decay
+@pytest.mark.parametrize("length, shortest", [(2, 128), (37, 128), (37, 8)], ids=["short", "one batch", "several"])
+def test_all_chunks_at_once_with_gradients(corrects, channels, length, shortest, monkeypatch):
+    """Chunks of four tokens, whose states are joined in log2 steps, on the processor; and in several segments."""
+    for module in (segments, gated_chunks):
+        monkeypatch.setattr(module, "in_one_batch", lambda x: True)
+    if shortest < length:
+        monkeypatch.setattr(segments, "_BATCH_NUMBERS", 1)
+        monkeypatch.setattr(segments, "_MIN_SEGMENT_TOKENS", shortest)
+    inputs = case(length, corrects, channels)
+    with torch.no_grad():
+        inputs[-2][0, 1, length // 2] = -torch.inf
+    run = functools.partial(engine, chunk_size=4)
+    assert_same_with_gradients(run, literal, inputs)
+
+
+@pytest.mark.parametrize("corrects, most", [(False, 120), (True, 205)], ids=ENGINES)
+def test_launches_for_4096_tokens(corrects, most, monkeypatch):
+    query, key = (torch.randn(1, 4, 4096, 64, dtype=torch.bfloat16) for _ in range(2))
+    value, beta, decay = torch.randn_like(query), torch.rand(1, 4, 4096), -torch.rand(1, 4, 4096)
+    given = query, normalize(key, dim=-1), value, *([beta] if corrects else []), decay
+    with pretend_cuda(monkeypatch) as log:
+        moved = [OnGPU(x).requires_grad_() for x in given]
+        out = (gated_delta_rule if corrects else decayed_scan)(*moved)
+        out.backward(OnGPU(torch.randn_like(value)))
+        assert log.launches.total() < most, log.launches
+        assert not log.waits and not log.copies and not log.mixed
 
 
 @each_engine

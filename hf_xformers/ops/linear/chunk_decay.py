@@ -10,7 +10,8 @@ factor is
     e^{sum from j + 1 to the end of the first half} e^{sum from the start of the second half to i},
 
 so that the decayed products of two halves are one matrix product, whether the decay is one number of a token or one of
-each channel. l = -inf, which forgets everything, is as good as any other number.
+each channel. l = -inf, which forgets everything, is as good as any other number. Off the processor, where kernels are
+dear and numbers cheap, the sums of all pairs of tokens are made at once instead, if the decay is one number of a token.
 
 Names: `n` chunks of `C` tokens (a power of two), keys of width `K`.
 """
@@ -42,15 +43,24 @@ class ChunkDecay:
     chunk.
 
     low: type of the operands of products. Where decays are of tokens, `shared` rows of `count` chunks of them, one row
-    after the other, may have the same queries and keys, of which there are then only `n / shared` chunks.
+    after the other, may have the same queries and keys, of which there are then only `n / shared` chunks. at_once:
+    whether few kernels matter more than few numbers.
     """
 
-    def __init__(self, log_decay: Tensor, low: torch.dtype, count: int = 1, shared: int = 1):
+    def __init__(
+        self, log_decay: Tensor, low: torch.dtype, count: int = 1, shared: int = 1, at_once: bool = False
+    ):
         self.per_channel, self.low, self.count, self.shared = log_decay.dim() == 3, low, count, shared
+        self.levels: list[_Level] = []
+        if at_once and not self.per_channel:
+            between = log_decay[..., None].expand(-1, -1, log_decay.shape[1]).tril(-1).cumsum(1)  # j < t <= i
+            self.pairs: Tensor | None = between.exp_().tril_()
+            self.from_start = log_decay.cumsum(1).exp_()[..., None]
+            self.to_end, self.whole = self.pairs[:, -1, :, None], self.from_start[:, -1:]
+            return
         prefix = log_decay if self.per_channel else log_decay[..., None]
         suffix, total = torch.zeros_like(prefix), prefix
         chunks, size, width = prefix.shape
-        self.levels: list[_Level] = []
         half = 1
         while half < size:
             # prefix: sums from the start of a half to each token; suffix: from behind it to the end of the half.

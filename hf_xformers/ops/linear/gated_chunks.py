@@ -7,8 +7,9 @@ With D the decays between the tokens of a chunk, e^b those from its start to a t
     (I + strictlower(diag(beta) K K^T D)) U = diag(beta) (V - (K e^b) S),      U = V where nothing is corrected,
     out = (Q e^b) S + lower(Q K^T D) U,        S <- e^{b_C} S + (K e^c)^T U.
 
-Everything but U and S is made for all chunks of a segment at once; on a processor two products with the state lead
-from chunk to chunk, elsewhere one, with diag(e^{b_C}) - (K e^c)^T W, where W is what U reads of S.
+Everything but U and S is made for all chunks of a segment at once. On a processor two products with the state lead
+from chunk to chunk. Elsewhere a chunk is one map of the state, diag(e^{b_C}) - (K e^c)^T W, where W is what U reads of
+S, and maps of neighbors are joined again and again, which takes log2(N) steps for all states.
 
 Names: `X = B G` rows of key heads, `R = B H` of value heads, `N` chunks per segment, `C` tokens per chunk.
 """
@@ -77,8 +78,9 @@ class _Part(NamedTuple):
 
 
 class _GatedScan(torch.autograd.Function):
-    """Keeps its inputs and the state before each segment. What is in between is computed again: a state that has
-    decayed cannot be taken back to what it was."""
+    """Keeps its inputs and, on a processor, the state before each segment; what is in between is computed again, since
+    a state that has decayed cannot be taken back to what it was. Elsewhere it keeps the states before all chunks and
+    what is written, as operands: as much as the values, and hundreds of kernels less."""
 
     @staticmethod
     def forward(ctx, q, k, v, beta, log_decay, state, chunk):
@@ -90,9 +92,10 @@ class _GatedScan(torch.autograd.Function):
         out, kept = torch.empty_like(v), []
         with torch.autocast(v.device.type, enabled=False):
             for start, stop in bounds:
-                kept.append(current)
+                initial = current
                 part = _prepare(q, k, v, beta, log_decay, start, stop, chunk)
-                before, written, current = _run(part, current)
+                before, written, current = _run(part, initial)
+                kept += [before, written] if in_one_batch(v) else [initial]
                 found = product(part.reads, before)
                 put_chunks(out, start, stop, product(part.scores.to(written.dtype), written, into=found))
         ctx.save_for_backward(q, k, v, beta, log_decay, *kept)
@@ -108,9 +111,12 @@ class _GatedScan(torch.autograd.Function):
         grads = tuple(None if x is None else torch.empty_like(x) for x in (q, k, v, beta, log_decay))
         to_state = grad_state.flatten(0, 1)
         with torch.autocast(v.device.type, enabled=False):
-            for (start, stop), state in zip(reversed(bounds), reversed(kept), strict=True):
+            for start, stop in reversed(bounds):
                 part = _prepare(q, k, v, beta, log_decay, start, stop, chunk)
-                before, written, _ = _run(part, state)
+                if in_one_batch(v):
+                    written, before = kept.pop(), kept.pop()
+                else:
+                    before, written, _ = _run(part, kept.pop())
                 grad = to_chunks(grad_out, start, stop, chunk, low)
                 *found, to_state = _pull(part, before, written, grad, to_state)
                 for target, gradient in zip(grads, found, strict=True):
@@ -126,7 +132,8 @@ def _prepare(q, k, v, beta, log_decay, start, stop, chunk) -> _Part:
     q, k, v = (to_chunks(x, start, stop, chunk, low) for x in (q, k, v))
     logs = log_decay if log_decay.dim() == 4 else log_decay[..., None]
     logs = to_chunks(logs, start, stop, chunk, wide)
-    decay = ChunkDecay(logs if log_decay.dim() == 4 else logs[..., 0], low, -((start - stop) // chunk), shared)
+    logs, count = logs if log_decay.dim() == 4 else logs[..., 0], -((start - stop) // chunk)
+    decay = ChunkDecay(logs, low, count, shared, in_one_batch(v))
     scores = decay.products(q, k)
     reads, adds = decay.weighed(q, decay.from_start), decay.weighed(k, decay.to_end)
     if beta is None:
@@ -154,7 +161,16 @@ def _states(part: _Part, written: Tensor, state: Tensor) -> tuple[Tensor, Tensor
     """The states before all chunks [R, N, K, dv] and the one after them, and what is written, from what would be
     written into an empty state."""
     rows = state.shape[0]
-    whole = part.decay.whole.unflatten(0, (rows, -1))
+    whole, wide = part.decay.whole.unflatten(0, (rows, -1)), written
+    if in_one_batch(part.adds):
+        change = product(part.adds.mT, written.to(part.adds.dtype)).unflatten(0, (rows, -1)).transpose(0, 1)
+        maps = (whole if part.forgets is None else _maps(part, part.forgets).unflatten(0, (rows, -1))).transpose(0, 1)
+        states = _joined(maps, torch.cat([state[None], change]))
+        before = states[:-1].transpose(0, 1)
+        if part.forgets is not None:
+            low = part.forgets.dtype
+            wide = product(part.forgets, before.to(low).flatten(0, 1), into=written, alpha=-1.0)
+        return before, states[-1], wide
     befores = []
     if part.forgets is None:
         change = product(part.adds.mT, written).unflatten(0, (rows, -1))
@@ -162,7 +178,7 @@ def _states(part: _Part, written: Tensor, state: Tensor) -> tuple[Tensor, Tensor
             befores.append(state)
             state = torch.addcmul(change[:, n], whole[:, n], state)
         return torch.stack(befores, dim=1), state, written
-    if in_one_batch(part.adds) or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
         change = product(part.adds.mT, written.to(part.adds.dtype)).unflatten(0, (rows, -1))
         maps = _maps(part, part.forgets).unflatten(0, (rows, -1))
         for n in range(change.shape[1]):
@@ -179,6 +195,32 @@ def _states(part: _Part, written: Tensor, state: Tensor) -> tuple[Tensor, Tensor
     return torch.stack(befores, dim=1), state, written.flatten(0, 1)
 
 
+def _joined(maps: Tensor, states: Tensor, reverse: bool = False) -> Tensor:
+    """[N + 1, R, K, dv], all states of `S_{n+1} = maps_n S_n + change_n`, from `states` that hold the first state and
+    behind it the changes; with `reverse` those of `S_n = maps_n S_{n+1} + change_n`, from the changes and behind them
+    the last state. maps [N, R, K, K], or factors [N, R, K or 1, 1].
+
+    In step i each state takes over what the one 2^i before it holds, through the joined maps of the chunks between.
+    """
+    step = 1
+    while step < len(states):
+        sources, targets = (states[step:], states[:-step]) if reverse else (states[:-step], states[step:])
+        if maps.shape[3] == 1:
+            new = torch.addcmul(targets, maps, sources)
+        else:
+            flat = (x.flatten(0, 1) for x in (targets, maps, sources))
+            new = torch.baddbmm(*flat).unflatten(0, targets.shape[:2])
+        states = torch.cat([new, states[-step:]] if reverse else [states[:step], new])
+        if 2 * step < len(states):
+            first, second = (maps[step:], maps[:-step]) if reverse else (maps[:-step], maps[step:])
+            if maps.shape[3] == 1:
+                maps = first * second
+            else:
+                maps = torch.bmm(second.flatten(0, 1), first.flatten(0, 1)).unflatten(0, first.shape[:2])
+        step *= 2
+    return states
+
+
 def _maps(part: _Part, forgets: Tensor) -> Tensor:
     """What a chunk makes of the state before it, apart from what it adds: [R N, K, K]."""
     change = product(part.adds.mT, forgets)
@@ -190,13 +232,15 @@ def _states_backward(part: _Part, to_before: Tensor, to_written: Tensor, to_stat
     """Gradients of the states after all chunks [R N, K, dv] and of the one before them, from that of the state after
     the last, of what is written and, by reading alone, of the states before."""
     rows, afters, forgets, low = to_state.shape[0], [], part.forgets, part.reads.dtype
-    whole = part.decay.whole.unflatten(0, (rows, -1))
-    one_product = in_one_batch(part.adds) or torch.compiler.is_compiling()
-    maps = None
-    if forgets is not None and one_product:
+    whole, maps = part.decay.whole.unflatten(0, (rows, -1)), None
+    if forgets is not None and (in_one_batch(part.adds) or torch.compiler.is_compiling()):
         to_before = product(forgets.mT, to_written.to(low), into=to_before, alpha=-1.0)
         maps = _maps(part, forgets).unflatten(0, (rows, -1))
     to_before, to_written, adds = (x.unflatten(0, (rows, -1)) for x in (to_before, to_written, part.adds))
+    if in_one_batch(part.adds):
+        each = (whole if maps is None else maps.mT).transpose(0, 1)
+        states = _joined(each, torch.cat([to_before.transpose(0, 1), to_state[None]]), reverse=True)
+        return states[1:].transpose(0, 1).flatten(0, 1), states[0]
     for n in reversed(range(adds.shape[1])):
         afters.append(to_state)
         if forgets is None:
