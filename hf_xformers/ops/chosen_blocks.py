@@ -2,7 +2,8 @@
 """Softmax attention of each query over a few blocks of consecutive keys, which every query chooses for itself.
 
 Blocks are counted in the order of a row's real tokens, so that padding moves none. Queries that have chosen the same
-block are laid together in tiles; each rank of choices is a round of tiles, and rounds are joined as one softmax.
+block are laid together in tiles; each rank of choices is a round of tiles, and rounds are joined as one softmax. On
+CUDA FlexAttention passes over the keys that no query of a block has chosen.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .block_sparse.flex import flex_applies, flex_chosen_blocks
 from .common.real_tokens import real_first, real_places
 from .common.row_lookup import take_rows
 from .score_terms.terms import Pairs, ScoreTerms, Tiles
@@ -81,6 +83,10 @@ def chosen_block_attention(
     memory as much in booleans. No gradient goes through the choice.
     """
     limit = _limit(places, choices, causal)
+    if query.shape[2] > FEW_QUERIES and dropout == 0 and flex_applies(query, key, value):
+        found = flex_chosen_blocks(query, key, value, choices, limit, block, scale)
+        if found is not None:
+            return found
     if query.shape[2] <= FEW_QUERIES:
         rounds = [[_tile_of_each(choices, limit, block)]]
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hf_xformers.ops import chosen_blocks
 from hf_xformers.ops.block_sparse import attention, flex, patterns
 from hf_xformers.ops.block_sparse.reference import block_sparse_reference
 
@@ -180,3 +181,45 @@ def test_whole_blocks_skip_no_padding_and_no_documents(options, monkeypatch, cho
     monkeypatch.setattr(flex, "_block_map", lambda *given: asked.append(given[4]) or make(*given))
     attention.block_sparse_attention(*inputs(), PATTERNS["band"], **options)
     assert asked == [not options]
+
+
+@pytest.mark.parametrize("block", [5, 120, 200])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+def test_chosen_blocks(block, causal, side, monkeypatch, chosen):
+    """Outputs and gradients of masked dense attention, and every pair that is seen is in a block that is listed."""
+    torch.compiler.reset()
+    q, _, _ = inputs()
+    k, v = (torch.randn_like(q).requires_grad_() for _ in range(2))
+    mask, index, masks = padding(side), torch.arange(LENGTH), []
+    places = chosen_blocks.Places.of(index, index, mask)
+    blocks = -(-LENGTH // block)
+    scores = torch.randn(2, 2, 3, blocks).repeat_interleave(flex.BLOCK, dim=2)[:, :, :LENGTH]  # near ones alike
+    scores = scores.masked_fill(torch.rand(2, 2, LENGTH, 1) < 0.1, -torch.inf)
+    choices = chosen_blocks.best_blocks(scores, torch.ones(1, 1, LENGTH, blocks, dtype=torch.bool), 1)
+
+    def run(*arguments):
+        return flex.flex_chosen_blocks(*arguments, compiled=False)
+
+    make = flex.BlockMask.from_kv_blocks
+    monkeypatch.setattr(flex.BlockMask, "from_kv_blocks", lambda *a, **b: masks.append(make(*a, **b)) or masks[-1])
+    monkeypatch.setattr(chosen_blocks, "flex_applies", lambda *tensors: True)
+    monkeypatch.setattr(chosen_blocks, "flex_chosen_blocks", run)
+    rows = places.in_order(k), places.in_order(v)
+    found = chosen_blocks.chosen_block_attention(q, *rows, choices, places, block, causal, 0.3)
+    seen = chosen_blocks.chosen_block_mask(choices, places, block, causal)
+    weights = (0.3 * q @ k.mT).masked_fill(~seen, -1e9).softmax(-1).masked_fill(~seen, 0.0)
+    real = torch.ones(2, LENGTH, dtype=torch.bool) if mask is None else mask
+    found, expected = (x.transpose(1, 2)[real] for x in (found, weights @ v))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    gradients = [torch.autograd.grad(x.sin().sum(), (q, k, v), retain_graph=True) for x in (found, expected)]
+    for ours, theirs in zip(*gradients):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    in_order = seen if places.order is None else seen.gather(3, places.order[:, None, None].expand_as(seen))
+    for row in range(2):
+        for head in range(2):
+            counts, lists = masks[0].kv_num_blocks[row, head], masks[0].kv_indices[row, head]
+            listed = {(at, int(key)) for at, count in enumerate(counts) for key in lists[at, :count]}
+            queries, keys = (in_order[row, head] & real[row, :, None]).nonzero(as_tuple=True)
+            pairs = set(zip((queries // flex.BLOCK).tolist(), (keys // flex.BLOCK).tolist()))
+            assert pairs <= listed and len(listed) <= 9

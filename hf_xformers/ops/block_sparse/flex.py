@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.functional import pad
 
 from ...compat import graphs_at_most
 from ..common.kept import kept
@@ -190,26 +191,64 @@ def flex_block_sparse(
         options["kernel_options"] = _SMALL_TILES
     if needs_lse:
         options |= {"return_aux": flex.AuxRequest(lse=True)} if _RETURNS_AUX else {"return_lse": True}
-    if not compiled or torch.compiler.is_compiling():
-        result: Any = flex_attention(q, k, v, **options)
-    else:
-        kind = (*map(_kind, patterns), key_mask is None, segment_ids is None, bias is None, needs_lse, cap, scale)
-        sizes = (kind, q.shape[3], v.shape[3], q.dtype, torch.is_grad_enabled(), q.device)
-        if sizes in _too_large:
-            return None
-        try:
-            # Beyond its limit torch would run the form that holds all T x T scores, without a word.
-            with graphs_at_most(GRAPHS):
-                result = _compiled(kind)(q, k, v, **options)
-        except RuntimeError as error:
-            if "No valid triton configs" not in str(error):
-                raise
-            _too_large.add(sizes)
-            warnings.warn(f"FlexAttention's kernel does not fit on the device; tiles are slower. {error}", stacklevel=2)
-            return None
-    if not needs_lse:
-        return result, None
+    kind = (*map(_kind, patterns), key_mask is None, segment_ids is None, bias is None, needs_lse, cap, scale)
+    result = _attend(kind, q, k, v, options, compiled)
+    if result is None or not needs_lse:
+        return None if result is None else (result, None)
     return result[0], result[1].lse if _RETURNS_AUX else result[1]
+
+
+def flex_chosen_blocks(
+    q: Tensor, k: Tensor, v: Tensor, choices: Tensor, limit: Tensor, block: int, scale: float, *, compiled: bool = True
+) -> Tensor | None:
+    """Attention of each query over the blocks that it has chosen, see `chosen_block_attention`.
+
+    choices [B, H, T, n]: numbers of blocks, -1: none. limit [B, T]: keys from there on are hidden. The kernel passes
+    over 128 keys that none of 128 queries has chosen. None, with a warning, where it does not fit on the device.
+    """
+    q_len, k_len, count = q.shape[2], k.shape[2], choices.shape[3]
+    q_blocks, k_blocks = -(-q_len // BLOCK), -(-k_len // BLOCK)
+    first, last = choices * block // BLOCK, (choices * block + block - 1) // BLOCK
+    steps = torch.arange((block - 2) // BLOCK + 2, device=q.device)
+    touched = (first[..., None] + steps).minimum(last[..., None].clamp(max=k_blocks - 1))
+    touched = touched.masked_fill(choices[..., None] < 0, k_blocks).flatten(3)  # one more place, which is cut off
+    touched = pad(touched, (0, 0, 0, q_blocks * BLOCK - q_len), value=k_blocks)
+    chosen = torch.zeros(*choices.shape[:2], q_blocks, k_blocks + 1, dtype=torch.bool, device=q.device)
+    chosen = chosen.scatter(3, touched.unflatten(2, (q_blocks, BLOCK)).flatten(3), True)[..., :-1]
+    order = chosen.int().argsort(dim=-1, descending=True, stable=True).int()
+    choices, limit = choices.int(), limit.int()
+
+    def mask_mod(b: Tensor, h: Tensor, q_index: Tensor, k_index: Tensor) -> Tensor:
+        of_key = k_index // block
+        allowed = choices[b, h, q_index, 0] == of_key
+        for number in range(1, count):
+            allowed = allowed | (choices[b, h, q_index, number] == of_key)
+        return allowed & (k_index < limit[b, q_index])
+
+    mask = BlockMask.from_kv_blocks(
+        chosen.sum(-1).int(), order, BLOCK_SIZE=BLOCK, mask_mod=mask_mod, seq_lengths=(q_len, k_len)
+    )
+    options: dict[str, Any] = {"block_mask": mask, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
+    return _attend(("chosen", count, block, scale), q, k, v, options, compiled)
+
+
+def _attend(kind: tuple, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], compiled: bool) -> Any:
+    """The kernel's result; None, said once for each type of call, where the device has no room for it."""
+    if not compiled or torch.compiler.is_compiling():
+        return flex_attention(q, k, v, **options)
+    sizes = (kind, q.shape[3], v.shape[3], q.dtype, torch.is_grad_enabled(), q.device)
+    if sizes in _too_large:
+        return None
+    try:
+        # Beyond its limit torch would run the form that holds all T x T scores, without a word.
+        with graphs_at_most(GRAPHS):
+            return _compiled(kind)(q, k, v, **options)
+    except RuntimeError as error:
+        if "No valid triton configs" not in str(error):
+            raise
+        _too_large.add(sizes)
+        warnings.warn(f"FlexAttention's kernel does not fit on the device; tiles are slower. {error}", stacklevel=2)
+        return None
 
 
 _too_large: set[tuple] = set()  # types of calls and sizes
