@@ -99,7 +99,9 @@ class BlockSparseAttention(Attention):
             held.key_index = context.key_index[dropped:]
             added = self.score_terms(held)
             if added is not None:
-                return self._attend_with_terms((query, key, value), global_rows, added, chosen, dropped, context)
+                return self._attend_with_terms(
+                    (query, key, value), global_rows, added, (chosen, most), dropped, context
+                )
         if self._literal(context, query.shape[2]):
             mask, matrix, inputs = self._pairs(context)[..., dropped:], None, (query, key, value)
             if chosen is not None:
@@ -151,14 +153,14 @@ class BlockSparseAttention(Attention):
         given: Inputs,
         global_rows: Inputs | None,
         added: ScoreTerms,
-        chosen: Tensor | None,
+        globals_: tuple[Tensor | None, int | None],
         dropped: int,
         context: LayerContext,
     ) -> tuple[Tensor, Tensor | None]:
-        dropout, inputs = self.dropout if self.training else 0.0, self._by_head(given)
+        chosen, dropout, inputs = globals_[0], self.dropout if self.training else 0.0, self._by_head(given)
         rows = inputs if global_rows is None else self._by_head(global_rows)
         if not self._literal(context, inputs[0].shape[2]):
-            return self._in_tiles(inputs, rows, added, chosen, context, dropped, dropout).transpose(1, 2), None
+            return self._in_tiles(inputs, rows, added, globals_, context, dropped, dropout).transpose(1, 2), None
         mask = self._pairs(context)[..., dropped:]
         if chosen is not None:
             return self._literal_with_globals(inputs, rows, mask, chosen, dropout, context, added)
@@ -175,18 +177,18 @@ class BlockSparseAttention(Attention):
         inputs: Inputs,
         rows: Inputs,
         added: ScoreTerms,
-        chosen: Tensor | None,
+        globals_: tuple[Tensor | None, int | None],
         context: LayerContext,
         dropped: int,
         dropout: float,
     ) -> Tensor:
         """[B, H, T, d]; rows: queries, keys and values of global tokens' own rows."""
-        (query, key, value), scale = inputs, added.scale
+        (query, key, value), (chosen, most), scale = inputs, globals_, added.scale
         index: Tensor | None = None
         taken: Tensor | None = None
         if chosen is not None:
             real = chosen if context.padding_mask is None else chosen & context.padding_mask
-            most = int(real.sum(1).max())
+            most = int(real.sum(1).max()) if most is None else most
             if most > 0:  # else all rows are padding
                 index = real_first(real)[:, :most]
                 taken = real.gather(1, index)
