@@ -17,12 +17,12 @@ from .attention.shared.base import Attention
 from .blocks.base import XFormerLayer
 from .compat import OutputRecorder
 from .configuration_xformer import XFormerConfig
+from .core.call_readers import why_not_context_parallel
 from .core.choices import RowLosses
 from .core.initialization import Initialized, start_linear
 from .core.losses import StepShare, with_aux_losses
 from .core.parallel_plans import check_expert_parallel, check_tensor_parallel, layers_apart, tensor_parallel_plan
 from .core.precision import computing_dtype, float32_names
-from .core.sequence_sharding import why_not_context_parallel
 from .core.serving import ServedByEngines
 from .core.weight_decay import declared_undecayed
 from .core.whole_modules import KeptWhole, end_for, whole_on_a_device

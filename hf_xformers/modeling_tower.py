@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -16,24 +17,27 @@ from .blocks.base import XFormerLayer
 from .compat import CACHE, capture_outputs, merge_with_config_defaults, one_cache
 from .configuration_xformer import XFormerConfig
 from .core.cache import make_cache, self_attention_layers
-from .core.choices import LOG_PROBS
+from .core.call_features import features_of
+from .core.call_readers import reader_of_call
 from .core.components import refuse_packing, refuse_unpadding
-from .core.context import LayerContext, document_numbers, segments_from_positions, self_attention_cache
-from .core.extent import can_inspect, extent_of, read_masks, token_positions
-from .core.holes import Moves, make_ready, movable, moves_of_call, padding_behind, settle
+from .core.context import (
+    LayerContext,
+    can_inspect,
+    document_numbers,
+    extent_of,
+    read_masks,
+    segments_from_positions,
+    self_attention_cache,
+    token_positions,
+)
+from .core.holes import Moves, make_ready, movable, moves_of_call, settle
 from .core.inputs import check_axes
 from .core.outputs import TowerOutput
-from .core.paging import PagedTexts, literal_name
 from .core.precision import Float32Module
-from .core.sequence_parallel import check_sequence_parallel, parts_of_call
-from .core.sequence_sharding import check_sharded_call, sharding_in_force
 from .core.sharing import built_layers, is_shared, map_of, share_parts, shares_parts
-from .core.text_parts import TextParts, division_in_force
-from .core.unpadding import Unpadding
 from .modeling_base import XFormerPreTrainedModel
 from .normalization.base import norm_inputs
 from .position.base import Position, PositionActs, ScoreBias
-from .stacks.base import RestartsPositions
 from .stacks.driver import Pass
 
 logger = logging.get_logger(__name__)
@@ -64,7 +68,6 @@ class XFormerTower(XFormerPreTrainedModel):
         self._read_capabilities()
         self.types_were_read = False
         self.reads_tokens_alone = False  # whether the head on this tower does
-        self.serves_parts = False  # whether that has been asked (`sequence_parallel`)
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -72,8 +75,7 @@ class XFormerTower(XFormerPreTrainedModel):
         """Caches the capabilities of the components."""
         config, layers = cast(XFormerConfig, self.config), self.config.layer_configs()
         self.max_length = config.position.max_length(config)
-        stack = config.stack
-        self.restarts_after = stack.restarts_after(config) if isinstance(stack, RestartsPositions) else None
+        self.features = features_of(config)
         self.extra_inputs = self.names_of_inputs(config)
         self.embedding_inputs = tuple(config.embedding.inputs)
         self.drops_slots = config.is_decoder and not all(map(movable, self_attention_layers(config)))
@@ -175,19 +177,20 @@ class XFormerTower(XFormerPreTrainedModel):
         """Where padding goes that stands between tokens, or before those of a stack that wants it behind
         (`core/holes.py`). A graph that is being recorded cannot ask for holes, and what describes pairs of tokens
         or watches them keeps their places."""
-        if mask is None or division_in_force() is not None or sharding_in_force():
-            return None
+        cache = self_attention_cache(past_key_values)
         tokens = given["inputs_embeds"] if given["input_ids"] is None else given["input_ids"]
-        if self.config.stack.padding_last and tokens is not None:
-            return padding_behind(mask, tokens)
+        if mask is None or tokens is None or reader_of_call(cache) is not None:
+            return None
+        for feature in self.features:
+            if (moved := feature.moves(mask, tokens)) is not None:
+                return moved
         if not can_inspect():
             return None
-        cache = self_attention_cache(past_key_values)
         keeps = self.config.use_cache if use_cache is None else use_cache
         fills = cache is not None or (self.config.is_decoder and keeps and not self.training)
         inputs = [given[name] for name in self.extra_inputs if isinstance(given.get(name), Tensor)]
-        of_pairs = tokens is not None and any(one.ndim > 2 and one.shape[1] == tokens.shape[1] for one in inputs)
-        if tokens is None or of_pairs or (not fills and given.get("exit_watch") is not None):
+        of_pairs = any(one.ndim > 2 and one.shape[1] == tokens.shape[1] for one in inputs)
+        if of_pairs or (not fills and given.get("exit_watch") is not None):
             return None
         return moves_of_call(mask, tokens, cache, drops_slots=fills and self.drops_slots)
 
@@ -209,12 +212,9 @@ class XFormerTower(XFormerPreTrainedModel):
         """[`XFormerTower.forward`] of rows without padding between their tokens."""
         inputs_embeds = self._token_vectors(input_ids, inputs_embeds)
         given_cache = past_key_values is not None
-        if division_in_force() is not None and given_cache:
-            raise ValueError(
-                "Under sequence parallelism a process holds a part of each text, which no cache continues; leave"
-                " `past_key_values` out, and generate outside of the block."
-            )
-        if division_in_force() is not None or (not self.config.is_decoder and not given_cache):
+        reader = reader_of_call(past_key_values)
+        keeps_cache = reader is None or reader.keeps_cache(given_cache)
+        if not keeps_cache or (not self.config.is_decoder and not given_cache):
             use_cache = False
         if use_cache and not given_cache:
             past_key_values = make_cache(self.config)
@@ -240,10 +240,12 @@ class XFormerTower(XFormerPreTrainedModel):
             given = {**kwargs, "input_ids": input_ids, "token_type_ids": token_type_ids}
             context.inputs = {name: given[name] for name in self.extra_inputs if given.get(name) is not None}
         hidden_states = self.embedded(inputs_embeds, token_type_ids, context)
-        if past_key_values is None and context.parts is None and self.config.unpad_inputs:
-            self._leave_padding_out(context)
+        if past_key_values is None and self.config.unpad_inputs and context.padding_mask is not None:
+            refuse_unpadding(self.config)  # it may have been switched on after the config was checked
+            context.leave_padding_out()
+        for feature in self.features:
+            feature.enter(context, self)
         self.position.share(context, hidden_states)
-        self.stack.read_inputs(self, context)
         run = (self.layers_by_depth(), hidden_states, context, self.position, encoder_hidden_states, past_key_values)
         result = self.stack(Pass(*run))
         hidden_states, memories, summaries = result.hidden_states, result.memories, result.summaries
@@ -251,16 +253,19 @@ class XFormerTower(XFormerPreTrainedModel):
             hidden_states = self.final_norm(hidden_states, **norm_inputs(self.final_normalization, result.context))
             memories = None if memories is None else self.final_norm(memories)
             summaries = None if summaries is None else self.final_norm(summaries)
+        further: dict[str, Any] = {}
+        for feature in self.features:
+            further |= feature.leave(result)
         return TowerOutput(
             last_hidden_state=hidden_states,
             **cast(Any, {CACHE: past_key_values if use_cache else None}),
             padding_mask=result.context.padding_mask,
-            log_probs=result.aux_losses.pop(LOG_PROBS, None),
             aux_losses=result.aux_losses or None,
             memories=memories,
             summaries=summaries,
             segment_memory=result.segment_memory,
             text_state=result.states.get((self.text_state, None)),
+            **further,
         )
 
     def _token_vectors(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
@@ -282,15 +287,29 @@ class XFormerTower(XFormerPreTrainedModel):
         hidden_states = embedding(inputs_embeds, token_type_ids, context.positions, position, **given)
         return hidden_states.to(self.dtype) if isinstance(embedding, Float32Module) else hidden_states
 
-    def _leave_padding_out(self, context: LayerContext) -> None:
-        """Gives layers the real tokens alone (`unpad_inputs`), where nobody asks for what stands at padding."""
-        if context.padding_mask is None:
-            return
-        refuse_unpadding(self.config)  # it may have been switched on after the config was checked
-        if can_inspect() and not (context.output_attentions or context.output_hidden_states):
-            context.unpadding = Unpadding(context.padding_mask)
-
     def make_context(
+        self,
+        inputs_embeds: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: Cache | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        **asked: Any,
+    ) -> LayerContext:
+        """The state bundle of a call on inputs_embeds [B, T, D]. asked: what [`XFormerTower.read_rows`] takes besides.
+
+        Raises:
+            ValueError: masks, lengths or positions that do not fit.
+        """
+        reader = reader_of_call(cache)
+        if reader is None:
+            asked["cache"] = cache
+        read = self.read_rows if reader is None else partial(reader.read, self)
+        return read(
+            inputs_embeds, attention_mask, position_ids, encoder_attention_mask=encoder_attention_mask, **asked
+        )
+
+    def read_rows(
         self,
         inputs_embeds: Tensor,
         attention_mask: Tensor | None = None,
@@ -301,48 +320,21 @@ class XFormerTower(XFormerPreTrainedModel):
         output_hidden_states: bool = False,
         back_end: dict[str, Any] | None = None,
     ) -> LayerContext:
-        """The state bundle of a call on inputs_embeds [B, T, D].
-
-        Raises:
-            ValueError: masks, lengths or positions that do not fit.
-        """
-        if isinstance(cache, PagedTexts):
-            return self._paged_context(inputs_embeds, attention_mask, position_ids, cache)
-        if position_ids is not None and self.config.first_position:
-            position_ids = position_ids - self.config.first_position
+        """The same where rows are texts."""
+        position_ids = self.from_zero(position_ids)
         extent = extent_of(inputs_embeds, cache)
-        current, division, parts = extent.query_index(), division_in_force(), None
-        if division is None:
-            padding, explicit = read_masks(attention_mask, extent, self.takes_pairs)
-            positions = token_positions(position_ids, padding, current)
-        else:
-            if not self.serves_parts:
-                check_sequence_parallel(self.config)
-                self.serves_parts = True
-            parts, positions = parts_of_call(
-                *(self.config, division, inputs_embeds, attention_mask, position_ids),
-                reads_tokens_alone=self.reads_tokens_alone,
-                literal=output_attentions,
-            )
-            padding, explicit = None if parts.mask is None else parts.own(parts.mask), None
+        current = extent.query_index()
+        padding, explicit = read_masks(attention_mask, extent, self.takes_pairs)
+        positions = token_positions(position_ids, padding, current)
         chosen = position_ids if attention_mask is None else None  # positions that may say where documents begin
-        segments = (
-            None
-            if chosen is None or back_end
-            else self._documents(positions.expand(extent.batch, -1), extent.fresh, parts)
-        )
-        if self.restarts_after is not None:  # windows begin anew, documents do not
-            positions = positions % self.restarts_after
-        longer = extent.exceeds(self.max_length) if parts is None else parts.total_length > (self.max_length or 0)
+        segments = None
+        if chosen is not None and not back_end:
+            segments = self._documents(positions.expand(extent.batch, -1), extent.fresh)
+        for feature in self.features:
+            positions = feature.positions(positions)
         asked = chosen is not None and (extent.fresh or extent.device.type == "cpu")
-        if self.max_length is not None and (asked or longer):
-            self._check_length(positions if parts is None else parts.largest(positions.max()))
-        check_sharded_call(
-            self.config,
-            reads_tokens_alone=self.reads_tokens_alone,
-            places=position_ids is not None,
-            padding=padding is not None or explicit is not None,
-        )
+        if self.max_length is not None and (asked or extent.exceeds(self.max_length)):
+            self.check_length(positions)
         return LayerContext(
             padding_mask=padding,
             positions=positions,
@@ -357,39 +349,18 @@ class XFormerTower(XFormerPreTrainedModel):
             implementation=self.config._attn_implementation,
             output_attentions=output_attentions,
             output_hidden_states=output_hidden_states,
-            parts=parts,
             inputs_embeds=inputs_embeds,
             position_ids=chosen,
             back_end=back_end or {},
         )
 
-    def _paged_context(
-        self, inputs_embeds: Tensor, mask: Tensor | None, position_ids: Tensor | None, pages: PagedTexts
-    ) -> LayerContext:
-        """The state bundle of a step of continuous batching: a row of tokens of several texts. position_ids [1, N]:
-        the place of each in its own text; mask [1, 1, N, S]: which of the keys that `pages` give it sees."""
-        if mask is None or position_ids is None:
-            raise ValueError("A step of continuous batching needs a mask of pairs and the places of tokens; use sdpa.")
-        positions = position_ids.long()
-        return LayerContext(
-            padding_mask=None,
-            positions=positions,
-            query_index=positions[0],
-            key_index=pages.key_places(mask.shape[-1]),
-            causal=True,
-            fresh=False,
-            static=True,  # keys beyond a token's own text stand among those that it is given
-            explicit_mask=mask,
-            implementation=literal_name(self.config._attn_implementation),
-            inputs_embeds=inputs_embeds,
-        )
+    def from_zero(self, position_ids: Tensor | None) -> Tensor | None:
+        """The caller's positions, counted from 0."""
+        first = self.config.first_position
+        return position_ids - first if position_ids is not None and first else position_ids
 
-    def _documents(self, positions: Tensor, fresh: bool, parts: TextParts | None) -> Tensor | None:
+    def _documents(self, positions: Tensor, fresh: bool) -> Tensor | None:
         """[B, T] document numbers of rows whose positions [B, T] restart; None where none does."""
-        if parts is not None:
-            return None if parts.documents is None else parts.own(parts.documents)
-        if sharding_in_force():  # there positions jump where a text was divided
-            return None
         if can_inspect():
             segments = segments_from_positions(positions)
             if segments is not None:
@@ -411,11 +382,11 @@ class XFormerTower(XFormerPreTrainedModel):
                 " the first by them; build it with `type_vocab_size=2` if it shall."
             )
 
-    def _check_length(self, positions: Tensor) -> None:
-        """Called only where it can fail, as reading the largest position waits for the device: for rows longer than
-        what positions exist for (padding may still make them fit), and for positions that the caller chose, which off
-        the processor are looked at where a text begins."""
-        if not can_inspect():
+    def check_length(self, positions: Tensor) -> None:
+        """Refuses positions beyond the last. Called only where it can fail, as reading the largest one waits for the
+        device: for rows longer than what positions exist for (padding may still make them fit), and for positions that
+        the caller chose, which off the processor are looked at where a text begins."""
+        if self.max_length is None or not can_inspect():
             return
         longest = int(positions.max()) + 1
         if longest > self.max_length:

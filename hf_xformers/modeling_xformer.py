@@ -16,8 +16,7 @@ from .compat import CACHE, one_cache
 from .configuration_xformer import XFormerConfig
 from .core.cache import make_cache
 from .core.choices import build_choice_loss, joint
-from .core.context import segments_from_positions
-from .core.extent import can_inspect
+from .core.context import can_inspect, segments_from_positions
 from .core.hand_overs import HandOver
 from .core.inputs import refuse_unread
 from .core.outputs import TowerOutput, XFormerModelOutput, XFormerSeq2SeqModelOutput

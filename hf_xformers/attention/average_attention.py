@@ -10,9 +10,8 @@ from transformers.cache_utils import Cache
 
 from ..core.cache import RecurrentStateLayer
 from ..core.components import bounded, register
-from ..core.context import LayerContext, SublayerOutput
+from ..core.context import LayerContext, Sublayer, SublayerOutput
 from ..core.initialization import start_linear
-from ..core.sublayer import Sublayer
 from ..core.visibility import visible_pairs
 from ..ops.common.segments import accumulation_dtype
 from .shared.base import Attention, AttentionSpec

@@ -13,8 +13,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from ..core.cache import KeepsMore
 from ..core.components import bounded, register
-from ..core.context import LayerContext, SublayerOutput, self_attention_cache
-from ..core.extent import can_inspect
+from ..core.context import LayerContext, SublayerOutput, can_inspect, self_attention_cache
 from ..core.hand_overs import HandOver
 from ..core.pooling import TextPooler, pool
 from ..core.prepared import Carry

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from ..core.components import bounded, register
-from ..core.context import LayerContext, SublayerOutput
-from ..core.extent import can_inspect
+from ..core.context import LayerContext, SublayerOutput, can_inspect
 from ..core.hand_overs import HandOver
 from ..core.prepared import Carry, State, one_state
 from ..core.tasks import TASKS, TaskVector, check_one_text, task_numbers

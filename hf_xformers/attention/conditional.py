@@ -12,8 +12,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from ..core.cache import appended
 from ..core.components import register
-from ..core.context import LayerContext, SublayerOutput, self_attention_cache
-from ..core.extent import can_inspect
+from ..core.context import LayerContext, SublayerOutput, can_inspect, self_attention_cache
 from ..core.gates import Gates, check_stack, gate_usage
 from ..core.segment_memory import take_slots
 from ..normalization.base import NormSpec, norm_inputs

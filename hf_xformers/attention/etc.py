@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from ..core.components import bounded, register
-from ..core.context import LayerContext, SublayerOutput
-from ..core.extent import can_inspect
+from ..core.context import LayerContext, SublayerOutput, can_inspect
 from ..ops.block_sparse import patterns
 from ..ops.block_sparse.patterns import Pattern
 from ..ops.common.real_tokens import real_first

@@ -11,8 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from ..core.components import register
-from ..core.context import LayerContext, SublayerOutput
-from ..core.sublayer import Sublayer
+from ..core.context import LayerContext, Sublayer, SublayerOutput
 from .shared.base import AttentionSpec, given_memory
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from ..core.cache import KeepsMore
-from ..core.choices import LOG_PROBS, ChoiceSettings
+from ..core.choices import LOG_PROBS, ChoiceLogProbs, ChoiceSettings
 from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..core.initialization import start_linear
@@ -358,6 +358,9 @@ class SacSpec(AttentionSpec):
 
     def choice_settings(self) -> ChoiceSettings | None:
         return ChoiceSettings(float(self.reward_baseline_decay)) if self.sample_edges else None
+
+    def call_feature(self, config) -> ChoiceLogProbs:
+        return ChoiceLogProbs()
 
     def carries(self, config) -> Carry | None:
         if self.share_structure != "layers":

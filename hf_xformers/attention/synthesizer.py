@@ -13,8 +13,7 @@ from transformers.cache_utils import Cache
 
 from ..core.cache import appended
 from ..core.components import bounded, register
-from ..core.context import LayerContext, SublayerOutput, self_attention_cache
-from ..core.extent import can_inspect
+from ..core.context import LayerContext, SublayerOutput, can_inspect, self_attention_cache
 from ..core.initialization import start_projections
 from ..core.prepared import Prepared
 from ..core.visibility import mask_of_call, visible_pairs

@@ -14,9 +14,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..core.components import Spec
-from ..core.context import LayerContext, SublayerOutput, add_losses
+from ..core.context import LayerContext, Sublayer, SublayerOutput, add_losses
 from ..core.prepared import Names, Prepared, State, States, flattened, one_state, unflattened
-from ..core.sublayer import Sublayer
 from ..normalization.residual import Residual
 
 
@@ -111,7 +110,7 @@ class XFormerLayer(GradientCheckpointingLayer):
             if not isinstance(function, Sublayer):
                 raise TypeError(
                     f"{entry.name} of layer {layer_idx} is a {type(function).__name__}, which a layer cannot prepare;"
-                    " let it derive from `hf_xformers.core.sublayer.Sublayer` (attention: `Attention`, feed-forward:"
+                    " let it derive from `hf_xformers.core.context.Sublayer` (attention: `Attention`, feed-forward:"
                     " `FeedForward`)."
                 )
             self.add_module(entry.name, function)

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from ..core.components import register
-from ..core.context import LayerContext, SublayerOutput, add_losses, self_attention_cache
-from ..core.sublayer import Sublayer
+from ..core.context import LayerContext, Sublayer, SublayerOutput, add_losses, self_attention_cache
 from ..core.weight_decay import Undecayed
 from ..normalization.residual import PlainSum, Residual
 from .base import BlockSpec, SublayerPlan, XFormerLayer

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
-from ..core.context import LayerContext, SublayerOutput
-from ..core.sublayer import Sublayer
+from ..core.context import LayerContext, Sublayer, SublayerOutput
 from .gated_linear import GatedLinear
 from .narrow import reshaped
 from .token_convolution import TokenConvolution, TokenConvolutionForm

@@ -15,8 +15,7 @@ from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 
 from ..core.components import bounded, register
-from ..core.context import LayerContext, SublayerOutput
-from ..core.sublayer import Sublayer
+from ..core.context import LayerContext, Sublayer, SublayerOutput
 from .base import BlockSpec, SublayerPlan, XFormerLayer
 from .narrow import check_reshaped, reshaped
 

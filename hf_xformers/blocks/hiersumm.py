@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from ..core.components import bounded, register
-from ..core.context import LayerContext, SublayerOutput
+from ..core.context import LayerContext, Sublayer, SublayerOutput
 from ..core.hand_overs import HandOver
 from ..core.prepared import Prepared
-from ..core.sublayer import Sublayer
 from ..ops.common.products import wide_products
 from .base import BlockSpec, SublayerPlan, XFormerLayer
 from .nesting import Nesting

@@ -10,8 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from ..core.components import bounded, register
-from ..core.context import LayerContext, SublayerOutput
-from ..core.sublayer import Sublayer
+from ..core.context import LayerContext, Sublayer, SublayerOutput
 from .base import BlockSpec, SublayerPlan, XFormerLayer
 from .narrow import check_reshaped, reshaped
 from .token_convolution import TokenConvolution, TokenConvolutionForm

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ..core.cache import FollowsRows
-from ..core.context import LayerContext, self_attention_cache
-from ..core.sublayer import Sublayer
+from ..core.context import LayerContext, Sublayer, self_attention_cache
 
 
 class WindowCacheLayer(FollowsRows, DynamicLayer):

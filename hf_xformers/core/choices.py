@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .call_features import CallFeature
 from .distributed import sum_over_processes
 from .precision import Float32Module
 
@@ -38,6 +39,13 @@ class ChoosingSpec(Protocol):
 
     def choice_settings(self) -> ChoiceSettings | None:
         """What its loss needs; None where it draws nothing as it is set."""
+
+
+class ChoiceLogProbs(CallFeature):
+    """Takes what was drawn out of the auxiliary losses."""
+
+    def leave(self, result: Any) -> dict[str, Any]:
+        return {"log_probs": result.aux_losses.pop(LOG_PROBS, None)}
 
 
 class RowLosses(NamedTuple):
@@ -155,6 +163,7 @@ def rows_of_mean(loss_of: Callable[[Tensor, Tensor], Tensor], logits: Tensor, la
 
 __all__ = [
     "LOG_PROBS",
+    "ChoiceLogProbs",
     "ChoiceLoss",
     "ChoiceSettings",
     "ChoosingSpec",

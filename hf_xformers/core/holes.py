@@ -21,8 +21,8 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from ..ops.common.real_tokens import real_first, real_last
 from .cache import RecurrentStateLayer
-from .extent import can_inspect
-from .paging import PagedTexts
+from .call_features import CallFeature
+from .context import can_inspect
 
 _MOVED = "tokens_stand_last"  # of a cache, once a call has moved tokens; else its slots stand as the mask has them
 
@@ -136,16 +136,18 @@ def moves(mask: Tensor, cached: int, drops: bool) -> Moves | None:
     return Moves(seen, order, keys, real_last(seen) if behind else None)
 
 
-def padding_behind(mask: Tensor, tokens: Tensor) -> Moves | None:
-    """What a call without a cache has to move so that padding stands behind each row's tokens; None: nothing, or a
-    mask that says it of no tokens. mask: [B, T]; tokens: [B, T, ...]."""
-    if mask.shape != tokens.shape[:2]:
-        return None
-    mask = mask.to(tokens.device) != 0
-    if can_inspect() and not bool((~mask[:, :-1] & mask[:, 1:]).any()):
-        return None
-    order = real_first(mask)
-    return Moves(mask.gather(1, order), order, order, None)
+class PaddingBehind(CallFeature):
+    """Of a stack without a cache that wants padding behind each row's tokens."""
+
+    def moves(self, mask: Tensor, tokens: Tensor) -> Moves | None:
+        """None: nothing has to move, or the mask says it of no tokens."""
+        if mask.shape != tokens.shape[:2]:
+            return None
+        mask = mask.to(tokens.device) != 0
+        if can_inspect() and not bool((~mask[:, :-1] & mask[:, 1:]).any()):
+            return None
+        order = real_first(mask)
+        return Moves(mask.gather(1, order), order, order, None)
 
 
 def movable(layer: Any) -> bool:
@@ -160,8 +162,6 @@ def moves_of_call(mask: Tensor, tokens: Tensor, cache: Cache | None, drops_slots
     Raises:
         ValueError: a static cache, where something would have to move.
     """
-    if isinstance(cache, PagedTexts):
-        return None
     (rows, length), cached = tokens.shape[:2], 0
     if cache is not None:
         if cache.is_compileable:
@@ -209,4 +209,4 @@ def _reorder(cache: Cache, order: Tensor) -> None:
             held.keys, held.values = take(held.keys, order, 2), take(held.values, order, 2)
 
 
-__all__ = ["Moves", "make_ready", "movable", "moves", "moves_of_call", "settle", "take"]
+__all__ = ["Moves", "PaddingBehind", "make_ready", "movable", "moves", "moves_of_call", "settle", "take"]

@@ -16,7 +16,9 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from ..core.hand_overs import HandOver
 from .cache import cache_layers
+from .call_readers import CallReader
 from .components import Spec
+from .context import LayerContext
 
 # How a position may act where a key's slot says nothing of its place: what it adds to the scores of a pair by other
 # means than a bias counts slots.
@@ -26,7 +28,7 @@ _EAGER = "paged|eager"
 _IMPLEMENTATIONS = ("eager", "sdpa", _EAGER)
 
 
-class PagedTexts(Cache):
+class PagedTexts(Cache, CallReader):
     """The pages as layers see them in one step. pages: transformers' `PagedAttentionCache`; where: arguments of its
     `update`, which say where keys are written and read."""
 
@@ -52,6 +54,32 @@ class PagedTexts(Cache):
         """Keys and values [1, K, N, d] of the step's tokens -> those of all tokens so far of its texts, [1, K, S, d],
         one text after the other."""
         return self.pages.update(key_states, value_states, layer_idx, kwargs=dict(self.where))
+
+    def read(
+        self,
+        tower: Any,
+        inputs_embeds: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        **asked: Any,
+    ) -> LayerContext:
+        """The call of a step: position_ids [1, N], the place of each token in its own text; attention_mask
+        [1, 1, N, S], which of the keys that the pages give it sees."""
+        if attention_mask is None or position_ids is None:
+            raise ValueError("A step of continuous batching needs a mask of pairs and the places of tokens; use sdpa.")
+        positions = position_ids.long()
+        return LayerContext(
+            padding_mask=None,
+            positions=positions,
+            query_index=positions[0],
+            key_index=self.key_places(attention_mask.shape[-1]),
+            causal=True,
+            fresh=False,
+            static=True,  # keys beyond a token's own text stand among those that it is given
+            explicit_mask=attention_mask,
+            implementation=literal_name(tower.config._attn_implementation),
+            inputs_embeds=inputs_embeds,
+        )
 
     def key_places(self, count: int) -> Tensor:
         """[S]: where in its own text each of the `count` keys stands."""
@@ -134,4 +162,4 @@ def _named(spec: Spec) -> str:
     return f"{spec.slot} {spec.type!r}"
 
 
-__all__ = ["PagedTexts", "check_paged", "literal_name", "why_not_paged", "why_not_side_by_side"]
+__all__ = ["PagedTexts", "check_paged", "why_not_paged", "why_not_side_by_side"]

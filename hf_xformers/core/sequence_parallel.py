@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..ops.common.real_tokens import first_real, real_places
+from .call_readers import CallReader, read_by, sharding_in_force
 from .components import SLOTS, refuse_packing
-from .context import segments_from_positions
+from .context import LayerContext, segments_from_positions
 from .losses import labels_after_real_tokens
-from .sequence_sharding import sharding_in_force
 from .text_parts import Division, TextParts, check_alike, divide, division_in_force, whole_rows
 
 
@@ -67,11 +67,13 @@ def sequence_parallel(group: Any = None) -> Iterator[None]:
             "Accelerate divides texts over processes already; leave `cp_size` and `sp_size` of its"
             " `ParallelismConfig` at 1."
         )
-    before = divide(Division(group) if dist.get_world_size(group) > 1 else None)
+    division = Division(group) if dist.get_world_size(group) > 1 else None
+    before, reader = divide(division), read_by(None if division is None else DividedRows(division))
     try:
         yield
     finally:
         divide(before)
+        read_by(reader)
 
 
 class SequenceGroups(NamedTuple):
@@ -166,6 +168,48 @@ def check_sequence_parallel(config: Any) -> None:
 # ------------------------------------------------------------------------------------------------ one call
 
 
+class DividedRows(CallReader):
+    """A call of a process that holds a part of each text."""
+
+    def __init__(self, division: Division):
+        self.division = division
+
+    def keeps_cache(self, given: bool) -> bool:
+        if given:
+            raise ValueError(
+                "Under sequence parallelism a process holds a part of each text, which no cache continues; leave"
+                " `past_key_values` out, and generate outside of the block."
+            )
+        return False
+
+    def read(
+        self,
+        tower: Any,
+        inputs_embeds: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        **asked: Any,
+    ) -> LayerContext:
+        position_ids = tower.from_zero(position_ids)
+        parts, positions = parts_of_call(
+            *(tower.config, self.division, inputs_embeds, attention_mask, position_ids),
+            reads_tokens_alone=tower.reads_tokens_alone,
+            literal=bool(asked.get("output_attentions")),
+        )
+        chosen = position_ids if attention_mask is None else None
+        most = tower.max_length
+        if most is not None and (chosen is not None or parts.total_length > most):
+            tower.check_length(parts.largest(positions.max()))
+        return replace(
+            tower.read_rows(inputs_embeds, **asked),
+            padding_mask=None if parts.mask is None else parts.own(parts.mask),
+            positions=positions,
+            segment_ids=None if parts.documents is None else parts.own(parts.documents),
+            parts=parts,
+            position_ids=chosen,
+        )
+
+
 @torch.compiler.disable
 def parts_of_call(
     config: Any,
@@ -184,6 +228,7 @@ def parts_of_call(
     Raises:
         ValueError: the model, or this call, would be wrong on parts of texts.
     """
+    check_sequence_parallel(config)
     if literal or config._attn_implementation == "eager":
         raise ValueError(
             "Sequence parallelism has no process that holds the attention weights of a whole text; leave"

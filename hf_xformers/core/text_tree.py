@@ -8,8 +8,7 @@ from torch import Tensor
 
 from ..ops.binary_partition import finished_spans, listed_spans
 from ..ops.common.real_tokens import real_first, real_places
-from .context import LayerContext
-from .extent import can_inspect
+from .context import LayerContext, can_inspect
 from .prepared import Prepared, State
 
 

@@ -8,8 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from ..core.components import Spec
-from ..core.context import LayerContext, SublayerOutput
-from ..core.sublayer import Sublayer
+from ..core.context import LayerContext, Sublayer, SublayerOutput
 
 
 class FeedForward(Sublayer):

@@ -13,11 +13,11 @@ from transformers.utils import can_return_tuple
 
 from ..configuration_xformer import XFormerConfig
 from ..core import outputs
+from ..core.call_readers import sharding_in_force
 from ..core.choices import joint, token_rows
 from ..core.inputs import check_axes
 from ..core.losses import direction_targets, step_share, token_cross_entropy
 from ..core.pretraining_specs import PretrainingSpec, register_pretraining
-from ..core.sequence_sharding import sharding_in_force
 from ..core.weight_decay import Undecayed
 from ..modeling_xformer import XFormerModel
 from ..ops.common.real_tokens import first_real, last_real

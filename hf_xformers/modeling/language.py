@@ -17,12 +17,12 @@ from ..compat import CACHE, one_cache, slice_logits_to_keep
 from ..configuration_xformer import XFormerConfig
 from ..core import outputs
 from ..core.cache import RecurrentStateLayer, cache_layers, make_cache, stateful_part
+from ..core.call_readers import sharding_in_force
 from ..core.choices import token_rows
 from ..core.inputs import check_axes, check_token_labels
 from ..core.losses import counted_after_real_tokens, next_token_cross_entropy, step_share, token_cross_entropy
 from ..core.paging import PagedTexts, check_paged
 from ..core.sequence_parallel import next_tokens
-from ..core.sequence_sharding import sharding_in_force
 from ..core.text_parts import division_in_force
 from ..core.whole_modules import end_for
 from ..modeling_base import XFormerPreTrainedModel

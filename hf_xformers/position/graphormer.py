@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.components import bounded, register
-from ..core.context import LayerContext
-from ..core.extent import can_inspect
+from ..core.context import LayerContext, can_inspect
 from ..core.graph_inputs import GRAPH_TOKEN, UNREACHABLE
 from ..core.prepared import State
 from ..core.reading_weights import weight_of

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..core.components import bounded
-from ..core.extent import can_inspect
+from ..core.context import can_inspect
 from ..core.specs import Registry, TypedSpec, build_in, register_in
 from ..ops.common.constants import constant
 

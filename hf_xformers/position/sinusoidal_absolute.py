@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..core.components import bounded, register
-from ..core.extent import can_inspect
+from ..core.context import can_inspect
 from .base import Position, PositionSpec
 
 

@@ -13,8 +13,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ..core.cache import RecurrentStateLayer, SlotStateLayer
 from ..core.components import register
-from ..core.context import LayerContext, add_losses, self_attention_cache
-from ..core.extent import can_inspect
+from ..core.context import LayerContext, add_losses, can_inspect, self_attention_cache
 from ..core.hand_overs import HandOver
 from ..ops.common.padding import row_spans
 from ..position.base import key_positions

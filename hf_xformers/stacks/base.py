@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal
 
 from torch import nn
 from transformers.cache_utils import CacheLayerMixin
 
 from ..core.components import Spec
-from ..core.context import LayerContext
 from ..core.weight_decay import Undecayed
 from .driver import Pass, StackOutput
 
@@ -19,30 +18,17 @@ class Stack(Undecayed, nn.Module):
     """Drives layers over depth. Layers belong to the tower and come with the run, so that a stack may have them in any
     order, any number of times, or over time first; what the stack itself learns stands on it."""
 
-    def read_inputs(self, tower: Any, context: LayerContext) -> None:
-        """Called once per call before its position is prepared: embeds further inputs, as the tower does a text."""
-
     def forward(self, run: Pass) -> StackOutput:
         """What comes after the layers of `run`."""
         raise NotImplementedError
-
-
-@runtime_checkable
-class RestartsPositions(Protocol):
-    """A stack whose positions begin anew inside a text."""
-
-    def restarts_after(self, config: Any) -> int:
-        """After so many tokens; nothing sees further back."""
 
 
 class StackSpec(Spec):
     """Base of stack specs. exits: what leaves at its classifiers inside ([`StackSpec.build_exits`]), `texts`,
     `tokens`, or tokens of a `decoder`; empty: it has none. shares: what of its layers reaches the others: `all`, also
     what they pass on to the next ones; what they have `prepared`, as all prepare one and the same call; or `nothing`.
-    keeps_tokens: its layers see the text's tokens, all of them, each in its place. padding_last: it is given padding
-    behind the tokens of each row."""
+    keeps_tokens: its layers see the text's tokens, all of them, each in its place."""
 
-    padding_last: ClassVar[bool] = False
     exits: ClassVar[Literal["", "texts", "tokens", "decoder"]] = ""
     shares: ClassVar[Literal["all", "prepared", "nothing"]] = "all"
     keeps_tokens: ClassVar[bool] = True

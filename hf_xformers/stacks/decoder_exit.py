@@ -11,8 +11,7 @@ from torch.nn import functional as F
 
 from ..blocks.base import XFormerLayer
 from ..core.components import bounded, register
-from ..core.context import LayerContext
-from ..core.extent import can_inspect
+from ..core.context import LayerContext, can_inspect
 from ..core.losses import token_cross_entropy
 from .base import Stack, StackSpec
 from .driver import Pass

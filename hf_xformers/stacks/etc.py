@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.components import bounded, register
-from ..core.context import LayerContext
-from ..core.extent import can_inspect
+from ..core.context import LayerContext, can_inspect
 from ..core.hand_overs import HandOver
 from ..core.segment_memory import take_slots
 from ..ops.common.real_tokens import real_places, real_together

@@ -16,6 +16,7 @@ from ..blocks.base import XFormerLayer
 from ..core.components import bounded, register
 from ..core.context import LayerContext, add_losses
 from ..core.hand_overs import HandOver
+from ..core.holes import PaddingBehind
 from ..core.prepared import States, one_state
 from .base import Stack, StackSpec
 from .driver import Pass, StackOutput
@@ -32,7 +33,7 @@ class FunnelStack(Stack):
     the tokens it stands for and added to the first block's output, which `decoder_layers` more layers read (section
     2.3).
 
-    Padding stands behind each row's tokens here (`padding_last`), and a pair with one real token is that token, so
+    Padding stands behind each row's tokens here ([`PaddingBehind`]), and a pair with one real token is that token, so
     what a row gets does not depend on padding. Texts of two tokens and less are pooled like any other (the released
     code stops there).
     """
@@ -171,7 +172,6 @@ class FunnelSpec(StackSpec):
 
     shares = "prepared"
     keeps_tokens = False
-    padding_last = True
 
     summary = "sequence halved from block to block, then brought back to its length"
 
@@ -204,6 +204,9 @@ class FunnelSpec(StackSpec):
 
     def gives_every_token(self, config) -> bool:
         return self.upsample
+
+    def call_feature(self, config) -> PaddingBehind:
+        return PaddingBehind()
 
     def num_steps(self, config) -> int:
         runs = sum(size * repeat for size, repeat in zip(self.blocks(config), self.repeats(config), strict=True))

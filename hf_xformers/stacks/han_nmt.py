@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -13,6 +13,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from ..compat import shared_setting
 from ..core.cache import FollowsRows, KeepsMore
+from ..core.call_features import CallFeature
 from ..core.components import bounded, register
 from ..core.context import LayerContext, add_losses, self_attention_cache
 from ..core.prepared import Prepared, State
@@ -115,29 +116,21 @@ class FurtherTexts(Prepared):
     call: LayerContext
 
 
-class HanStack(PlainStack):
-    """Layers over a sentence, and over those before it; then [`HierarchicalContext`] on this tower's side.
+@dataclass(frozen=True)
+class EmbedsFurtherTexts(CallFeature):
+    """The sentences before, where they are given and no cache has what was made of them. most: of them; causal: the
+    tower is a decoder."""
 
-    The sentences before, which the tower has embedded, go through the same layers, each by itself. Where the decoder
-    reads them as well, an encoder gives it their states behind the sentence's own, [B, T + K * S, D], marked as
-    padding for anything else.
-    """
+    most: int
+    causal: bool
 
-    def __init__(self, config, spec: HanNmtSpec):
-        super().__init__()
-        self.spec, self.causal = spec, config.is_decoder
-        self.hands_on = config.is_encoder_decoder and not config.is_decoder and spec.side != "encoder"
-        own = spec.side in (("decoder", "both") if config.is_decoder else ("encoder", "both"))
-        self.context = HierarchicalContext(config) if own else None
-
-    def read_inputs(self, tower: Any, context: LayerContext) -> None:
-        """The sentences before, where they are given and no cache has what was made of them."""
+    def enter(self, context: LayerContext, tower: Any) -> None:
         prefix = "decoder_" if self.causal else ""
         names = (f"{prefix}context_input_ids", f"{prefix}context_attention_mask")
         ids, mask = (context.inputs.get(name) for name in names)
         if ids is None or not context.fresh or context.inputs_embeds is None:
             return
-        batch, most = context.inputs_embeds.shape[0], self.spec.context_size
+        batch, most = context.inputs_embeds.shape[0], self.most
         if ids.ndim != 3 or ids.shape[0] != batch or ids.shape[1] > most:
             raise ValueError(
                 f"`{names[0]}` {list(ids.shape)} does not belong to a batch of {batch} texts with at most {most}"
@@ -156,6 +149,22 @@ class HanStack(PlainStack):
         tower.position.share(inner, hidden_states)
         context.keep(FurtherTexts(inner))
         context.start(FurtherStates(hidden_states.unflatten(0, ids.shape[:2])))
+
+
+class HanStack(PlainStack):
+    """Layers over a sentence, and over those before it; then [`HierarchicalContext`] on this tower's side.
+
+    The sentences before, which the tower has embedded, go through the same layers, each by itself. Where the decoder
+    reads them as well, an encoder gives it their states behind the sentence's own, [B, T + K * S, D], marked as
+    padding for anything else.
+    """
+
+    def __init__(self, config, spec: HanNmtSpec):
+        super().__init__()
+        self.spec, self.causal = spec, config.is_decoder
+        self.hands_on = config.is_encoder_decoder and not config.is_decoder and spec.side != "encoder"
+        own = spec.side in (("decoder", "both") if config.is_decoder else ("encoder", "both"))
+        self.context = HierarchicalContext(config) if own else None
 
     def forward(self, run: Pass) -> StackOutput:
         hidden_states, context = run.hidden_states, run.context
@@ -268,6 +277,9 @@ class HanNmtSpec(StackSpec):
             raise ValueError(
                 "stack 'han_nmt' with `side='decoder'` does nothing in an encoder alone; set `side='encoder'`."
             )
+
+    def call_feature(self, config) -> EmbedsFurtherTexts:
+        return EmbedsFurtherTexts(self.context_size, config.is_decoder)
 
     def sentences_before(self) -> int:
         return self.context_size

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ..core.components import register
-from ..core.context import LayerContext
-from ..core.extent import can_inspect
+from ..core.context import LayerContext, can_inspect
 from ..core.mask_modes import BIDIRECTIONAL, LEFT_TO_RIGHT, MODES, RIGHT_TO_LEFT, SEQ2SEQ
 from ..ops.common.real_tokens import real_places
 from .driver import Pass, StackOutput

@@ -25,7 +25,7 @@ from ..position.base import Position, Turns
 from .base import Stack, StackSpec
 from .driver import Pass, StackOutput
 from .text_segments import TextSegments
-from .text_windows import ContinuedText, WindowCacheLayer, Windows
+from .text_windows import ContinuedText, RestartingPositions, WindowCacheLayer, Windows
 
 SEGMENT_MEMORY = "segment_memory"
 
@@ -274,8 +274,8 @@ class RecurrentWindowsSpec(StackSpec):
         """W (tokens)."""
         return config.max_position_embeddings if self.window_size is None else self.window_size
 
-    def restarts_after(self, config) -> int:
-        return self.length(config)
+    def call_feature(self, config) -> RestartingPositions:
+        return RestartingPositions(self.length(config))
 
     def depths(self, config) -> tuple[int, int]:
         """The layer that is pooled, and the one that reads."""

@@ -13,8 +13,7 @@ from transformers.cache_utils import Cache
 from ..blocks.base import XFormerLayer
 from ..core.cache import RecurrentStateLayer
 from ..core.components import bounded, register
-from ..core.context import LayerContext, add_losses, self_attention_cache
-from ..core.extent import can_inspect
+from ..core.context import LayerContext, add_losses, can_inspect, self_attention_cache
 from ..core.hand_overs import HandOver
 from ..core.prepared import one_state
 from ..core.segment_memory import (

@@ -13,10 +13,21 @@ from torch.nn import functional as F
 from transformers.cache_utils import DynamicLayer
 
 from ..core.cache import FollowsRows
+from ..core.call_features import CallFeature
 from ..core.context import LayerContext
 from ..core.segment_memory import take_slots
 from ..position.base import Position
 from .text_segments import TextSegments
+
+
+@dataclass(frozen=True)
+class RestartingPositions(CallFeature):
+    """Positions begin anew with each window of `after` tokens; documents do not."""
+
+    after: int
+
+    def positions(self, positions: Tensor) -> Tensor:
+        return positions % self.after
 
 
 @dataclass

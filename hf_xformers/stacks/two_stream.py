@@ -12,8 +12,7 @@ from torch.nn import functional as F
 from ..attention.shared.base import KeyStates
 from ..attention.shared.query_grid import PairsInSight, QueryGrid, ScatteredGrid
 from ..core.components import register
-from ..core.context import LayerContext, add_losses
-from ..core.extent import can_inspect
+from ..core.context import LayerContext, add_losses, can_inspect
 from ..core.hand_overs import HandOver
 from ..core.prepared import one_state
 from .base import Stack, StackSpec

@@ -7,10 +7,11 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ..core.call_features import features_of
 from ..core.changes import changed_component, components_of, merge_changes
 from ..core.components import SLOTS, Spec, build_spec, did_you_mean
 from ..objectives import OBJECTIVES, Objective
-from ..stacks.base import RestartsPositions
+from ..stacks.text_windows import RestartingPositions
 from .presets import size_fields, size_named
 
 if TYPE_CHECKING:
@@ -234,7 +235,7 @@ def _longest_by_position(config: XFormerConfig) -> int | None:
     return _smallest(
         view.position.max_length(view)
         for view in config.tower_configs()
-        if not isinstance(view.stack, RestartsPositions)
+        if not any(isinstance(feature, RestartingPositions) for feature in features_of(view))
     )
 
 

@@ -14,8 +14,8 @@ from transformers.utils import logging
 
 from ..compat import LabelSmoother
 from ..configuration_xformer import XFormerConfig
+from ..core.call_readers import check_sharding, sharding_in_force
 from ..core.losses import labels_after_real_tokens, step_share
-from ..core.sequence_sharding import check_sharding, sharding_in_force
 from ..core.weight_decay import declared_undecayed
 from ..data.batching import LengthGroupedBatchSampler
 from ..training.replay import ReplaysMemory

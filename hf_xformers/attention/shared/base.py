@@ -12,11 +12,10 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, Encod
 
 from ...core.cache import appended, appended_with_numbers
 from ...core.components import Spec
-from ...core.context import LayerContext, SublayerOutput, self_attention_cache
+from ...core.context import LayerContext, Sublayer, SublayerOutput, self_attention_cache
 from ...core.initialization import start_projections
 from ...core.prepared import Carry, State
 from ...core.sequence_parallel import SequenceForm, Unserved
-from ...core.sublayer import Sublayer
 from ...core.weight_decay import Undecayed
 from ...ops.common.products import wide_products
 from ...ops.common.token_grid import TokenGrid

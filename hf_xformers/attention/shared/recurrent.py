@@ -14,11 +14,10 @@ from transformers.cache_utils import Cache
 
 from ...core.cache import RecurrentStateLayer
 from ...core.components import bounded
-from ...core.context import LayerContext, SublayerOutput
+from ...core.context import LayerContext, Sublayer, SublayerOutput
 from ...core.initialization import start_projections
 from ...core.precision import Float32Module
 from ...core.sequence_parallel import SequenceForm, Unserved
-from ...core.sublayer import Sublayer
 from ...core.weight_decay import Undecayed
 from ...ops.common.products import widened, without_autocast
 from ...ops.common.segments import accumulation_dtype
