@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +26,15 @@ from .core.precision import computing_dtype, float32_names
 from .core.serving import ServedByEngines
 from .core.weight_decay import declared_undecayed
 from .core.whole_modules import KeptWhole, end_for, whole_on_a_device
-from .feedforward.experts import divide_once
 from .ops.common.real_tokens import up_to_last_real
+
+
+@runtime_checkable
+class Distributed(Protocol):
+    """A module with something to do once a model is divided over processes."""
+
+    def after_distribution(self, batches: int) -> None:
+        """batches: processes that read batches of their own, where each holds whole experts."""
 
 
 class XFormerPreTrainedModel(PreTrainedModel):
@@ -162,7 +169,9 @@ class XFormerPreTrainedModel(PreTrainedModel):
         model = super().maybe_distribute_model(model, distributed_config, mesh_manager)
         batches = distributed_config is not None and distributed_config.dp_size > 1 and distributed_config.ep_size > 1
         if mesh_manager is not None and batches and distributed_config.efsdp_size == 1:
-            divide_once(model, distributed_config.dp_size)
+            for module in model.modules():
+                if isinstance(module, Distributed):
+                    module.after_distribution(distributed_config.dp_size)
         return model
 
     def gather_sharded_state_dict_for_save(self, model_to_save: Any, *args: Any, **kwargs: Any) -> dict[str, Tensor]:

@@ -299,14 +299,12 @@ class Experts(nn.Module):
             output = output * gates.to(output.dtype).unsqueeze(-1)
         return output.sum(1).to(tokens.dtype)
 
-
-def divide_once(model: nn.Module, batches: int) -> None:
-    """Works around torch's FSDP2, which divides the gradients of experts that a single process holds by `batches`
-    twice in float16 and float64 (2.13): a hook on the sum divides instead."""
-    for module in model.modules():
-        if isinstance(module, Experts) and module._is_expert_parallel:
-            module.set_gradient_divide_factor(1.0)  # type: ignore[operator]
-            module.set_all_reduce_hook(lambda gradients: gradients.div_(batches))  # type: ignore[operator]
+    def after_distribution(self, batches: int) -> None:
+        """Works around torch's FSDP2, which divides the gradients of experts that a single process holds by `batches`
+        twice in float16 and float64 (2.13): a hook on the sum divides instead."""
+        if self._is_expert_parallel:
+            self.set_gradient_divide_factor(1.0)  # type: ignore[operator]
+            self.set_all_reduce_hook(lambda gradients: gradients.div_(batches))  # type: ignore[operator]
 
 
 class Router(nn.Module):

@@ -143,6 +143,28 @@ class HashExperts(FeedForward):
         """Whether the map is a table that nobody has made yet."""
         return self.spec.hash in _TABLES and torch.equal(self.table, self.random_table())
 
+    def prepare_training(self, model: nn.Module, counts: Callable[[], Tensor] | None) -> None:
+        """Balances the tables of `model` that are still unfilled, this one among them.
+
+        Raises:
+            ValueError: a table that cannot be filled from counts, or no counts.
+        """
+        if not self.unfilled:
+            return
+        if self.spec.hash != "balanced":
+            raise ValueError(
+                f"feedforward 'hash_layers' with `hash={self.spec.hash!r}` makes its map from vectors of the tokens,"
+                " which a model that starts from nothing does not have; build it, call"
+                " `hf_xformers.feedforward.hash_layers.cluster(model, trained_model)`, save it with its tokenizer, and"
+                " train from there with --init_from."
+            )
+        if counts is None:
+            raise ValueError(
+                "feedforward 'hash_layers' with `hash='balanced'` counts the tokens of the training text before it"
+                " begins, which a stream does not allow; leave --streaming out, or take `hash='random'`."
+            )
+        balance(model, counts())
+
     def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
         """Finds the ids before those of the call, once for all layers, and keeps the last one in the cache."""
         ids = context.inputs.get("input_ids")
@@ -254,33 +276,6 @@ def _token_vectors(model: nn.Module, size: int) -> Tensor:
     return torch.cat([embeddings(ids[None])[0] for ids in torch.arange(size, device=device).split(4096)])
 
 
-def make_maps(model: nn.Module, counts: Callable[[], Tensor] | None) -> None:
-    """Before training from nothing: balances the tables that are still unfilled.
-
-    counts: makes how often each id occurs, [V]; None: that is not known.
-
-    Raises:
-        ValueError: a table that cannot be filled from counts, or no counts.
-    """
-    for layer in _layers(model, *_TABLES):
-        if not layer.unfilled:
-            continue
-        if layer.spec.hash != "balanced":
-            raise ValueError(
-                f"feedforward 'hash_layers' with `hash={layer.spec.hash!r}` makes its map from vectors of the tokens,"
-                " which a model that starts from nothing does not have; build it, call"
-                " `hf_xformers.feedforward.hash_layers.cluster(model, trained_model)`, save it with its tokenizer, and"
-                " train from there with --init_from."
-            )
-        if counts is None:
-            raise ValueError(
-                "feedforward 'hash_layers' with `hash='balanced'` counts the tokens of the training text before it"
-                " begins, which a stream does not allow; leave --streaming out, or take `hash='random'`."
-            )
-        balance(model, counts())
-        return
-
-
 @register("feedforward", "hash_layers", aliases=("hash",))
 class HashLayersSpec(ExpertsSpec):
     """One expert per token, by its id.
@@ -362,4 +357,4 @@ class HashLayersSpec(ExpertsSpec):
         return HashExperts(config, self, layer_idx)
 
 
-__all__ = ["HashExperts", "HashLayersSpec", "balance", "cluster", "make_maps"]
+__all__ = ["HashExperts", "HashLayersSpec", "balance", "cluster"]

@@ -6,11 +6,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Protocol, Unpack, runtime_checkable
 
 from ..core.finite import refuse_non_finite
 from ..core.saved_files import STATE_FILE
-from ..feedforward.hash_layers import make_maps
 from .building import build_model
 from .checkpoints import misfit
 from .preparation import Further, ModelChoice, Preparation, Prepared, head_class, rows_of
@@ -23,6 +22,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 
     from .merged_adapters import PutIn
+
+
+@runtime_checkable
+class PreparesTraining(Protocol):
+    """A module that makes something of the rows before a training that starts from nothing."""
+
+    def prepare_training(self, model: PreTrainedModel, counts: Callable[[], Tensor] | None) -> None:
+        """model: around it. counts: makes how often each id occurs, [V]; None: that is not known."""
+
+
+def prepare_modules(model: PreTrainedModel, counts: Callable[[], Tensor] | None) -> None:
+    """Asks all modules that prepare themselves."""
+    for module in model.modules():
+        if isinstance(module, PreparesTraining):
+            module.prepare_training(model, counts)
 
 
 def train(
@@ -62,7 +76,7 @@ def train(
     run.checkpoint = prepared.checkpoint
     model = start_model(prepared, args, adapted=adapters is not None, partial=partial)
     if prepared.checkpoint is None:
-        make_maps(model, _token_counts(prepared))
+        prepare_modules(model, _token_counts(prepared))
     run.put(adapters, model)
     if prepared.validation is None:
         if args.load_best_model_at_end:

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.segment_memory import SegmentMemory
-
-SEGMENT_MEMORY = "segment_memory"
+from .segments import SEGMENT_MEMORY, SegmentCarrier
 
 
 @dataclass(frozen=True)
@@ -168,4 +167,45 @@ class Replay:
         return memory
 
 
-__all__ = ["RandomState", "Replay", "check_replay", "replay_backward"]
+class ReplayedSegments(SegmentCarrier):
+    """Carries a memory with gradients: a step of several micro-batches, which are consecutive segments, learns through
+    all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.replay = Replay()
+
+    def begin(self, batches: Sequence[Any]) -> None:
+        self.replay.begin(batches if len(batches) > 1 else [])
+
+    def step(self, learn: Callable[[Any], Tensor], read: Callable[[Any], None], batch: Any) -> Tensor:
+        """The last micro-batch first, from the memory that it began with."""
+        if not self.replay.active:
+            return learn(batch)
+
+        def memory_after(batch: Any, memory: SegmentMemory | None) -> Any:
+            self.training = memory
+            read(batch)
+            return self.training
+
+        self.replay.read_ahead(memory_after, self.training)
+        batch, self.training = self.replay.next()
+        loss = learn(batch)
+        memory = self.replay.done()
+        if memory is not None:
+            self.training = memory
+        return loss
+
+    def loss(self, loss: Tensor, outputs: Any, scale: Callable[[], float]) -> Tensor:
+        if not self.replay.active:
+            return loss
+        return loss + surrogate(outputs[SEGMENT_MEMORY], self.replay.slopes, scale())
+
+
+def carrier_of(config: Any) -> SegmentCarrier:
+    """What carries the memory of models with this configuration."""
+    stack = getattr(config, "stack", None)
+    return ReplayedSegments() if isinstance(stack, ReplaysMemory) and stack.replays() else SegmentCarrier()
+
+
+__all__ = ["RandomState", "Replay", "ReplayedSegments", "carrier_of", "check_replay", "replay_backward"]

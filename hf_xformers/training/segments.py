@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -137,6 +137,18 @@ class SegmentCarrier(TrainerCallback):
             self.training = memory.detach()
         else:
             self.evaluation = memory.detach()
+
+    def begin(self, batches: Sequence[Any]) -> None:
+        """The micro-batches of the next step."""
+
+    def step(self, learn: Callable[[Any], Tensor], read: Callable[[Any], None], batch: Any) -> Tensor:
+        """A micro-batch of a step: its loss. learn: reads a batch and its gradients; read: reads it without them."""
+        return learn(batch)
+
+    def loss(self, loss: Tensor, outputs: Any, scale: Callable[[], float]) -> Tensor:
+        """The loss of a training batch with what earlier batches learn of it. scale: of a gradient that backward
+        passes scale as they do a loss."""
+        return loss
 
     @staticmethod
     def file(folder: str | Path, rank: int) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sized
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from ..core.call_readers import check_sharding, sharding_in_force
 from ..core.losses import labels_after_real_tokens, step_share
 from ..core.weight_decay import declared_undecayed
 from ..data.batching import LengthGroupedBatchSampler
-from ..training.replay import ReplaysMemory
 from .devices import processes_of
 from .evaluation import (
     IGNORE_INDEX,
@@ -28,8 +28,8 @@ from .expert_parts import ExpertParts
 from .loss_terms import LossTerms, Means
 from .randomness import data_seed
 from .recipe import Recipe, row_lengths, smoothing_among_all, vaswani_schedule
-from .replay import Replay, surrogate
-from .segments import SEGMENT_MEMORY, SEGMENT_START, SegmentCarrier, StreamSampler
+from .replay import carrier_of
+from .segments import SEGMENT_START, SegmentCarrier, StreamSampler
 from .sequence_parts import SequenceParts, real_rows
 from .trainer_evaluation import MeasuringTrainer
 
@@ -98,9 +98,8 @@ class XFormerTrainer(MeasuringTrainer):
         if isinstance(config, XFormerConfig):
             check_sharding(config, sharding_in_force())
         if self.segments is not None:
+            self.segments = carrier_of(config)
             self.add_callback(self.segments)
-        stack = config.stack if self.segments is not None and isinstance(config, XFormerConfig) else None
-        self.replay = Replay() if isinstance(stack, ReplaysMemory) and stack.replays() else None
         self.eval_collator = eval_collator if eval_collator is not None else self.data_collator
         if (parts := processes_of("sequence_parallel", sequence_parallel, self.args.world_size)) > 1:
             self.sequence = SequenceParts(self, config, parts)
@@ -217,8 +216,8 @@ class XFormerTrainer(MeasuringTrainer):
             loss = loss / self.sequence.count  # it is that of whole texts in every process
         if self.segments is not None:
             self.segments.leave(outputs, model.training)
-        if self.replay is not None and self.replay.active and model.training:
-            loss = loss + surrogate(outputs[SEGMENT_MEMORY], self.replay.slopes, self._slope_scale(num_items_in_batch))
+            if model.training:
+                loss = self.segments.loss(loss, outputs, partial(self._gradient_scale, num_items_in_batch))
         losses = outputs.get("aux_losses") if isinstance(outputs, dict) else None
         if losses and model.training:
             self.aux_means.add(losses)
@@ -228,41 +227,30 @@ class XFormerTrainer(MeasuringTrainer):
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list, Tensor | int | None]:
         batches, count = super().get_batch_samples(*args, **kwargs)
-        if self.replay is not None:
-            self.replay.begin(batches if len(batches) > 1 else [])
+        if self.segments is not None:
+            self.segments.begin(batches)
         return batches, count
 
-    def _slope_scale(self, num_items_in_batch: Tensor | int | None) -> float:
-        """What to multiply the gradient of a later micro-batch with, which backward passes scale once more."""
+    def _gradient_scale(self, num_items_in_batch: Tensor | int | None) -> float:
+        """What to multiply the gradient of another micro-batch with, which backward passes scale once more."""
         scaler = getattr(self.accelerator, "scaler", None)
         scale = 1.0 / scaler.get_scale() if scaler is not None and scaler.is_enabled() else 1.0
         return (
             scale if self._counts_whole_step(num_items_in_batch) else scale * self.current_gradient_accumulation_steps
         )
 
-    def _replayed_step(self, replay: Replay, segments: SegmentCarrier, model: nn.Module, **kwargs: Any) -> Tensor:
-        """A micro-batch of the step, the last one first, from the memory that it began with."""
-
-        def read(batch: dict[str, Any], memory: Any) -> Any:
-            model.train()
-            segments.training = memory
-            with self.compute_loss_context_manager():
-                segments.leave(model(**segments.enter(self._prepare_inputs(batch), True)), True)
-            return segments.training
-
-        replay.read_ahead(read, segments.training)
-        batch, segments.training = replay.next()
-        loss = super().training_step(model, batch, **kwargs)
-        memory = replay.done()
-        if memory is not None:
-            segments.training = memory
-        return loss
+    def _read_segment(self, segments: SegmentCarrier, model: nn.Module, batch: Any) -> None:
+        """Reads a micro-batch and keeps the memory that it leaves."""
+        model.train()
+        with self.compute_loss_context_manager():
+            segments.leave(model(**segments.enter(self._prepare_inputs(batch), True)), True)
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        if self.replay is not None and self.segments is not None and self.replay.active:
-            loss = self._replayed_step(self.replay, self.segments, model, num_items_in_batch=num_items_in_batch)
+        learn = partial(super().training_step, model, num_items_in_batch=num_items_in_batch)
+        if self.segments is None:
+            loss = learn(inputs)
         else:
-            loss = super().training_step(model, inputs, num_items_in_batch)
+            loss = self.segments.step(learn, partial(self._read_segment, self.segments, model), inputs)
         broken = (
             (~loss.detach().isfinite()).long().reshape(1)
         )  # read when losses are logged: asking now waits for the device

@@ -6,8 +6,9 @@ from transformers import DynamicCache
 
 from hf_xformers import XFormerConfig, XFormerForCausalLM, build_spec
 from hf_xformers.feedforward.dense import DenseFeedForward
-from hf_xformers.feedforward.hash_layers import HashExperts, balance, cluster, make_maps
+from hf_xformers.feedforward.hash_layers import HashExperts, balance, cluster
 from hf_xformers.feedforward.token_maps import k_means
+from hf_xformers.training.pretraining import prepare_modules
 from tests.feedforward.expert_helpers import build, context, expert, make_config, vectors
 from tests.helpers import close, make_strong
 
@@ -279,13 +280,13 @@ def test_maps_that_cannot_be():
     with pytest.raises(ValueError, match="finite"):
         cluster(net, blobs()[0] / 0)
     with pytest.raises(ValueError, match="makes its map from vectors.*cluster.*--init_from"):
-        make_maps(net, lambda: torch.ones(30))
+        prepare_modules(net, lambda: torch.ones(30))
     cluster(net, blobs()[0])
-    make_maps(net, None)  # there is one
+    prepare_modules(net, None)  # there is one
     net = model(hash="balanced")
     with pytest.raises(ValueError, match="a stream does not allow"):
-        make_maps(net, None)
-    make_maps(net, lambda: torch.arange(30))
+        prepare_modules(net, None)
+    prepare_modules(net, lambda: torch.arange(30))
     assert not net.model.trunk.layers[1].feedforward.unfilled
 
 
