@@ -23,6 +23,7 @@ from .core.components import refuse_packing, refuse_unpadding
 from .core.context import (
     LayerContext,
     can_inspect,
+    check_axes,
     document_numbers,
     extent_of,
     read_masks,
@@ -31,7 +32,6 @@ from .core.context import (
     token_positions,
 )
 from .core.holes import Moves, make_ready, movable, moves_of_call, settle
-from .core.inputs import check_axes
 from .core.outputs import TowerOutput
 from .core.precision import Float32Module
 from .core.sharing import built_layers, is_shared, map_of, share_parts, shares_parts

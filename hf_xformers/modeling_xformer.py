@@ -275,7 +275,7 @@ class XFormerModel(XFormerPreTrainedModel):
             encoder_hidden_states=encoded.hidden_states,
             encoder_attentions=encoded.attentions,
             aux_losses=self.reported(losses or None),
-            log_probs=joint(both),
+            log_probs=joint(both) if both else None,
             segment_memory=encoded.segment_memory if isinstance(encoded, TowerOutput) else None,
         )
 

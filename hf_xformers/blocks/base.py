@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..core.components import Spec
 from ..core.context import LayerContext, Sublayer, SublayerOutput, add_losses
-from ..core.prepared import Names, Prepared, State, States, flattened, one_state, unflattened
+from ..core.prepared import Key, Prepared, State, States, one_state
 from ..normalization.residual import Residual
 
 
@@ -32,6 +32,7 @@ class RunningTokens(Prepared):
     mask: Tensor
 
 
+Names: TypeAlias = tuple[tuple[Key, str], ...]
 Kind = Literal["attention", "cross_attention", "feedforward"]
 Reads = Literal["stream", "same_stream", "same_input", "layer_input"]
 
@@ -74,6 +75,28 @@ class BlockSpec(Spec):
 
     def build(self, config: Any, **where: Any) -> XFormerLayer:
         return XFormerLayer(config, self, **where)
+
+
+def flattened(states: Mapping[Key, State]) -> tuple[Names, list[Tensor]]:
+    """The tensors in `states`, with what [`unflattened`] needs to know of them."""
+    names: list[tuple[Key, str]] = []
+    tensors: list[Tensor] = []
+    for key, state in states.items():
+        fields: tuple[str, ...] = state.__match_args__
+        for name in fields:
+            tensor = getattr(state, name)
+            if tensor is not None:
+                names.append((key, name))
+                tensors.append(tensor)
+    return tuple(names), tensors
+
+
+def unflattened(names: Names, tensors: Sequence[Tensor]) -> States:
+    """The states whose tensors these are."""
+    found: dict[Key, dict[str, Tensor]] = {}
+    for (key, name), tensor in zip(names, tensors, strict=True):
+        found.setdefault(key, {})[name] = tensor
+    return {key: key[0](**fields) for key, fields in found.items()}
 
 
 class LayerOutput(NamedTuple):

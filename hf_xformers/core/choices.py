@@ -123,11 +123,9 @@ def build_choice_loss(specs: Iterable[Any]) -> ChoiceLoss | None:
     return None if settings is None else ChoiceLoss(settings)
 
 
-def joint(log_probs: list[Tensor]) -> Tensor | None:
+def joint(log_probs: list[Tensor]) -> Tensor:
     """Logarithms of the probabilities of several towers' choices, [B] each -> of all of them, by rows if the rows of
-    both are the same texts, else as one number [1]; None of none."""
-    if not log_probs:
-        return None
+    both are the same texts, else as one number [1]."""
     if len({found.shape for found in log_probs}) > 1:
         log_probs = [found.sum()[None] for found in log_probs]
     return torch.stack(log_probs).sum(0)

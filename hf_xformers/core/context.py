@@ -30,6 +30,17 @@ def can_inspect() -> bool:
     return not (torch.compiler.is_compiling() or torch.jit.is_tracing())
 
 
+def check_axes(name: str, tensor: Tensor | None, axes: tuple[str, ...] = ("batch", "length")) -> None:
+    """Refuses an input `name` without these axes; None is none.
+
+    Raises:
+        ValueError: another number of axes.
+    """
+    if tensor is not None and tensor.ndim != len(axes):
+        remedy = "a batch of one text has 1 as its first axis" if tensor.ndim < len(axes) else "give one text per row"
+        raise ValueError(f"`{name}` must be [{', '.join(axes)}], got {list(tensor.shape)}; {remedy}.")
+
+
 class Extent(NamedTuple):
     """The tokens of a call and what is cached before them.
 

@@ -21,17 +21,6 @@ _COMMON = frozenset(TransformersKwargs.__annotations__) | {
 }
 
 
-def check_axes(name: str, tensor: Tensor | None, axes: tuple[str, ...] = ("batch", "length")) -> None:
-    """Refuses an input `name` without these axes; None is none.
-
-    Raises:
-        ValueError: another number of axes.
-    """
-    if tensor is not None and tensor.ndim != len(axes):
-        remedy = "a batch of one text has 1 as its first axis" if tensor.ndim < len(axes) else "give one text per row"
-        raise ValueError(f"`{name}` must be [{', '.join(axes)}], got {list(tensor.shape)}; {remedy}.")
-
-
 def check_token_labels(labels: Tensor | None, logits: Tensor, name: str = "labels") -> None:
     """Refuses labels (the input `name`) that are not one for each of the tokens of `logits` [B, T, classes].
 

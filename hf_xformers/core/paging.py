@@ -40,7 +40,7 @@ class PagedTexts(Cache, CallReader):
     def of_step(cls, cache: Any, arguments: dict[str, Any]) -> Any:
         """The `cache` of a call, as layers see it. In a step of continuous batching it is transformers' pages, and
         what says where in them is taken out of the further `arguments`."""
-        if cache is None or isinstance(cache, Cache) or "cu_seq_lens_k" not in arguments:
+        if cache is None or isinstance(cache, Cache):
             return cache
         from ..compat import PagedAttentionArgs
 

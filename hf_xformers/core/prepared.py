@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeAlias, TypeVar, dataclass_transform
-
-from torch import Tensor
 
 
 @dataclass_transform(frozen_default=True, eq_default=False)
@@ -58,7 +56,6 @@ P = TypeVar("P", bound=Prepared)
 S = TypeVar("S", bound=State)
 Key: TypeAlias = tuple[type[Any], Hashable]
 States: TypeAlias = dict[Key, Any]
-Names: TypeAlias = tuple[tuple[Key, str], ...]
 
 
 def not_there(kind: type[Any], slot: Hashable) -> LookupError:
@@ -75,37 +72,12 @@ def one_state(state: State, slot: Hashable = None) -> States:
     return {(type(state), slot): state}
 
 
-def flattened(states: Mapping[Key, State]) -> tuple[Names, list[Tensor]]:
-    """The tensors in `states`, with what [`unflattened`] needs to know of them."""
-    names: list[tuple[Key, str]] = []
-    tensors: list[Tensor] = []
-    for key, state in states.items():
-        fields: tuple[str, ...] = state.__match_args__
-        for name in fields:
-            tensor = getattr(state, name)
-            if tensor is not None:
-                names.append((key, name))
-                tensors.append(tensor)
-    return tuple(names), tensors
-
-
-def unflattened(names: Names, tensors: Sequence[Tensor]) -> States:
-    """The states whose tensors these are."""
-    found: dict[Key, dict[str, Tensor]] = {}
-    for (key, name), tensor in zip(names, tensors, strict=True):
-        found.setdefault(key, {})[name] = tensor
-    return {key: key[0](**fields) for key, fields in found.items()}
-
-
 __all__ = [
     "Carry",
     "Key",
-    "Names",
     "Prepared",
     "State",
     "States",
-    "flattened",
     "not_there",
     "one_state",
-    "unflattened",
 ]

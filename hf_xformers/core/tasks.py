@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .context import LayerContext
-from .inputs import check_axes
+from .context import LayerContext, check_axes
 from .prepared import State
 
 TASKS = "tasks"

@@ -6,7 +6,6 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from ..core.components import bounded, register
-from ..core.reading_weights import weight_of
 from .base import EmbeddingSpec, InputPosition
 
 
@@ -45,7 +44,7 @@ class FactorizedEmbedding(nn.Module):
         """inputs_embeds [B, T, e], token_type_ids [B, T] or None, positions [B or 1, T] -> [B, T, D]."""
         narrow = inputs_embeds
         if self.types is not None:
-            narrow = narrow + (weight_of(self.types)[0] if token_type_ids is None else self.types(token_type_ids))
+            narrow = narrow + self.types(positions.new_zeros(1) if token_type_ids is None else token_type_ids)
         elif token_type_ids is not None:
             raise ValueError("`token_type_ids` were given to a model with `type_vocab_size=0`; leave them out.")
         if self.narrow_positions:

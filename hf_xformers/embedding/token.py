@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from ..core.bounds import factor_or_flag
 from ..core.components import register
-from ..core.dropout import dropped
 from ..core.reading_weights import weight_of
 from .base import EmbeddingSpec, InputPosition
 
@@ -90,8 +89,8 @@ class TokenEmbedding(nn.Module):
         """
         hidden_states = inputs_embeds if self.factor is None else inputs_embeds * self.factor
         if self.types is not None:
-            if token_type_ids is None:  # type 0 throughout; a row of the table, not a lookup of T equal ids
-                hidden_states = hidden_states + weight_of(self.types)[0]
+            if token_type_ids is None:  # type 0 throughout, looked up once
+                hidden_states = hidden_states + self.types(positions.new_zeros(1))
             else:
                 hidden_states = hidden_states + self.types(token_type_ids)
         elif token_type_ids is not None:
@@ -101,7 +100,7 @@ class TokenEmbedding(nn.Module):
         hidden_states = position.embed(hidden_states, positions)
         if self.norm is not None:
             hidden_states = self.norm(hidden_states)
-        return dropped(self.dropout, hidden_states)
+        return self.dropout(hidden_states)
 
     def _with_ids(self, hidden_states: Tensor, name: str, table: nn.Embedding, ids: Tensor | None) -> Tensor:
         """hidden_states [B, T, D] with the vectors of one of `id_tables`."""

@@ -15,13 +15,13 @@ from ..configuration_xformer import XFormerConfig
 from ..core import outputs
 from ..core.call_readers import sharding_in_force
 from ..core.choices import joint, token_rows
-from ..core.inputs import check_axes
+from ..core.context import check_axes
 from ..core.losses import direction_targets, step_share, token_cross_entropy
 from ..core.pretraining_specs import PretrainingSpec, register_pretraining
 from ..core.weight_decay import Undecayed
 from ..modeling_xformer import XFormerModel
 from ..ops.common.real_tokens import first_real, last_real
-from .language import LanguageModel
+from .language_model import LanguageModel
 
 
 @register_pretraining("bidirectional_lm")
@@ -218,7 +218,8 @@ class XFormerForBidirectionalLM(LanguageModel):
                 loss = loss + 0.0 * (self.mix.weights.sum() + self.mix.scale)
         losses = dict(forth.aux_losses or {})
         losses.update({f"backward_{name}": value for name, value in (back.aux_losses or {}).items()})
-        forth.log_probs = joint([chosen for chosen in (forth.log_probs, back.log_probs) if chosen is not None])
+        both = [chosen for chosen in (forth.log_probs, back.log_probs) if chosen is not None]
+        forth.log_probs = joint(both) if both else None
         return outputs.XFormerBidirectionalLMOutput(
             loss=self.with_aux_losses(loss, forth, rows, losses, step_share(labels, count)),
             logits=logits,

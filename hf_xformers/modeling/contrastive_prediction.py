@@ -19,7 +19,7 @@ from ..core.hand_overs import HandOver
 from ..core.inputs import check_token_labels
 from ..core.losses import step_share, token_cross_entropy
 from ..core.pretraining_specs import PretrainingSpec, register_pretraining
-from .language import LanguageModel
+from .language_model import LanguageModel
 
 
 @register_pretraining("contrastive_prediction")

@@ -12,7 +12,7 @@ from ..configuration_xformer import XFormerConfig
 from ..core import outputs
 from ..core.inputs import check_token_labels
 from ..core.losses import step_share, token_binary_cross_entropy, token_cross_entropy
-from .language import LanguageModel
+from .language_model import LanguageModel
 
 
 class XFormerForEntityReplacement(LanguageModel):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..core.inputs import check_token_labels
 from ..core.pooling import pool
 from .classifier_transform import refuse_transform
-from .language import LanguageModel
+from .language_model import LanguageModel
 
 
 class MaskedTokensAndClass(LanguageModel):

@@ -16,7 +16,7 @@ from ..core.components import bounded
 from ..core.inputs import check_token_labels
 from ..core.losses import step_share, token_cross_entropy
 from ..core.pretraining_specs import PretrainingSpec, register_pretraining
-from .language import LanguageModel
+from .language_model import LanguageModel
 
 
 @register_pretraining("span_boundary")

@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from ..compat import has_hooks
 from ..core.components import Spec, bounded, register
 from ..core.context import LayerContext
-from ..core.dropout import dropped
 from ..core.weight_decay import Undecayed
 from .base import NormSpec, norm_inputs
 
@@ -37,7 +37,11 @@ class Residual(Undecayed, nn.Module):
 
     def branch(self, output: Tensor, gate: Tensor | None) -> Tensor:
         """f's output as it is added: dropout, then the block's scale and the sublayer's gate [B, T, 1]."""
-        output = dropped(self.dropout, output)
+        dropout = self.dropout
+        # In evaluation called only where something stands behind it, such as an adapter: a call for nothing takes
+        # longer than the sum that follows it.
+        if dropout.training or has_hooks(dropout) or type(dropout) is not nn.Dropout:
+            output = dropout(output)
         if self.scale != 1.0:
             output = output * self.scale
         return output if gate is None else output * gate

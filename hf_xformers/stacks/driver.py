@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from ..blocks.base import XFormerLayer
+from ..blocks.base import XFormerLayer, flattened, unflattened
 from ..core.context import LayerContext, add_losses
-from ..core.prepared import States, flattened, unflattened
+from ..core.prepared import States
 from ..core.segment_memory import SegmentMemory
 from ..position.base import Position
 

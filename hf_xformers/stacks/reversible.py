@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.utils import logging
 
-from ..blocks.base import Partner, SublayerPlan, XFormerLayer
+from ..blocks.base import Names, Partner, SublayerPlan, XFormerLayer, flattened, unflattened
 from ..core.components import register
 from ..core.context import LayerContext, add_losses
 from ..core.hand_overs import HandOver
-from ..core.prepared import Names, States, flattened, one_state, unflattened
+from ..core.prepared import States, one_state
 from ..ops.common.derivatives import first_derivative_only
 from ..ops.common.products import autocast_state
 from ..position.base import Position

@@ -8,6 +8,7 @@ import torch
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerForMaskedLM, XFormerModel
+from hf_xformers.blocks.base import flattened, unflattened
 from hf_xformers.core.cache import make_cache
 from hf_xformers.core.context import (
     LayerContext,
@@ -16,7 +17,7 @@ from hf_xformers.core.context import (
     segments_from_positions,
     self_attention_cache,
 )
-from hf_xformers.core.prepared import Prepared, State, flattened, one_state, unflattened
+from hf_xformers.core.prepared import Prepared, State, one_state
 from hf_xformers.feedforward.base import FeedForward
 from tests.helpers import NO_DROPOUT, close, make_strong, tokens
 

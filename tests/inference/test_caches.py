@@ -117,10 +117,10 @@ def test_static_cache(case, caplog, monkeypatch):
 
 
 def test_own_state_is_named(caplog, monkeypatch):
-    from hf_xformers.modeling import language as modeling_language
+    from hf_xformers.modeling import generation
 
     said = []
-    monkeypatch.setattr(modeling_language.logger, "warning_once", said.append)
+    monkeypatch.setattr(generation.logger, "warning_once", said.append)
     for name, part in (("xf_performer", "attention 'performer'"), ("xf_cpe", "block 'cpe'"), ("xf_gpt2", None)):
         model = next(case for case in ONCE if case.name == name).shared()
         model.generate(tokens(1, 3), max_new_tokens=2, cache_implementation="static")
@@ -128,10 +128,10 @@ def test_own_state_is_named(caplog, monkeypatch):
 
 
 def test_weights_that_a_state_has_not_are_told_of(monkeypatch):
-    from hf_xformers.modeling import language as modeling_language
+    from hf_xformers.modeling import generation
 
     said = []
-    monkeypatch.setattr(modeling_language.logger, "warning_once", said.append)
+    monkeypatch.setattr(generation.logger, "warning_once", said.append)
     wanted = {"max_new_tokens": 3, "return_dict_in_generate": True, "output_attentions": True}
     for name, keeps_keys in (("xf_performer", False), ("xf_longformer", True)):
         model = next(case for case in ONCE if case.name == name and case.shape == "decoder").shared()
