@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from ..core.components import SLOTS
-from .arguments import Parser, add_model_options, parse_changes, parse_command, parse_fields, take_file
+from .arguments import Parser, add_model_options, parse_changes, parse_command, parse_fields
 from .console import print_facts, say
+from .options_file import take_file
 from .pretrain import OUTPUT_HELP, quiet_libraries
 from .several_tasks import run_several, split_file, split_tasks
 from .values import annotation, parse

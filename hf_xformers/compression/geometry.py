@@ -17,7 +17,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..configuration_xformer import XFormerConfig
-from ..conversion.transfer import carry_generation, quiet
+from ..conversion.quiet import quiet
+from ..conversion.transfer import carry_generation
 from ..core.tasks import any_task
 from ..modeling_base import XFormerPreTrainedModel
 from ..modeling_tower import XFormerTower

@@ -209,7 +209,7 @@ class Quantizer:
         """The model of a folder, quantized as it is read."""
         from transformers import TorchAoConfig
 
-        from ..conversion.transfer import quiet
+        from ..conversion.quiet import quiet
 
         configuration = TorchAoConfig(recipe(self.choice), modules_to_not_convert=list(parts.kept))
         with quiet():

@@ -26,18 +26,11 @@ from transformers.utils import logging
 
 from ..configuration_xformer import XFormerConfig
 from ..modeling_base import XFormerPreTrainedModel
-from .base import (
-    Converter,
-    activation,
-    converter_back,
-    converter_for,
-    converters,
-    decoder_heads,
-    feedforward,
-    register,
-)
+from .activations import activation, feedforward
+from .base import Converter, converters, decoder_heads, register
 from .checkpoint import convert_checkpoint, load, read_model_type
 from .free_mix import model_as_variant
+from .lookup import converter_back, converter_for
 from .report import Report
 from .rotary import rope_parameters, rotary_of, rotation_fields
 from .rules import copied

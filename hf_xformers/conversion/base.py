@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib
 import itertools
 import pkgutil
@@ -18,10 +17,9 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ..configuration_xformer import XFormerConfig
-from ..core.components import SLOTS, Spec, build_spec
+from ..core.components import SLOTS, Spec
 from ..core.rooms import import_plugins
 from ..variants import config_class
-from .near import nearest
 from .rules import Entry, Rule, expand
 
 # Fields with the same name and meaning everywhere.
@@ -267,8 +265,8 @@ class Converter:
                     if value != kept and name not in self.unread_ours:
                         where = f" in layer {index}" if self.per_layer and mine.is_heterogeneous else ""
                         raise ValueError(
-                            f"{name}={_shown(value)}{where} has no counterpart in transformers: every"
-                            f" {self.model_type!r} model of this size has {_shown(kept)} there."
+                            f"{name}={shown(value)}{where} has no counterpart in transformers: every"
+                            f" {self.model_type!r} model of this size has {shown(kept)} there."
                         )
             pooler, kept = mine.pooler_activation, carried.pooler_activation
             if mine.add_pooler and pooler != kept and "pooler_activation" not in self.unread_ours:
@@ -371,6 +369,12 @@ class Converter:
         return entries
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
 def one_line(error: BaseException) -> str:
     """An error's text without line breaks and full stop."""
     return " ".join(str(error).split()).rstrip(".") or type(error).__name__
@@ -382,7 +386,7 @@ def _dropout(config: XFormerConfig, name: str) -> float:
     return config.hidden_dropout_prob if value is None else value
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     if isinstance(value, Spec):
         fields = {key: entry for key, entry in value.to_dict().items() if key != "type"}
         return f"{value.type!r} {fields}" if fields else repr(value.type)
@@ -409,148 +413,4 @@ def converters() -> dict[str, Converter]:
     return _CONVERTERS
 
 
-# Related families of transformers that have no converter, and why.
-_WITHOUT = {
-    "nllb-moe": "transformers' layers send every token to its first two experts, whichever the router chooses",
-    "mega": "transformers has no model of it any more, and its moving averages are no component here",
-}
-
-
-def converter_for(model_type: str | None) -> Converter:
-    """The converter of a model type of transformers, or the native one of a variant of ours.
-
-    Raises:
-        ValueError: no converter; the message lists what there is, the nearest first.
-    """
-    known = converters()
-    if model_type in known:
-        return known[model_type]
-    found = next((entry for entry in known.values() if entry.variant == model_type and entry.native), None)
-    if found is None and model_type in _WITHOUT:
-        raise ValueError(
-            f"No conversion for model type {model_type!r}: {_WITHOUT[model_type]}. `hf-xformers list --families` shows"
-            " what converts."
-        )
-    if found is None and model_type is None:
-        raise ValueError(
-            "the config.json of the model names no model_type, as transformers does; give the folder of a model that"
-            " `save_pretrained` wrote"
-        )
-    name = str(model_type)
-    if found is None and name in CONFIG_MAPPING and not issubclass(CONFIG_MAPPING[name], XFormerConfig):
-        near = nearest(name, [entry.model_type for entry in known.values() if not entry.layouts])
-        hint = f"these are nearest to it by their configs: {', '.join(near)}" if near else "none is near to it"
-        raise ValueError(
-            f"No conversion for model type {model_type!r}; of the families that convert, {hint}. `hf-xformers list"
-            " --families` shows all of them, and `hf-xformers list --components` what a model can be made of."
-        )
-    if found is None:
-        names = sorted({name for entry in known.values() for name in (entry.model_type, entry.variant)})
-        close = difflib.get_close_matches(str(model_type), names, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else "."
-        raise ValueError(f"No conversion for model type {model_type!r}{hint} These convert: {', '.join(names)}.")
-    return found
-
-
-def converter_back(config: XFormerConfig, model_type: str | None = None, origin: str | None = None) -> Converter:
-    """The converter that leads a model of ours to transformers.
-
-    model_type: transformers' family that is wanted. origin: transformers' class that the model was made of, where that
-    is known. Without either it is the family that the variant is named after, or the only one whose config can say
-    what this one does.
-
-    Raises:
-        ValueError: no family fits, or several do.
-    """
-    known = converters()
-    of_variant = [entry for entry in known.values() if entry.variant == config.model_type and not entry.layouts]
-    if model_type is not None:
-        found = known.get(model_type)
-        if found is None or found not in of_variant:
-            names = ", ".join(sorted(entry.model_type for entry in of_variant)) or "none"
-            raise ValueError(
-                f"A {config.model_type!r} model has no counterpart of model type {model_type!r}; it converts to:"
-                f" {names}."
-            )
-        return found
-    made_of = next((entry for entry in of_variant if origin is not None and entry.head_of_theirs(origin)), None)
-    if made_of is not None:
-        return made_of
-    if not of_variant or any(entry.native and entry.variant == config.model_type for entry in of_variant):
-        return converter_for(config.model_type)
-    fitting = [entry for entry in of_variant if _says(entry, config)]
-    if len(fitting) == 1:
-        return fitting[0]
-    names = ", ".join(sorted(entry.model_type for entry in fitting or of_variant))
-    raise ValueError(
-        f"Several families of transformers have these components; say which `model_type` to make: {names}."
-        if fitting
-        else f"No family of transformers has these components; give a `model_type` to be told why: {names}."
-    )
-
-
-def _says(converter: Converter, config: XFormerConfig) -> bool:
-    try:
-        converter.config_to_theirs(config)
-    except ValueError:
-        return False
-    return True
-
-
 # ---------------------------------------------------------------------------------------------------- shared tables
-
-# transformers' activation -> our feed-forward component; several names there are one function.
-_PLAIN: dict[str, dict[str, Any]] = {
-    "relu": {"type": "relu"},
-    "gelu": {"type": "gelu", "approximate": "none"},
-    "gelu_new": {"type": "gelu", "approximate": "tanh"},
-    "quick_gelu": {"type": "gelu", "approximate": "sigmoid"},
-    "relu2": {"type": "squared_relu"},
-    "silu": {"type": "swish"},
-}
-_GATED: dict[str, dict[str, Any]] = {
-    "relu": {"type": "reglu"},
-    "gelu": {"type": "geglu", "approximate": "none"},
-    "gelu_new": {"type": "geglu", "approximate": "tanh"},
-    "quick_gelu": {"type": "geglu", "approximate": "sigmoid"},
-    "relu2": {"type": "squared_reglu"},
-    "silu": {"type": "swiglu"},
-    "sigmoid": {"type": "glu"},
-    "linear": {"type": "bilinear"},
-}
-_SYNONYMS = {"gelu_python": "gelu", "gelu_fast": "gelu_new", "gelu_pytorch_tanh": "gelu_new", "swish": "silu"}
-
-
-def activation_name(name: str) -> str:
-    """The one name that we keep of transformers' names for the same function."""
-    return _SYNONYMS.get(name, name)
-
-
-def feedforward(activation: str, *, gated: bool = False, bias: bool = True) -> dict[str, Any]:
-    """Our feed-forward component with this activation of transformers.
-
-    Raises:
-        ValueError: we have none.
-    """
-    table = _GATED if gated else _PLAIN
-    name = activation_name(activation)
-    if name not in table:
-        kind = "gated " if gated else ""
-        raise ValueError(
-            f"No {kind}feed-forward component has the activation {activation!r}; convertible: {', '.join(table)}."
-        )
-    return {**table[name], "bias": bias}
-
-
-def activation(spec: Spec) -> tuple[str, bool]:
-    """(transformers' activation, gated) of a feed-forward component; the inverse of [`feedforward`].
-
-    Raises:
-        ValueError: transformers has no name for it.
-    """
-    bias = getattr(spec, "bias", True)
-    for gated, table in ((False, _PLAIN), (True, _GATED)):
-        for name, entry in table.items():
-            if build_spec("feedforward", {**entry, "bias": bias}) == spec:
-                return name, gated
-    raise ValueError(f"transformers has no counterpart of the feed-forward component {_shown(spec)}.")

@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import CONFIG_NAME, cached_file
 
 from ..compat import has_adapter
@@ -20,31 +20,20 @@ from ..core.components import SLOTS
 from ..core.finite import refuse_non_finite
 from ..core.saved_files import read_object, refuse_damaged_weights, replacing, tensors_of, weight_files
 from ..variants import config_class, family, model_types
-from .base import Converter, converter_back, converter_for, converters, one_line
+from .base import Converter, converters, first_line, one_line
 from .free_mix import as_variant
 from .gguf import unpacked
 from .image_processors import open_image_processor, reads_images, save_image_processor
+from .lookup import converter_back, converter_for
 from .provenance import read_provenance, write_provenance
+from .quiet import quiet
 from .refusals import refuse_adapter, refuse_config, refuse_place, refuse_weights
 from .report import Report
 from .sentence_files import model_place, open_sentence_files
-from .transfer import Source, check_head, needed_beside, quiet, to_ours, to_theirs
-from .word_vocabulary import word_file, word_tokenizer
+from .tokenizer_files import open_tokenizer
+from .transfer import Source, check_head, needed_beside, to_ours, to_theirs
 
 Direction = Literal["auto", "to_ours", "to_theirs"]
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "spiece.model",
-    "vocab.json",
-    "vocab.txt",
-)
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 def model_type_of(source: str | Path) -> str | None:
@@ -67,7 +56,7 @@ def _remote_config(name: str) -> dict[str, Any]:
         fields, _ = PreTrainedConfig.get_config_dict(name)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"{name!r} is neither a folder nor a Hub repository that can be read: {_first_line(error)} Correct the"
+            f"{name!r} is neither a folder nor a Hub repository that can be read: {first_line(error)} Correct the"
             " name, or copy or download it again."
         ) from error
     return fields
@@ -244,7 +233,7 @@ def _loaded(model_class: Any, name: str, config: PreTrainedConfig) -> Source:
         ) from error
     except (OSError, RuntimeError, ValueError, TypeError, ZeroDivisionError, SafetensorError) as error:
         raise ValueError(
-            f"Cannot load {model_class.__name__} from {name!r}: {_first_line(error)}; copy or download the "
+            f"Cannot load {model_class.__name__} from {name!r}: {first_line(error)}; copy or download the "
             "checkpoint again, or save it with `save_pretrained`."
         ) from error
     if has_adapter(model):  # of a Hub id; a folder was looked into before
@@ -406,42 +395,6 @@ def _converted(
 def save(model: PreTrainedModel, folder: Path) -> None:
     """Config, weights as safetensors, generation settings."""
     model.save_pretrained(folder)
-
-
-def open_tokenizer(source: str | Path) -> Any | None:
-    """The tokenizer of a folder or Hub id; None if it has none. No code of a repository is run.
-
-    Raises:
-        ValueError: a folder has one that cannot be read.
-    """
-    local = Path(os.fspath(source)).expanduser()
-    whole = any((local / name).is_file() for name in _TOKENIZER_FILES if name != "tokenizer_config.json")
-    words = None if whole or not local.is_dir() else word_file(local)
-    if words is not None:
-        return word_tokenizer(words)
-    if local.is_dir() and not any((local / name).is_file() for name in _TOKENIZER_FILES):
-        return None
-    try:
-        return AutoTokenizer.from_pretrained(os.fspath(source), trust_remote_code=False)
-    except Exception as error:  # of any library that reads one of its files
-        if not local.is_dir():
-            return None
-        if _own_tokenizer_code(local / "tokenizer_config.json"):  # there is one, and it would be lost
-            raise ValueError(
-                f"The tokenizer of {os.fspath(source)!r} is code of its own (`auto_map`), which is never run; put a"
-                " tokenizer.json in its place, or remove its files to convert the model without it."
-            ) from error
-        raise ValueError(
-            f"The tokenizer of {os.fspath(source)!r} cannot be read ({_first_line(error).rstrip(':.')}); copy or"
-            " download it again, or remove its files to convert the model without it."
-        ) from error
-
-
-def _own_tokenizer_code(settings: Path) -> bool:
-    try:
-        return bool(read_object(settings).get("auto_map"))
-    except (OSError, ValueError):
-        return False
 
 
 # ---------------------------------------------------------------------------------------------------- folders

@@ -13,7 +13,7 @@ from typing import Any
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedConfig
 from transformers.utils import is_gguf_available, quantization_config
 
-from .transfer import quiet
+from .quiet import quiet
 
 # Of the releases that would keep the blocks of the file.
 _KEEPING = getattr(quantization_config, "GgufConfig", None)

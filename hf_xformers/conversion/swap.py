@@ -30,20 +30,22 @@ from ..modeling_base import XFormerPreTrainedModel
 from ..modeling_tower import XFormerTower
 from ..modeling_xformer import XFormerModel
 from ..variants import family, model_types
-from .base import converter_for
-from .checkpoint import check_target, load, model_type_of, open_config, open_ours, open_tokenizer, save
+from .checkpoint import check_target, load, model_type_of, open_config, open_ours, save
 from .derivations import Derived, Part, derive
 from .gguf import gguf_config, unpacked
 from .image_processors import open_image_processor, reads_images, save_image_processor
+from .lookup import converter_for
 from .movement import Movement, movement
 from .provenance import write_provenance
+from .quiet import quiet
 from .refusals import refuse_quantized
 from .report import Report
 from .sentence_files import model_place, open_sentence_files
 from .shared_heads import shared_factors as _  # noqa: F401  its file enters the rule of collaborative attention
 from .swap_config import Layers, changed_slots, settings_left_behind, swapped_config
 from .swap_report import SwapReport
-from .transfer import Source, carry_generation, check_head, our_head_of, quiet, to_ours
+from .tokenizer_files import open_tokenizer
+from .transfer import Source, carry_generation, check_head, our_head_of, to_ours
 
 _NORMS = ("weight", "bias")
 

@@ -6,20 +6,18 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.utils import logging
 
 from ..compat import chosen, left_on_load
 from ..configuration_xformer import XFormerConfig
 from ..variants import config_class, family
 from .base import Converter, Head
+from .quiet import quiet
 from .refusals import refuse_quantized
 from .report import Report
 from .rules import FIRST, NONE, ZERO, Entry
@@ -440,22 +438,6 @@ def carry_generation(source: PreTrainedModel, target: PreTrainedModel) -> None:
         if getattr(settings, name) is None:
             setattr(settings, name, getattr(target.generation_config, name))
     target.generation_config = settings
-
-
-@contextmanager
-def quiet(*, bars: bool = False) -> Iterator[None]:
-    """Loading without transformers' own remarks: what is new and what is tied stands in the report. bars: progress is
-    shown, which takes a while from a disk and none from memory."""
-    level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled() and not bars
-    logging.set_verbosity_error()
-    if bar:
-        logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bar:
-            logging.enable_progress_bar()
 
 
 def _listed(names: list[str]) -> str:

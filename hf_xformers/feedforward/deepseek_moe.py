@@ -17,7 +17,8 @@ from ..core.distributed import sum_over_processes
 from ..core.precision import Float32Module
 from .base import FeedForward
 from .dense import DenseFeedForward
-from .experts import Experts, ExpertsSpec, Router, mean_over, real_tokens
+from .experts import Experts, ExpertsSpec, Router
+from .routing import mean_over, real_tokens
 
 
 class Gate(nn.Module):

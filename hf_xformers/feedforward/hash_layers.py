@@ -18,8 +18,9 @@ from ..core.hand_overs import HandOver
 from ..core.prepared import Prepared
 from .base import FeedForward
 from .dense import DenseFeedForward
-from .experts import Experts, ExpertsSpec, real_tokens
+from .experts import Experts, ExpertsSpec
 from .multi_hash import MultiHashExperts
+from .routing import real_tokens
 from .token_maps import balanced_map, dispersed_map, k_means
 
 _PRIME = 2**31 - 1

@@ -18,7 +18,8 @@ from ..ops.common.constants import constant
 from ..ops.common.derivatives import first_derivative_only
 from .base import FeedForward
 from .dense import DenseFeedForward, DenseForm
-from .experts import real_tokens, wide
+from .experts import wide
+from .routing import real_tokens
 
 CACHED_NUMBERS = 1 << 20  # of values read at once for the gradient of weights: 4 MiB in float32
 NUMBERS_AT_ONCE = 1 << 27  # the same on other devices, where a step costs more than a buffer

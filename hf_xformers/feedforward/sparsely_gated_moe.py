@@ -10,7 +10,8 @@ from torch import Tensor
 from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput
 from .base import FeedForward
-from .experts import ExpertsSpec, Router, mean_over, real_tokens
+from .experts import ExpertsSpec, Router
+from .routing import mean_over, real_tokens
 
 
 def squared_variation(values: Tensor) -> Tensor:

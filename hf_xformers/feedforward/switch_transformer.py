@@ -9,15 +9,8 @@ from torch import Tensor
 from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput
 from .base import FeedForward
-from .experts import (
-    ExpertsSpec,
-    Router,
-    balance_loss,
-    documents,
-    real_tokens,
-    within_capacity,
-    z_loss,
-)
+from .experts import ExpertsSpec, Router
+from .routing import balance_loss, documents, real_tokens, within_capacity, z_loss
 
 
 class SwitchFeedForward(FeedForward):

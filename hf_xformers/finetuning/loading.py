@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..compat import class_for
 from ..configuration_xformer import XFormerConfig
-from ..conversion.transfer import quiet
+from ..conversion.quiet import quiet
 from ..core.changes import merge_changes
 from ..core.finite import refuse_non_finite
 from ..core.saved_files import refuse_damaged_weights

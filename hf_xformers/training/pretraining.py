@@ -166,7 +166,7 @@ def start_model(
     """Fresh weights under the run's seed, or the weights of `init_from`, or those of a finished run. adapted: its
     checkpoints hold adapters, too, and are read when these are there. partial: they hold a part of the model."""
     Run(args).seed()
-    from ..conversion.transfer import quiet
+    from ..conversion.quiet import quiet
 
     cls = head_class(prepared.config, prepared.objective)
     start = prepared.plan["init_from"]

@@ -238,7 +238,7 @@ def load_model(name: str, objective: Objective) -> PreTrainedModel:
     import transformers
 
     from ..configuration_xformer import XFormerConfig
-    from ..conversion.transfer import quiet
+    from ..conversion.quiet import quiet
     from ..variants import family
 
     refuse_damaged_weights(name)

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from hf_xformers.cli import main
-from hf_xformers.cli.arguments import file_tokens, offered_fields, overlay, parse_command, split_dotted
+from hf_xformers.cli.arguments import offered_fields, overlay, parse_command, split_dotted
+from hf_xformers.cli.options_file import file_tokens
 from hf_xformers.cli.pretrain import GROUPS, make_parser, model_options
 from hf_xformers.cli.values import annotation, parse
 from hf_xformers.core.components import SLOTS

@@ -10,7 +10,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from hf_xformers.conversion import convert_checkpoint, from_transformers, swap_checkpoint, to_transformers
-from hf_xformers.conversion.base import activation_name, converter_for
+from hf_xformers.conversion.activations import activation_name
+from hf_xformers.conversion.lookup import converter_for
 from tests.conversion.architectures import FIRST, architectures
 
 ALL = architectures()

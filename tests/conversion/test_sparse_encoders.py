@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from transformers.models.big_bird.modeling_big_bird import BigBirdBlockSparseAttention
 from transformers.models.bigbird_pegasus.modeling_bigbird_pegasus import BigBirdPegasusBlockSparseAttention
 
-from hf_xformers.conversion.base import converter_for
+from hf_xformers.conversion.lookup import converter_for
 from hf_xformers.ops.block_sparse.pattern_atoms import RandomBlocks
 from tests.conversion.architectures import VOCAB, architectures
 from tests.conversion.test_architectures import assert_exact, assert_same, round_trip

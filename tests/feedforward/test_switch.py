@@ -9,7 +9,8 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_xformers import build_spec
 from hf_xformers.feedforward import experts as experts_module
 from hf_xformers.feedforward.dense import DenseFeedForward
-from hf_xformers.feedforward.experts import Experts, capacities, grouped_matmul, places
+from hf_xformers.feedforward.experts import Experts, grouped_matmul
+from hf_xformers.feedforward.routing import capacities, places
 from hf_xformers.feedforward.switch_transformer import SwitchFeedForward
 from hf_xformers.variants.switch_transformer import XFSwitchTransformerConfig, XFSwitchTransformerModel
 from tests.feedforward.expert_helpers import (

@@ -12,7 +12,8 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from ...configuration_xformer import XFormerConfig
-from ..base import Converter, Head, activation, activation_name, feedforward, register
+from ..activations import activation, activation_name, feedforward
+from ..base import Converter, Head, register
 from ..rules import Rule, copied, first
 from .bert import CLASSIFIERS, COMPONENTS, EMBEDDINGS, FIELDS, refuse_relative_positions
 

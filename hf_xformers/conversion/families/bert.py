@@ -13,7 +13,8 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from ...configuration_xformer import XFormerConfig
-from ..base import Converter, Head, activation, activation_name, feedforward, register
+from ..activations import activation, activation_name, feedforward
+from ..base import Converter, Head, register
 from ..rules import Operation, Rule, copied, first, only_theirs
 
 FIELDS = {

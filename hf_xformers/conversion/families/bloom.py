@@ -12,7 +12,8 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from ...configuration_xformer import XFormerConfig
-from ..base import Converter, decoder_heads, feedforward, register
+from ..activations import feedforward
+from ..base import Converter, decoder_heads, register
 from ..rules import Rule, copied, fused_by_head
 from .gpt_neo import TASKS
 

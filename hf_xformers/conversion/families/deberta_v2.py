@@ -16,7 +16,8 @@ import torch
 from transformers import PreTrainedConfig
 
 from ...configuration_xformer import XFormerConfig
-from ..base import Converter, Head, activation, activation_name, feedforward, register
+from ..activations import activation, activation_name, feedforward
+from ..base import Converter, Head, register
 from ..rules import Operation, Rule, copied
 from .bert import CLASSIFIERS, FIELDS, LANGUAGE_HEAD
 

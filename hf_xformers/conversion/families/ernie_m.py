@@ -12,7 +12,8 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from ...configuration_xformer import XFormerConfig
-from ..base import Converter, Head, activation, feedforward, register
+from ..activations import activation, feedforward
+from ..base import Converter, Head, register
 from ..layouts.ernie_m import CLASSES
 from ..rules import copied, only_theirs
 from . import bert

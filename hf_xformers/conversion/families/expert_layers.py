@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 
 from ...configuration_xformer import XFormerConfig
 from ...feedforward.deepseek_moe import DeepSeekSpec
-from ..base import feedforward
+from ..activations import feedforward
 from ..rules import Rule, copied
 from . import llama
 

@@ -19,7 +19,8 @@ from transformers import PreTrainedConfig
 
 from ...configuration_xformer import XFormerConfig
 from ...core.components import Spec
-from ..base import Converter, Head, activation, feedforward, register
+from ..activations import activation, feedforward
+from ..base import Converter, Head, register
 from ..rules import Operation, Rule, copied
 from .electra import DISCRIMINATING, DISCRIMINATOR
 

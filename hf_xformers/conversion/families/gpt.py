@@ -8,7 +8,8 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from ...configuration_xformer import XFormerConfig
-from ..base import Converter, Head, activation, feedforward, register
+from ..activations import activation, feedforward
+from ..base import Converter, Head, register
 from ..rules import copied
 from .gpt2 import BLOCKS, FIELDS, LANGUAGE_MODEL, SEQUENCE, SUMMARY, SUMMARY_HEAD
 

@@ -13,7 +13,8 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from ...configuration_xformer import XFormerConfig
-from ..base import Converter, activation, decoder_heads, feedforward, register
+from ..activations import activation, feedforward
+from ..base import Converter, decoder_heads, register
 from ..rules import copied
 from .gpt2 import SEQUENCE
 

@@ -12,7 +12,8 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from ...configuration_xformer import XFormerConfig
-from ..base import Converter, activation, decoder_heads, feedforward, register
+from ..activations import activation, feedforward
+from ..base import Converter, decoder_heads, register
 from ..rotary import rope_parameters, rotary_of, rotation_fields
 from ..rules import Rule, copied, fused_by_head, only_theirs
 from .gpt_neo import TASKS

@@ -14,7 +14,8 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from ...configuration_xformer import XFormerConfig
-from ..base import Converter, Groups, activation, decoder_heads, feedforward, register
+from ..activations import activation, feedforward
+from ..base import Converter, Groups, decoder_heads, register
 from ..rotary import rope_parameters, rotary_of, rotation_fields
 from ..rules import Rule, copied, zero
 

@@ -13,7 +13,8 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from ...configuration_xformer import XFormerConfig
-from ..base import Converter, Head, activation_name, feedforward, register
+from ..activations import activation_name, feedforward
+from ..base import Converter, Head, register
 from ..rules import Rule, copied, joined, zero
 from . import llama
 from .gemma3_text import position, rotations

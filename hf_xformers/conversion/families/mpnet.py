@@ -13,7 +13,8 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from ...configuration_xformer import XFormerConfig
-from ..base import Converter, Head, activation, feedforward, register
+from ..activations import activation, feedforward
+from ..base import Converter, Head, register
 from ..rules import copied
 from .bert import COMPONENTS, DENSE_CLASSIFIERS, FIELDS, POOLER
 from .roberta import LANGUAGE_HEAD

@@ -11,7 +11,8 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from ...configuration_xformer import XFormerConfig
-from ..base import Converter, Head, activation, activation_name, feedforward, register
+from ..activations import activation, activation_name, feedforward
+from ..base import Converter, Head, register
 from ..rules import copied
 from .bert import CLASSIFIERS, FIELDS, POOLER, language_head
 

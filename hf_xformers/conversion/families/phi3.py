@@ -13,7 +13,8 @@ from transformers import PreTrainedConfig
 
 from ...configuration_xformer import XFormerConfig
 from ...position.rotary_scaling import LongRopeScaling
-from ..base import Converter, decoder_heads, feedforward, register
+from ..activations import feedforward
+from ..base import Converter, decoder_heads, register
 from ..rotary import rope_parameters, rotary_of, rotation_fields
 from ..rules import Rule, copied, joined
 from . import llama

@@ -25,7 +25,8 @@ from transformers import PreTrainedConfig
 from ...compat import reformer_adds_bias
 from ...configuration_xformer import XFormerConfig
 from ...core.components import build_spec
-from ..base import Converter, Head, activation, feedforward, register
+from ..activations import activation, feedforward
+from ..base import Converter, Head, register
 from ..rules import Operation, Rule, copied, only_ours, only_theirs
 
 FIELDS = {

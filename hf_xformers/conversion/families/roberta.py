@@ -13,7 +13,8 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from ...configuration_xformer import XFormerConfig
-from ..base import Converter, Head, activation, feedforward, register
+from ..activations import activation, feedforward
+from ..base import Converter, Head, register
 from .bert import BACKBONE, DENSE_CLASSIFIERS, FIELDS, POOLER, language_head, refuse_relative_positions
 
 

@@ -16,7 +16,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from ...configuration_xformer import XFormerConfig
-from ..base import Converter, Head, activation, activation_name, feedforward, register
+from ..activations import activation, activation_name, feedforward
+from ..base import Converter, Head, register
 from ..rules import Rule, computed, copied
 from .bert import DENSE_CLASSIFIERS, FIELDS, LANGUAGE_HEAD, LAYERS
 

@@ -8,7 +8,8 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from ...configuration_xformer import XFormerConfig
-from ..base import Converter, decoder_heads, feedforward, register
+from ..activations import feedforward
+from ..base import Converter, decoder_heads, register
 from ..rotary import rope_parameters, rotary_of, rotation_fields
 from . import llama
 from .mistral import COMPONENTS, attention

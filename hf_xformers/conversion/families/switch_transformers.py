@@ -15,7 +15,8 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from ...configuration_xformer import XFormerConfig
-from ..base import Converter, Head, feedforward, register
+from ..activations import feedforward
+from ..base import Converter, Head, register
 from ..rules import Rule, copied, stacked
 from . import t5
 

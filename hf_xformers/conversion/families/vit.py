@@ -16,7 +16,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from ...configuration_xformer import XFormerConfig
-from ..base import Converter, Head, activation, feedforward, register
+from ..activations import activation, feedforward
+from ..base import Converter, Head, register
 from ..rules import Operation, Rule, copied, only_theirs, row
 
 FIELDS = {

@@ -16,7 +16,8 @@ from transformers import PreTrainedConfig
 
 from ...configuration_xformer import XFormerConfig
 from ...embedding.token import LANGUAGES
-from ..base import Converter, Head, activation, feedforward, register
+from ..activations import activation, feedforward
+from ..base import Converter, Head, register
 from ..rules import Rule, copied, only_theirs
 from .bert import COMPONENTS
 from .distilbert import position_rule

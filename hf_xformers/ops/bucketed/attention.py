@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from .cluster_op import forward_op as clusters_op
-from .op import HIDDEN, Layout, Round, Scratch, default_chunk, forward_op, sorted_codes
+from .op import default_chunk, forward_op, sorted_codes
 from .reference import bucketed_reference, clustered_reference
+from .rounds import HIDDEN, Layout, Round, Scratch
 from .sets import OWN_KEY, Chunks, Recent
 
 __all__ = [

@@ -10,7 +10,6 @@ gathered.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -20,9 +19,8 @@ from torch import Tensor
 from ..common.dropout import Dropout
 from ..common.names import OPTIONS, operator_name
 from ..common.row_lookup import rows_of_tokens
-from .op import HIDDEN, Scratch
+from .rounds import HIDDEN, LOG2_E, Scratch
 
-_LOG2_E = math.log2(math.e)
 _SCORES_AT_ONCE = {"cpu": 2**18}
 _SCORES_AT_ONCE_ELSEWHERE = 2**26
 
@@ -138,7 +136,7 @@ def _forward(
         shares = _shares(clusters, q, query_valid)
         for group in clusters.groups():
             places, hidden = clusters.queries[group], clusters.hidden(group)
-            queries = products.gather("queries", rows_q, places).mul_(scale * _LOG2_E)
+            queries = products.gather("queries", rows_q, places).mul_(scale * LOG2_E)
             scores = products.scores(queries, products.gather("keys", rows_k, clusters.keys[group]), hidden)
             top = scores.amax(-1, keepdim=True)
             mass = scores.sub_(top).exp2_().sum(-1, keepdim=True)
@@ -175,7 +173,7 @@ def _backward(
     with torch.autocast(q.device.type, enabled=False):
         for group in clusters.groups():
             places, sources = clusters.queries[group].flatten(), clusters.keys[group].flatten()
-            queries = products.gather("queries", rows_q, clusters.queries[group]).mul_(scale * _LOG2_E)
+            queries = products.gather("queries", rows_q, clusters.queries[group]).mul_(scale * LOG2_E)
             keys = products.gather("keys", rows_k, clusters.keys[group])
             above = products.gather("above", rows_grad, clusters.queries[group]).mul_(shares[group, :, None])
             weights = products.scores(queries, keys, clusters.hidden(group)).sub_(lse[group, :, None]).exp2_()
@@ -191,7 +189,7 @@ def _backward(
             slopes.sub_(mean).mul_(weights)
             to_q.index_add_(0, places, products.multiply("result", slopes, keys).mul_(scale).flatten(0, 1))
             to_keys = products.multiply("window", slopes.mT, queries)
-            to_keys.mul_(1 / _LOG2_E)  # a factor that the queries carry
+            to_keys.mul_(1 / LOG2_E)  # a factor that the queries carry
             to_k.index_add_(0, sources, to_keys.flatten(0, 1))
     return _of_rows(to_q, q), _of_rows(to_k, k), _of_rows(to_v, v)
 

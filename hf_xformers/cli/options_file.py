@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of a command from a YAML or JSON file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from transformers import HfArgumentParser
+
+if TYPE_CHECKING:
+    pass
+
+
+_YAML_SUFFIXES = (".yaml", ".yml", ".json")
+
+
+def take_file(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """The options of a YAML (or JSON) file named as the first argument, and the other arguments.
+
+    Raises ValueError for a missing file, one that cannot be parsed, or one that is no mapping.
+    """
+    if not argv or argv[0].startswith("-") or not argv[0].endswith(_YAML_SUFFIXES):
+        return {}, list(argv)
+    path = Path(argv[0]).expanduser()
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(
+            f"the configuration file {argv[0]!r} cannot be read: {error.strerror}; correct the path"
+        ) from None
+    except yaml.YAMLError as error:
+        raise ValueError(f"the configuration file {argv[0]!r} is no valid YAML: {error}") from None
+    if content is None:
+        content = {}
+    if not isinstance(content, dict):
+        raise ValueError(
+            f"the configuration file {argv[0]!r} must hold `option: value` lines, not a {type(content).__name__}"
+        )
+    return {str(key): value for key, value in content.items()}, list(argv[1:])
+
+
+def file_tokens(
+    options: Mapping[str, Any], groups: Iterable[str], parser: HfArgumentParser | None = None
+) -> list[str]:
+    """The command line that says the same as a file's options."""
+    groups = set(groups)
+    lists = (
+        set()
+        if parser is None
+        else {flag for flag, action in parser._option_string_actions.items() if action.nargs == "+"}
+    )
+    tokens: list[str] = []
+    for key, value in options.items():
+        flag = f"--{key}"
+        if key in groups and isinstance(value, Mapping):
+            for field, entry in _flat(value):
+                tokens.append(f"{flag}={_text(entry)}" if field == "type" else f"{flag}.{field}={_text(entry)}")
+        elif flag in lists and isinstance(value, (list, tuple)):
+            tokens += [flag, *map(_text, value)]
+        elif value is not None or key not in _optional_in(parser):
+            tokens.append(f"{flag}={_text(value)}")
+    return tokens
+
+
+def _optional_in(parser: HfArgumentParser | None) -> set[str]:
+    """Options of the parser's dataclasses: `null` in a file leaves them at their default."""
+    types = [] if parser is None else parser.dataclass_types
+    return {field.name for cls in types for field in dataclasses.fields(cls)}
+
+
+def _flat(value: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Nested mappings as dotted names; the name of a nested component stands under its own path."""
+    pairs: list[tuple[str, Any]] = []
+    for key, entry in value.items():
+        path = prefix if key == "type" and prefix else f"{prefix}.{key}" if prefix else str(key)
+        pairs += _flat(entry, path) if isinstance(entry, Mapping) else [(path, entry)]
+    return pairs
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    return "none" if value is None else json.dumps(value)
+
+
+__all__ = ["file_tokens", "take_file"]
