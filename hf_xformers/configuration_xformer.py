@@ -4,19 +4,24 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
-import difflib
 from dataclasses import field
 from typing import Any, ClassVar, Literal, Self, cast
 
-import torch
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
-from transformers.activations import ACT2FN
 
 from .compat import LAYER_SETTINGS, has_own_code, shared_setting
 from .core.components import SLOTS, Spec, SpecLike, build_spec, check_components, check_shared, resolve_field_types
+from .core.config_checks import (
+    check_base_fields,
+    check_geometry,
+    check_layer_fields,
+    layers_with_specs,
+    refuse_typos,
+    refuse_unknown,
+    with_specs,
+)
 from .core.parallel_plans import expert_parallel_plan, fully_sharded_plan, tensor_parallel_plan
 from .core.pretraining_specs import (
     PretrainingSpec,
@@ -28,33 +33,6 @@ from .core.sharing import Order, Part, check_layer_drop, check_sharing
 from .core.specs import default_of
 
 Initializer = Literal["normal", "scaled_residual", "xavier", "small", "t5", "fan_in"]
-
-# Keys that transformers and its neighbors add to a config.json and that are no fields of ours.
-_FOREIGN_KEYS = (
-    "auto_map",
-    "quantization_config",
-    "tie_last_hidden_states",
-    "custom_pipelines",
-    "_name_or_path",
-    "layer_norm_epsilon",  # other models' name of `layer_norm_eps`, which generic code sets on any config
-)
-
-# What single layers may have of their own; the rest belongs to the whole model.
-_OF_LAYERS = (
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "intermediate_size",
-    "attention_probs_dropout_prob",
-    "activation_dropout_prob",
-    "layer_norm_eps",
-    "chunk_size_feed_forward",
-    "attention",
-    "cross_attention",
-    "normalization",
-    "residual",
-    "feedforward",
-)
 
 # What an encoder-decoder's towers cannot differ in: they share the token table, one reads the other's states, and
 # there is one task.
@@ -85,10 +63,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(entry) for entry in value]
     return value
-
-
-def _with_specs(overrides: dict[str, Any]) -> dict[str, Any]:
-    return {key: build_spec(key, value) if key in SLOTS else value for key, value in overrides.items()}
 
 
 def _strict_config(cls: Any) -> None:
@@ -279,7 +253,7 @@ class XFormerConfig(PreTrainedConfig):
         elif key == "pretraining":
             value = settled_pretraining(default_of(type(self), key), value)
         elif key == "per_layer_config" and value is not None:
-            value = self._layers_with_specs(value)
+            value = layers_with_specs(self, value)
             count = shared_setting(self, "num_hidden_layers")
             beyond = [layer for layer in value if layer >= count]
             if beyond:
@@ -288,17 +262,17 @@ class XFormerConfig(PreTrainedConfig):
                     " or raise `num_hidden_layers`."
                 )
         elif key == "decoder" and value is not None:
-            self._refuse_unknown("`decoder`", value, allowed=("per_layer_config",), shared=_SHARED)
-            value = _with_specs(value)
+            refuse_unknown(self, "`decoder`", value, allowed=("per_layer_config",), shared=_SHARED)
+            value = with_specs(value)
             if value.get("per_layer_config") is not None:
-                value["per_layer_config"] = self._layers_with_specs(value["per_layer_config"])
+                value["per_layer_config"] = layers_with_specs(self, value["per_layer_config"])
         super().__setattr__(key, value)
 
     def __post_init__(self, **kwargs):
-        self._refuse_typos(kwargs)
-        self._check_base_fields()
+        refuse_typos(self, kwargs)
+        check_base_fields(self)
         super().__post_init__(**kwargs)
-        self._check_layer_fields("`per_layer_config`")
+        check_layer_fields(self, "`per_layer_config`")
         if self.decoder_start_token_id is None and self.is_encoder_decoder:
             self.decoder_start_token_id = self.pad_token_id
         towers = self.tower_configs()
@@ -319,113 +293,13 @@ class XFormerConfig(PreTrainedConfig):
                 " both the same."
             )
 
-    # ------------------------------------------------------------------------------------------------ validation
-
-    def _refuse_typos(self, kwargs: dict[str, Any]) -> None:
-        """transformers keeps unknown keyword arguments as attributes; one that nearly names a field is a typo."""
-        valid = [field.name for field in dataclasses.fields(self)]
-        for key in kwargs:
-            if key in _FOREIGN_KEYS:
-                continue
-            close = difflib.get_close_matches(key, valid, n=1, cutoff=0.85)
-            if close:
-                raise ValueError(f"{type(self).__name__} has no field {key!r}; did you mean {close[0]!r}?")
-
-    def _check_base_fields(self) -> None:
-        """Fields of transformers' own, which it reads before it checks them."""
-        if isinstance(self.dtype, str) and not isinstance(getattr(torch, self.dtype, None), torch.dtype):
-            raise ValueError(f"`dtype` is the name of a torch dtype such as 'bfloat16', got {self.dtype!r}.")
-        if self.id2label is None:
-            return
-        if not isinstance(self.id2label, dict):
-            raise TypeError(
-                "`id2label` must be a dict of class numbers and names, such as {0: 'no', 1: 'yes'}, got"
-                f" {self.id2label!r}."
-            )
-        for key in self.id2label:
-            if not (isinstance(key, int) or (isinstance(key, str) and key.isdecimal())):
-                raise ValueError(f"`id2label` has class numbers from 0 on as keys, got {key!r}; give numbers.")
-
-    def _layers_with_specs(self, layers: Any) -> dict[int, dict[str, Any]]:
-        """Overrides by layer, as `per_layer_config` keeps them; JSON turned their keys into text."""
-        if not isinstance(layers, dict):
-            raise TypeError(
-                "`per_layer_config` must be a dict of layer numbers and their fields, such as "
-                f"{{0: {{'attention': 'dense'}}}}, got {type(layers).__name__}: {layers!r}."
-            )
-        found: dict[int, dict[str, Any]] = {}
-        for key, overrides in layers.items():
-            layer = int(key) if isinstance(key, str) and key.isdecimal() else key
-            if not isinstance(layer, int) or isinstance(layer, bool) or layer < 0 or layer in found:
-                raise ValueError(
-                    f"`per_layer_config` has numbers of layers from 0 on as keys, each once, got {key!r}; give such"
-                    " numbers."
-                )
-            self._refuse_unknown(f"`per_layer_config[{key!r}]`", overrides)
-            found[layer] = _with_specs(overrides)
-        return found
-
-    def _check_layer_fields(self, where: str) -> None:
-        """Refuses a field that single layers differ in, where it belongs to the whole tower."""
-        for name in sorted((self.per_layer_attributes or set()) - set(_OF_LAYERS)):
-            raise ValueError(
-                f"{where} overrides {name!r}, which all layers of a tower have in common; set it for the whole tower."
-                f" Single layers can have these of their own: {', '.join(_OF_LAYERS)}."
-            )
-
-    def _refuse_unknown(
-        self, where: str, overrides: dict[str, Any], allowed: tuple[str, ...] = (), shared: tuple[str, ...] = ()
-    ) -> None:
-        if not isinstance(overrides, dict):
-            raise TypeError(f"{where} must be a dict of fields, got {type(overrides).__name__}: {overrides!r}.")
-        valid = [field.name for field in dataclasses.fields(self)] + list(allowed)
-        for key in overrides:
-            if key in shared:
-                raise ValueError(f"{where} overrides {key!r}, which both towers share; set it on the config itself.")
-            if key not in valid:
-                close = difflib.get_close_matches(key, valid, n=1)
-                hint = f"; did you mean {close[0]!r}?" if close else "; leave it out."
-                raise ValueError(f"{where} overrides {key!r}, which is no field of {type(self).__name__}{hint}")
-
-    def _check_geometry(self) -> None:
-        counts = (
-            "vocab_size",
-            "hidden_size",
-            "num_hidden_layers",
-            "num_decoder_layers",
-            "decoder_vocab_size",
-            "num_attention_heads",
-            "head_dim",
-        )
-        for name in (*counts, "intermediate_size"):
-            value = shared_setting(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"`{name}` must be at least 1, got {value}.")
-        for name in ("type_vocab_size", "layer_norm_eps"):
-            value = shared_setting(self, name)
-            if value is not None and value < 0:
-                raise ValueError(f"`{name}` must not be negative, got {value}.")
-        for name in ("pooler_activation", "classifier_activation"):
-            value = shared_setting(self, name)
-            if value not in ACT2FN:
-                raise ValueError(f"`{name}`: unknown activation {value!r}; known: {', '.join(sorted(ACT2FN))}.")
-        rates = (
-            "hidden_dropout_prob",
-            "attention_probs_dropout_prob",
-            "activation_dropout_prob",
-            "classifier_dropout",
-            "layer_drop",
-        )
-        for name in rates:
-            value = shared_setting(self, name)
-            if value is not None and not 0 <= value < 1:
-                raise ValueError(f"`{name}` is a probability in [0, 1), got {value}.")
+    # ------------------------------------------------------------------------------------------------ layers
 
     def check_layers(self) -> None:
         """Checks every distinct layer of this one-tower view; see [`check_components`]."""
         layers = list(self.per_layer_config) if self.is_heterogeneous else [self]
         for layer in layers:
-            layer._check_geometry()
+            check_geometry(layer)
             heads, kv_heads = layer.num_attention_heads, layer.num_key_value_heads
             if layer.head_dim is None and layer.hidden_size % heads:
                 raise ValueError(
@@ -461,7 +335,7 @@ class XFormerConfig(PreTrainedConfig):
         view.__dict__.pop(LAYER_SETTINGS, None)
         for key, value in overrides.items():
             setattr(view, key, value)
-        view._check_layer_fields("`decoder['per_layer_config']`")
+        check_layer_fields(view, "`decoder['per_layer_config']`")
         return view
 
     @property

@@ -11,10 +11,11 @@ add_fusion(model, "all", ["reviews", "runs/more"])  # what they know together (P
 merge_adapter(model)  # of LoRA alone: a plain model that computes the same
 """
 
-from .bottleneck import (
-    KINDS,
-    AdapterConfig,
-    Bottleneck,
+from .bottleneck import KINDS, AdapterConfig, Bottleneck
+from .fusion import Fusion, FusionConfig
+from .k_adapter import KAdapter, KAdapterConfig
+from .merging import merge_adapter
+from .named import (
     activate,
     active_adapter,
     adapter_names,
@@ -24,9 +25,6 @@ from .bottleneck import (
     remove_adapter,
     save_adapter,
 )
-from .fusion import Fusion, FusionConfig
-from .k_adapter import KAdapter, KAdapterConfig
-from .merging import merge_adapter
 
 __all__ = [
     "KINDS",

@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from .bottleneck import _STATE
+from .bottleneck import STATE
 
 # Why an adapter of this package is no change of its base's weights.
 _WHY_NOT = {
@@ -26,7 +26,7 @@ def merge_adapter(model: Any) -> Any:
     Raises:
         ValueError: there is no adapter, or one that is more than a change of weights; says why.
     """
-    state = getattr(model, _STATE, None)
+    state = getattr(model, STATE, None)
     if state is not None and state.active is not None:
         kind = state.configs[state.active].kind
         raise ValueError(

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from ..core.cache import WindowLayer, alone
 from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..core.hand_overs import HandOver
@@ -27,6 +26,7 @@ from ..ops.score_terms.attention import window_attention
 from ..position.base import CallBias
 from .shared.base import Attention, AttentionSpec
 from .shared.query_blocks import over_query_blocks, rows_at_once, shared_rows
+from .shared.spans import SpanCacheLayer, UnitClamp
 
 TRIM = 64  # spans are rounded up to this many tokens, so that plans for them can be used again
 
@@ -41,32 +41,6 @@ class RelativeKeys(State):
     """The relative keys of layer 0, [1, ...]."""
 
     keys: Tensor
-
-
-class SpanCacheLayer(WindowLayer):
-    """Keys and values of the last tokens only: as many as the longest possible span, or fewer as the heads need."""
-
-    def keep(self, tokens: int) -> None:
-        """Forgets all but the last `tokens`, unless a later rollback may want them back."""
-        keys, values = self.keys, self.values
-        if keys is not None and values is not None and not self.record_past and keys.shape[-2] > tokens:
-            first = keys.shape[-2] - tokens
-            self.keys, self.values = alone(keys[:, :, first:]), alone(values[:, :, first:])
-
-
-class _UnitClamp(torch.autograd.Function):
-    """Clamp to [0, 1] whose gradient lets a number outside come back: it stops only what leads further out."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x.clamp(0.0, 1.0)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        outward = ((x < 0) & (grad > 0)) | ((x > 1) & (grad < 0))
-        return grad.masked_fill(outward, 0.0)
 
 
 class AdaptiveSpanAttention(Attention):
@@ -129,7 +103,7 @@ class AdaptiveSpanAttention(Attention):
             share = torch.sigmoid(self.span_proj(hidden_states)).transpose(1, 2)
             return share.to(torch.promote_types(share.dtype, torch.float32)) * self.max_span
         share = self.span.to(torch.promote_types(self.span.dtype, torch.float32))
-        return _UnitClamp.apply(share) * self.max_span
+        return UnitClamp.apply(share) * self.max_span
 
     def _reach(self, spans: Tensor, context: LayerContext) -> list[int]:
         """For every head, the number of distances with m > 0."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_xformers import XFormerConfig, XFormerForCausalLM
-from hf_xformers.attention.adaptive_span import SpanCacheLayer
+from hf_xformers.attention.shared.spans import SpanCacheLayer
 from tests.attention.references.softmax import adaptive_span as by_equation
 from tests.attention.score_helpers import (
     GEOMETRY,
