@@ -109,7 +109,7 @@ def refuse_unknown(
     valid = [field.name for field in dataclasses.fields(config)] + list(allowed)
     for key in overrides:
         if key in shared:
-            raise ValueError(f"{where} overrides {key!r}, which both towers share; set it on the config itconfig.")
+            raise ValueError(f"{where} overrides {key!r}, which both towers share; set it on the config itself.")
         if key not in valid:
             close = difflib.get_close_matches(key, valid, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else "; leave it out."

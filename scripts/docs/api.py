@@ -201,7 +201,7 @@ def components() -> str:
                 "core.specs.aliased",
                 "core.bounds.bounded",
                 "core.context.LayerContext",
-                "attention.shared.base.AttentionSpec",
+                "attention.shared.spec.AttentionSpec",
                 "attention.shared.base.Attention",
                 "position.base.PositionSpec",
                 "position.base.Position",

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from hf_xformers.conversion import base, from_transformers, to_transformers
+from hf_xformers.conversion import base, from_transformers, lookup, to_transformers
 from tests.conversion.architectures import LENGTH, LENGTHS, Architecture, architectures
 from tests.conversion.test_configs import FAMILIES, fates
 from tests.conversion.test_parity import outputs
@@ -185,7 +185,7 @@ def test_generation_with_caches_agrees(entry, head):
 @pytest.mark.parametrize("entry", [pytest.param(entry, id=str(entry)) for entry in ALL.values()])
 def test_no_field_of_theirs_is_lost(entry):
     """It comes back, or is refused, or is reported, or is listed as unread."""
-    found, _ = fates(base.converter_for(entry.model_type), entry.config, entry.other_values)
+    found, _ = fates(lookup.converter_for(entry.model_type), entry.config, entry.other_values)
     assert found == {"refused": entry.refused, "noted": entry.noted, "unread": entry.unread}
 
 
@@ -193,6 +193,6 @@ def test_every_converter_is_tried():
     both_ways = {name for name, entry in base.converters().items() if not entry.layouts}
     assert both_ways == {entry.model_type for entry in ALL.values()} | set(FAMILIES)
     for entry in ALL.values():
-        known = {head.theirs for head in base.converter_for(entry.model_type).heads}
+        known = {head.theirs for head in lookup.converter_for(entry.model_type).heads}
         assert known == set(entry.classes), entry
         assert all(hasattr(transformers, name) for name in entry.classes)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import PreTrainedConfig
 
-from hf_xformers.conversion import base, from_transformers, to_transformers
+from hf_xformers.conversion import from_transformers, lookup, to_transformers
 from tests.conversion.architectures import LENGTH, architectures
 from tests.conversion.test_architectures import assert_same
 from tests.conversion.test_configs import another
@@ -50,7 +50,7 @@ def changes(entry):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_changed_field_is_followed_or_refused(name):
     entry, head = ENTRIES[name], ENTRIES[name].generating()
-    given, fates, converter = entry.given(head, lengths=(LENGTH, LENGTH - 2, 1)), {}, base.converter_for(name)
+    given, fates, converter = entry.given(head, lengths=(LENGTH, LENGTH - 2, 1)), {}, lookup.converter_for(name)
     for field, value in changes(entry):
         try:
             model = entry.make(head, **{field: value})

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 
 import hf_xformers
 from hf_xformers import XFormerConfig
-from hf_xformers.conversion import base, to_transformers
+from hf_xformers.conversion import base, lookup, to_transformers
 from hf_xformers.variants import config_class, family
 
 FAMILIES = ("bert", "roberta", "roformer", "deberta-v2", "openai-gpt", "gpt2", "bart", "t5")
@@ -118,7 +118,7 @@ def fates(converter, make, other_values=MappingProxyType({})):
 def test_no_field_of_theirs_is_lost(model_type):
     """It comes back, or is refused, or is reported, or is listed as unread."""
     config_class = transformers.AutoConfig.for_model(model_type).__class__
-    found, words = fates(base.converter_for(model_type), partial(config_class, **SMALL[model_type]))
+    found, words = fates(lookup.converter_for(model_type), partial(config_class, **SMALL[model_type]))
     for name, said in words.items():
         assert name in said or "multiple" in said or "offset" in said, (name, said)
     assert found["refused"] == REFUSED[model_type]
@@ -151,7 +151,7 @@ ALWAYS_REFUSED = {"attention", "embedding", "feedforward", "normalization", "pos
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_no_field_of_ours_is_lost(model_type):
     """The same in the other direction, component slots included."""
-    converter = base.converter_for(model_type)
+    converter = lookup.converter_for(model_type)
     start = converter.config_to_ours(transformers.AutoConfig.for_model(model_type, **SMALL[model_type]))
     slots = {
         "embedding": {"type": "token", "normalize": not start.embedding.normalize},
@@ -235,13 +235,13 @@ def test_refusals_name_the_part(variant, changes, message):
     sizes = dict(hidden_size=32, num_attention_heads=4, num_hidden_layers=1, vocab_size=50)
     config = config_class(variant)(**{**sizes, **changes})
     with pytest.raises(ValueError, match=message):
-        base.converter_for(f"xf_{variant}").config_to_theirs(config)
+        lookup.converter_for(f"xf_{variant}").config_to_theirs(config)
 
 
 def test_sources_that_do_not_convert():
     def refuse(config, message):
         with pytest.raises(ValueError, match=message):
-            base.converter_for(config.model_type).config_to_ours(config)
+            lookup.converter_for(config.model_type).config_to_ours(config)
 
     refuse(transformers.GPT2Config(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx=True")
     refuse(transformers.BertConfig(is_decoder=True, add_cross_attention=True), "add_cross_attention=True")
@@ -276,7 +276,7 @@ def test_other_model_types_of_transformers(model_type):
     """Refused, with the families that have nearly their configs, where there are any."""
     near = NEAR[model_type]
     with pytest.raises(ValueError, match=f"No conversion for model type '{model_type}'; of the families") as caught:
-        base.converter_for(model_type)
+        lookup.converter_for(model_type)
     said = str(caught.value).split(". `hf-xformers")[0]
     assert said.endswith("none is near to it") if near is None else near in said.split(": ")[1].split(", ")
 
@@ -291,14 +291,14 @@ def test_layers_that_differ_where_a_family_has_them_alike():
         **sizes, **parts, is_decoder=True, feedforward={"type": "swiglu", "bias": False}, per_layer_config=layers
     )
     with pytest.raises(ValueError, match="layers of a 'smollm3' model do not differ in one of feedforward"):
-        base.converter_for("smollm3").config_to_theirs(config)
+        lookup.converter_for("smollm3").config_to_theirs(config)
 
 
 def test_unknown_model_types_are_listed():
     with pytest.raises(
         ValueError, match="No conversion for model type 'bret'; did you mean 'bert'[?] These convert: "
     ):
-        base.converter_for("bret")
+        lookup.converter_for("bret")
     model = hf_xformers.XFormerModel(
         XFormerConfig(vocab_size=20, hidden_size=8, num_attention_heads=2, num_hidden_layers=1, intermediate_size=8)
     )
@@ -363,7 +363,7 @@ def test_parameter_counts(name, fields, parameters):
     config = model_class.config_class(**fields)
     with torch.device("meta"):
         assert count(model_class(config)) == parameters
-        converter = base.converter_for(config.model_type)
+        converter = lookup.converter_for(config.model_type)
         head = next(head for head, made in family(converter.variant).items() if made is model_class)
         theirs = getattr(transformers, converter.head_of_ours(head, config).theirs)
         theirs = theirs(converter.config_to_theirs(config))
@@ -374,7 +374,7 @@ def test_parameter_counts(name, fields, parameters):
 
 
 def test_a_chain_of_tags_has_no_counterpart():
-    start = base.converter_for("bert").config_to_ours(transformers.BertConfig(**SMALL["bert"]))
+    start = lookup.converter_for("bert").config_to_ours(transformers.BertConfig(**SMALL["bert"]))
     fields = {**start.to_dict(), "tag_decoder": "crf"}
     fields.pop("model_type")
     model = hf_xformers.XFBertForTokenClassification(type(start)(**fields))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import hf_xformers
-from hf_xformers.conversion import base, from_transformers, to_transformers
+from hf_xformers.conversion import base, from_transformers, lookup, to_transformers
 
 TOLERANCE = 1e-5
 SINGLE = (
@@ -206,7 +206,7 @@ def broken(monkeypatch):
     """Puts a changed converter in place of a registered one."""
 
     def put(converter):
-        base.converter_for(converter.model_type)
+        lookup.converter_for(converter.model_type)
         monkeypatch.setitem(base._CONVERTERS, converter.model_type, converter)
 
     return put
@@ -214,7 +214,7 @@ def broken(monkeypatch):
 
 def test_swapped_projections_are_seen(cases, broken):
     """The parity test would notice two tensors of one shape under each other's names."""
-    converter = base.converter_for("bert")
+    converter = lookup.converter_for("bert")
     rules = []
     for rule in converter.groups["backbone"](hf_xformers.XFBertConfig()):
         name = rule.ours[0]
@@ -230,7 +230,7 @@ def test_swapped_projections_are_seen(cases, broken):
 
 
 def test_a_missing_rule_is_an_error(cases, broken):
-    converter = base.converter_for("gpt2")
+    converter = lookup.converter_for("gpt2")
     rules = [rule for rule in converter.groups["backbone"] if "mlp.c_fc" not in rule.theirs[0]]
     broken(with_group(converter, "backbone", rules))
     with pytest.raises(ValueError, match=r"no place for: 'transformer\.h\.0\.mlp\.c_fc\.weight'"):
@@ -238,7 +238,7 @@ def test_a_missing_rule_is_an_error(cases, broken):
 
 
 def test_a_wrong_layout_is_an_error(cases, broken):
-    converter = base.converter_for("gpt2")
+    converter = lookup.converter_for("gpt2")
     rules = [
         dataclasses.replace(rule, operation=base_copy) if "mlp.c_fc" in rule.theirs[0] else rule
         for rule in converter.groups["backbone"]
@@ -248,7 +248,7 @@ def test_a_wrong_layout_is_an_error(cases, broken):
         from_transformers(cases["GPT2LMHeadModel"].make())
 
 
-base_copy = next(rule for rule in base.converter_for("gpt2").groups["backbone"]).operation
+base_copy = next(rule for rule in lookup.converter_for("gpt2").groups["backbone"]).operation
 
 
 # ---------------------------------------------------------------------------------------------------- generation

@@ -4,10 +4,17 @@ import torch
 from torch import nn
 
 from hf_xformers import XFormerConfig, XFormerModel
-from hf_xformers.core.dropout import dropped
+from hf_xformers.normalization.residual import Residual
 from tests.helpers import tokens
 
 STATES = torch.ones(4, 5, 6)
+
+
+def dropped(module, states):
+    """Through the residual frame that has this dropout."""
+    frame = Residual(XFormerConfig())
+    frame.dropout = module
+    return frame.branch(states, None)
 
 
 def test_training_and_evaluation():
