@@ -12,10 +12,13 @@ XFPerformerModel = family["Model"]
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from .auto_classes import register_config, register_model
@@ -133,7 +136,8 @@ class VariantInfo:
 
     section: of the survey, a key of `SURVEY`.
     summary: what it changes, in a line. paper, url: where it was proposed. equation: its defining formula (LaTeX).
-    cost: time and memory in T (tokens). citation: BibTeX key line of the paper.
+    cost: time and memory in T (tokens). cite: keys in `variants/references.bib`, with commas between them; bibtex: an
+    entry that does not stand there.
     """
 
     summary: str
@@ -141,13 +145,30 @@ class VariantInfo:
     url: str
     equation: str
     cost: str
-    bibtex: str
+    bibtex: str = ""
     notes: str = ""
     section: str = ""
+    cite: str = ""
 
     def __post_init__(self) -> None:
+        if not (self.cite or self.bibtex):
+            raise ValueError(f"Nothing says how to cite {self.paper!r}; give `cite`, or an entry as `bibtex`.")
         if self.section not in SURVEY:
             raise ValueError(f"There is no section {self.section!r} of the survey; take one of {', '.join(SURVEY)}.")
+
+    @property
+    def citation(self) -> str:
+        """BibTeX entries. Raises `LookupError` for a key that `references.bib` has not."""
+        keys = [key.strip() for key in self.cite.split(",") if key.strip()]
+        return "\n\n".join([*(references()[key] for key in keys), *([self.bibtex.strip()] if self.bibtex else [])])
+
+
+@functools.cache
+def references() -> dict[str, str]:
+    """The entries of `variants/references.bib` by their keys."""
+    text = Path(__file__).with_name("variants").joinpath("references.bib").read_text(encoding="utf-8")
+    entries = [entry.strip() for entry in re.split(r"^(?=@)", text, flags=re.MULTILINE) if entry.strip()]
+    return {re.split(r"[{,]", entry)[1]: entry for entry in entries}
 
 
 def field_defaults(config_class: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from packaging.utils import canonicalize_name
 from hf_xformers.hub.flattening import LICENCE
 
 ROOT = Path(__file__).resolve().parent.parent
-OTHERS = ("py.typed", "cli/templates/card.md", "hub/variants.toml", "hub/results.toml")
+OTHERS = ("py.typed", "cli/templates/card.md", "hub/variants.toml", "hub/results.toml", "variants/references.bib")
 
 USE = """
 import hf_xformers, sys

@@ -115,7 +115,7 @@ class _About:
             return cls(f"`{architecture}` of transformers.", head, tags=[config.model_type])
         info, origin = config.info, origin_of(folder, config, architecture)
         rows = [{"": name, " ": _figure(value)} for name, value in _geometry(config, folder).items()]
-        papers = "\n\n".join([*(entry.bibtex.strip() for entry in origin.infos), *origin.citations])
+        papers = "\n\n".join([*(entry.citation for entry in origin.infos), *origin.citations])
         return cls(
             origin.summary or f"`{architecture}`: the Transformer with {info.summary} ([{info.paper}]({info.url})).",
             head,

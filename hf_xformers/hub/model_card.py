@@ -92,7 +92,7 @@ def variant_card(model_type: str, measured: list[dict[str, Any]] | None = None, 
         f"```python\n{example(cls, main)}\n```",
         "## Paper",
         f"[{info.paper}]({info.url})",
-        f"```bibtex\n{info.bibtex.strip()}\n```",
+        f"```bibtex\n{info.citation}\n```",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 

@@ -28,12 +28,7 @@ INFO = VariantInfo(
         r"the backward pass}"
     ),
     cost="that of the vanilla Transformer, without its norms' parameters",
-    bibtex="""@inproceedings{xu2019understanding,
-  title={Understanding and Improving Layer Normalization},
-  author={Xu, Jingjing and Sun, Xu and Zhang, Zhiyuan and Zhao, Guangxiang and Lin, Junyang},
-  booktitle={Advances in Neural Information Processing Systems},
-  year={2019}
-}""",
+    cite="xu2019understanding",
     notes=(
         "Normalizes before the sublayer, as the released models do. sigma is the biased deviation with eps inside "
         "the root; the released code takes the unbiased one and adds eps to it."

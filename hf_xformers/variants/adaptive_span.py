@@ -36,12 +36,7 @@ INFO = VariantInfo(
         r" \frac{R + z - x}{R}\Big)\Big)"
     ),
     cost="time and memory O(T S D), where S is the longest learned span of a layer and its ramp",
-    bibtex="""@inproceedings{sukhbaatar2019adaptive,
-  title={Adaptive Attention Span in Transformers},
-  author={Sukhbaatar, Sainbayar and Grave, Edouard and Bojanowski, Piotr and Joulin, Armand},
-  booktitle={Proceedings of ACL},
-  year={2019}
-}""",
+    cite="sukhbaatar2019adaptive",
     notes=(
         "The paper has causal models only; an encoder reads both sides here. It trains on blocks of 512 tokens that"
         " read the states of earlier ones: stack={'type': 'segment_recurrent', 'memory_length': 8192}. Weight decay"

@@ -31,12 +31,7 @@ INFO = VariantInfo(
         "time O(T^2 D), as softmax attention, and about eight powers per score; O(T) memory, as scores are made for a"
         " block of queries at a time"
     ),
-    bibtex="""@inproceedings{correia2019adaptively,
-  title={Adaptively Sparse Transformers},
-  author={Correia, Gon{\\c{c}}alo M. and Niculae, Vlad and Martins, Andr{\\'e} F. T.},
-  booktitle={EMNLP-IJCNLP},
-  year={2019}
-}""",
+    cite="correia2019adaptively",
     notes=(
         "`alpha=1.5` and `alpha=2` (sparsemax) for all heads are exact, from sorted scores. Weights that are zero"
         " save no time: which they are is known when all scores are. In float32 the derivative of alpha is a"

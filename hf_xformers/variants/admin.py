@@ -36,12 +36,7 @@ INFO = VariantInfo(
         r"\frac{n + 1}{\ln(n + 1)} - 1 \text{ at the start, for } n \text{ sublayers}"
     ),
     cost="that of the vanilla Transformer; D more parameters per sublayer",
-    bibtex="""@inproceedings{liu2020understanding,
-  title={Understanding the Difficulty of Training Transformers},
-  author={Liu, Liyuan and Liu, Xiaodong and Gao, Jianfeng and Chen, Weizhu and Han, Jiawei},
-  booktitle={Conference on Empirical Methods in Natural Language Processing},
-  year={2020}
-}""",
+    cite="liu2020understanding",
     notes=(
         "The start is the authors' later one, which needs no data. `residual={'type': 'admin', 'start': 'profile'}` is"
         " the paper's, omega_i^2 = 1 + sum over j < i of Var[f_j(x_{j-1})]: call"

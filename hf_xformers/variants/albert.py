@@ -73,13 +73,7 @@ INFO = VariantInfo(
         " 'groups': 2} for `num_hidden_groups`, 'layers_per_step' for `inner_group_num`. The first release has"
         " feedforward='gelu' and drops out a tenth."
     ),
-    bibtex="""@inproceedings{lan2020albert,
-  title={{ALBERT}: A Lite {BERT} for Self-supervised Learning of Language Representations},
-  author={Lan, Zhenzhong and Chen, Mingda and Goodman, Sebastian and Gimpel, Kevin and Sharma, Piyush and
-    Soricut, Radu},
-  booktitle={International Conference on Learning Representations},
-  year={2020}
-}""",
+    cite="lan2020albert",
 )
 
 _family = make_family(XFAlbertConfig, "XFAlbert", (*ENCODER_HEADS, *SENTENCE_PAIR_HEADS, "ForCausalLM"), INFO)

@@ -31,12 +31,7 @@ INFO = VariantInfo(
         r"M^K]^\top}{\sqrt d}\right)"
     ),
     cost="time O(T (T + N) D) for N slots; with N = `intermediate_size` the parameters of the vanilla layer",
-    bibtex="""@article{sukhbaatar2019augmenting,
-  title={Augmenting Self-attention with Persistent Memory},
-  author={Sukhbaatar, Sainbayar and Grave, Edouard and Lample, Guillaume and Jegou, Herve and Joulin, Armand},
-  journal={arXiv preprint arXiv:1907.01470},
-  year={2019}
-}""",
+    cite="sukhbaatar2019augmenting",
     notes=(
         "The slots have no position and are visible to every token, also in a text of padding alone. Attention "
         "weights are given for the text only. The paper's models add an adaptive span and relative positions; here "

@@ -37,12 +37,7 @@ INFO = VariantInfo(
     cost=(
         "time O(T^2 D), memory O(T D): the weights of guided heads are made in blocks of queries, in training alone"
     ),
-    bibtex="""@inproceedings{deshpande2020guiding,
-  title={Guiding Attention for Self-Supervised Learning with Transformers},
-  author={Deshpande, Ameet and Narasimhan, Karthik},
-  booktitle={Findings of the Association for Computational Linguistics: EMNLP},
-  year={2020}
-}""",
+    cite="deshpande2020guiding",
 )
 
 _family = make_family(XFAttentionGuidanceConfig, "XFAttentionGuidance", ALL_HEADS, INFO)

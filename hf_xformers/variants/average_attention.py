@@ -49,13 +49,7 @@ INFO = VariantInfo(
         r" o_j = i_j \odot y_j + f_j \odot g_j"
     ),
     cost="time O(T D F) with inner width F, memory O(T F); generation keeps D + 1 numbers per layer at any length",
-    bibtex="""@inproceedings{zhang2018accelerating,
-  title={Accelerating Neural Transformer via an Average Attention Network},
-  author={Zhang, Biao and Xiong, Deyi and Su, Jinsong},
-  booktitle={Proceedings of the 56th Annual Meeting of the Association for Computational Linguistics},
-  pages={1789--1798},
-  year={2018}
-}""",
+    cite="zhang2018accelerating",
     notes=(
         "It is causal by nature: the encoder of an encoder-decoder has dense attention, and so has cross-attention."
         " `num_attention_heads` counts for those alone."

@@ -41,12 +41,7 @@ INFO = VariantInfo(
         r" N_{\mathrm{Col}}(i) = \{j : j \equiv i \bmod C\}"
     ),
     cost="time and memory O(T (R + C) D) for R rows and C columns, which is O(T sqrt(T) D) for a square",
-    bibtex="""@article{ho2019axial,
-  title={Axial Attention in Multidimensional Transformers},
-  author={Ho, Jonathan and Kalchbrenner, Nal and Weissenborn, Dirk and Salimans, Tim},
-  journal={arXiv preprint arXiv:1912.12180},
-  year={2019}
-}""",
+    cite="ho2019axial",
     notes=(
         "Sizes are those for ImageNet-64. The grid has sqrt(max_position_embeddings) columns unless the attention's"
         " `columns` says otherwise. An encoder has rows in even and columns in odd layers, or both in each"

@@ -45,14 +45,7 @@ INFO = VariantInfo(
     url="https://arxiv.org/abs/1910.13461",
     equation=r"\mathrm{softmax}\!\left(\frac{Q K^\top}{\sqrt{d}}\right) V",
     cost="time O(T^2 D), memory O(T D) with fused kernels",
-    bibtex="""@inproceedings{lewis2020bart,
-  title={{BART}: Denoising Sequence-to-Sequence Pre-training for Natural Language Generation, Translation, and
-    Comprehension},
-  author={Lewis, Mike and Liu, Yinhan and Goyal, Naman and Ghazvininejad, Marjan and Mohamed, Abdelrahman and Levy,
-    Omer and Stoyanov, Veselin and Zettlemoyer, Luke},
-  booktitle={Proceedings of ACL},
-  year={2020}
-}""",
+    cite="lewis2020bart",
 )
 
 _family = make_family(XFBartConfig, "XFBart", (*SEQ2SEQ_HEADS, "ForCausalLM"), INFO)

@@ -41,12 +41,7 @@ INFO = VariantInfo(
     url="https://arxiv.org/abs/1810.04805",
     equation=r"\mathrm{softmax}\!\left(\frac{Q K^\top}{\sqrt{d}}\right) V",
     cost="time O(T^2 D), memory O(T D) with fused kernels",
-    bibtex="""@inproceedings{devlin2019bert,
-  title={{BERT}: Pre-training of Deep Bidirectional Transformers for Language Understanding},
-  author={Devlin, Jacob and Chang, Ming-Wei and Lee, Kenton and Toutanova, Kristina},
-  booktitle={Proceedings of NAACL-HLT},
-  year={2019}
-}""",
+    cite="devlin2019bert",
 )
 
 _HEADS = (

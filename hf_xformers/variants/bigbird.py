@@ -46,13 +46,7 @@ INFO = VariantInfo(
         "time and memory O(T b (w + r + 2 g) D) for blocks of b tokens, w in the window, r random, g global at"
         " each end"
     ),
-    bibtex="""@inproceedings{zaheer2020big,
-  title={Big Bird: Transformers for Longer Sequences},
-  author={Zaheer, Manzil and Guruganesh, Guru and Dubey, Avinava and Ainslie, Joshua and Alberti, Chris and Ontanon,
-    Santiago and Pham, Philip and Ravula, Anirudh and Wang, Qifan and Yang, Li and Ahmed, Amr},
-  booktitle={Advances in Neural Information Processing Systems},
-  year={2020}
-}""",
+    cite="zaheer2020big",
     notes=(
         "Not causal: the decoder of an encoder-decoder has dense attention, as in the paper (section 4). Random blocks"
         " are drawn from those of the text, up to its last real token: texts of every length have as many, and padding"

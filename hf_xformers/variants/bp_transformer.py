@@ -29,12 +29,7 @@ INFO = VariantInfo(
         r" \quad o_u = \sum_{j \in u} \mathrm{softmax}\!\left(\frac{q_u \cdot k_j}{\sqrt{d}}\right) v_j"
     ),
     cost="time O(k T log(T / k) D) with k nodes of each level (4), and projections of 2 T nodes; memory O(T D)",
-    bibtex="""@article{ye2019bp,
-  title={{BP-Transformer}: Modelling Long-Range Context via Binary Partitioning},
-  author={Ye, Zihao and Guo, Qipeng and Gan, Quan and Qiu, Xipeng and Zhang, Zheng},
-  journal={arXiv preprint arXiv:1911.04070},
-  year={2019}
-}""",
+    cite="ye2019bp",
     notes=(
         "The spans of a text have states of their own, and go through all layers next to the tokens; a text is"
         " classified by the root, the span of the whole. A decoder reads spans of past tokens alone. The decoder of an"

@@ -36,13 +36,7 @@ INFO = VariantInfo(
         r" (1 + \gamma(z)) \odot W_n + \beta(z) \big)"
     ),
     cost="time O(T^2 D), memory O(T D): scores are made in blocks of queries",
-    bibtex="""@inproceedings{pilault2021conditionally,
-  title={Conditionally Adaptive Multi-Task Learning: Improving Transfer Learning in {NLP} Using Fewer Parameters
-         \\& Less Data},
-  author={Pilault, Jonathan and Elhattami, Amine and Pal, Christopher},
-  booktitle={International Conference on Learning Representations},
-  year={2021}
-}""",
+    cite="pilault2021conditionally",
 )
 
 _family = make_family(XFCAMTLConfig, "XFCAMTL", ALL_HEADS, INFO)

@@ -30,12 +30,7 @@ INFO = VariantInfo(
         r" b_{hn} \leftarrow b_{hn} + \Omega_n \cdot V_{hn}"
     ),
     cost="time O(T^2 D + T D^2), memory O(T D): votes are made for some tokens at a time",
-    bibtex="""@inproceedings{gu2019improving,
-  title={Improving Multi-Head Attention with Capsule Networks},
-  author={Gu, Shuhao and Feng, Yang},
-  booktitle={Natural Language Processing and Chinese Computing},
-  year={2019}
-}""",
+    cite="gu2019improving",
 )
 
 _family = make_family(XFCapsuleHeadsConfig, "XFCapsuleHeads", ALL_HEADS, INFO)

@@ -28,12 +28,7 @@ INFO = VariantInfo(
     equation=r"o_i = (A^c V)_{g(i)}, \quad A^c = \mathrm{softmax}\!\left(\frac{Q^c K^\top}{\sqrt d}\right), \quad "
     r"Q^c_c = \frac{1}{|\{i : g(i) = c\}|} \sum_{g(i) = c} q_i",
     cost="time O(T C (b L + D)) for C clusters, b bits and L steps of k-means; memory O(T (C + D))",
-    bibtex="""@inproceedings{vyas2020fast,
-  title={Fast Transformers with Clustered Attention},
-  author={Vyas, Apoorv and Katharopoulos, Angelos and Fleuret, Fran{\\c{c}}ois},
-  booktitle={Advances in Neural Information Processing Systems},
-  year={2020}
-}""",
+    cite="vyas2020fast",
     notes=(
         "Hash planes are drawn once and saved, and k-means starts at evenly spaced tokens, so that a text's clusters"
         " are its own; the released code draws new ones in every call. No causal form exists; the decoder of an"

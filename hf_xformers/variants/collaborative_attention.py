@@ -31,12 +31,7 @@ INFO = VariantInfo(
         r"{\sqrt d} \Big), \qquad O_h = A_h X W^v_h"
     ),
     cost="time O(T^2 H K) with H heads and K shared channels, memory O(T): scores are made in blocks of queries",
-    bibtex="""@article{cordonnier2020multihead,
-  title={Multi-Head Attention: Collaborate Instead of Concatenate},
-  author={Cordonnier, Jean-Baptiste and Loukas, Andreas and Jaggi, Martin},
-  journal={arXiv preprint arXiv:2006.16362},
-  year={2020}
-}""",
+    cite="cordonnier2020multihead",
 )
 
 _family = make_family(XFCollaborativeAttentionConfig, "XFCollaborativeAttention", ALL_HEADS, INFO)

@@ -38,12 +38,7 @@ INFO = VariantInfo(
         r" d}\right)"
     ),
     cost="time O(T^2 D), memory O(T): scores are made in blocks of queries",
-    bibtex="""@inproceedings{wang2020encoding,
-  title={Encoding Word Order in Complex Embeddings},
-  author={Wang, Benyou and Zhao, Donghao and Lioma, Christina and Li, Qiuchi and Zhang, Peng and Simonsen, Jakob Grue},
-  booktitle={International Conference on Learning Representations},
-  year={2020}
-}""",
+    cite="wang2020encoding",
     notes=(
         "`hidden_size` counts real and imaginary parts together. The output table is its own: input tables hold"
         " amplitudes and frequencies."

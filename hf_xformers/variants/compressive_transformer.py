@@ -51,12 +51,7 @@ INFO = VariantInfo(
         " whole groups of `compression_rate`; the compression learns from `aux_losses['reconstruction']` alone, where"
         " gradients are on. In generation the cache is this memory, and each step projects it anew."
     ),
-    bibtex="""@inproceedings{rae2020compressive,
-  title={Compressive Transformers for Long-Range Sequence Modelling},
-  author={Rae, Jack W. and Potapenko, Anna and Jayakumar, Siddhant M. and Hillier, Chloe and Lillicrap, Timothy P.},
-  booktitle={International Conference on Learning Representations},
-  year={2020}
-}""",
+    cite="rae2020compressive",
 )
 
 _family = make_family(XFCompressiveTransformerConfig, "XFCompressiveTransformer", DECODER_HEADS, INFO)

@@ -47,12 +47,7 @@ INFO = VariantInfo(
         " the read token. Each tower of an encoder-decoder has a budget loss of its own. The noise grows with the"
         " number of training passes (`noise_steps`): gates of a model trained for much fewer are not yet decided."
     ),
-    bibtex="""@article{bapna2020controlling,
-  title={Controlling Computation versus Quality for Neural Sequence Models},
-  author={Bapna, Ankur and Arivazhagan, Naveen and Firat, Orhan},
-  journal={arXiv preprint arXiv:2002.07106},
-  year={2020}
-}""",
+    cite="bapna2020controlling",
 )
 
 _family = make_family(

@@ -64,13 +64,7 @@ INFO = VariantInfo(
         " `ParakeetFeatureExtractor`. `model.transcribe(..., num_beams=8)` searches for the text that is most"
         " probable over all its alignments. The paper's decoder (a transducer with an LSTM) is not part of it."
     ),
-    bibtex="""@inproceedings{gulati2020conformer,
-  title={Conformer: Convolution-augmented Transformer for Speech Recognition},
-  author={Gulati, Anmol and Qin, James and Chiu, Chung-Cheng and Parmar, Niki and Zhang, Yu and Yu, Jiahui and Han,
-    Wei and Wang, Shibo and Zhang, Zhengdong and Wu, Yonghui and Pang, Ruoming},
-  booktitle={Interspeech},
-  year={2020}
-}""",
+    cite="gulati2020conformer",
 )
 
 _family = make_family(XFConformerConfig, "XFConformer", SOUND_HEADS, INFO)

@@ -30,12 +30,7 @@ INFO = VariantInfo(
     url="https://arxiv.org/abs/2102.10882",
     equation=r"x + \mathrm{DWConv}_k(x)",
     cost="time O(T^2 D), memory O(T D) with fused kernels; D (k + 1) parameters",
-    bibtex="""@inproceedings{chu2023conditional,
-  title={Conditional Positional Encodings for Vision Transformers},
-  author={Chu, Xiangxiang and Tian, Zhi and Zhang, Bo and Wang, Xinlong and Shen, Chunhua},
-  booktitle={International Conference on Learning Representations},
-  year={2023}
-}""",
+    cite="chu2023conditional",
     notes="The published models read images; with `grid_size` the block convolves in two dimensions (encoders alone).",
 )
 

@@ -29,12 +29,7 @@ INFO = VariantInfo(
     r"\left(\mathrm{softmax}\!\left(\tfrac{\tilde Q \tilde K^\top}{\sqrt d}\right) + I\right)^{-1} "
     r"\mathrm{softmax}\!\left(\tfrac{\tilde Q K^\top}{\sqrt d}\right) V",
     cost="time O(T m D + H m^3) for m landmarks, memory O(T m)",
-    bibtex="""@inproceedings{chen2020csalr,
-  title={Compressed Self-Attention for Deep Metric Learning with Low-Rank Approximation},
-  author={Chen, Ziye and Gong, Mingming and Ge, Lingjuan and Du, Bo},
-  booktitle={Proceedings of the Twenty-Ninth International Joint Conference on Artificial Intelligence},
-  year={2020}
-}""",
+    cite="chen2020csalr",
     notes=(
         "Proposed for feature maps of images; here over tokens, in the form that the survey gives (section 4.4.2)."
         " Rows of the implied attention sum to 1/2. The matrix that is inverted can be near singular, where two"

@@ -53,12 +53,7 @@ INFO = VariantInfo(
         "In a search all operations of a part are weighed by the softmax of alpha; a derived cell has the heaviest one"
         " alone. The paper shows its own cells as a figure; the preset is plain attention and feed-forward."
     ),
-    bibtex="""@inproceedings{zhao2021memory,
-  title={Memory-Efficient Differentiable Transformer Architecture Search},
-  author={Zhao, Yuekai and Dong, Li and Shen, Yelong and Zhang, Zhihua and Wei, Furu and Chen, Weizhu},
-  booktitle={Findings of the Association for Computational Linguistics: ACL-IJCNLP},
-  year={2021}
-}""",
+    cite="zhao2021memory",
 )
 
 _family = make_family(XFDartsformerConfig, "XFDartsformer", ALL_HEADS, INFO)

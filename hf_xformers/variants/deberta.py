@@ -70,12 +70,7 @@ INFO = VariantInfo(
     url="https://arxiv.org/abs/2006.03654",
     equation=r"\frac{q_i k_j^\top + q_i K^{r\top}_{\delta(i,j)} + k_j Q^{r\top}_{\delta(i,j)}}{\sqrt{3d}}",
     cost="time O(T^2 D + T k D), memory O(T k): scores are made in blocks of queries",
-    bibtex="""@inproceedings{he2021deberta,
-  title={{DeBERTa}: Decoding-enhanced {BERT} with Disentangled Attention},
-  author={He, Pengcheng and Liu, Xiaodong and Gao, Jianfeng and Chen, Weizhu},
-  booktitle={International Conference on Learning Representations},
-  year={2021}
-}""",
+    cite="he2021deberta",
     notes=(
         "`XFDebertaConfig.preset` has the three versions, 'base', 'v2_xlarge' and 'v3_base'. The second and the third"
         " have position={'type': 'deberta', 'buckets': 256, 'share_projections': True, 'normalize': True}, the second"

@@ -43,12 +43,7 @@ INFO = VariantInfo(
         " after `model.exits.begin_ramps(model)`, the ramps alone. Each text of a batch leaves by itself, and outputs"
         " say where: `exit_layers`."
     ),
-    bibtex="""@inproceedings{xin2020deebert,
-  title={{DeeBERT}: Dynamic Early Exiting for Accelerating {BERT} Inference},
-  author={Xin, Ji and Tang, Raphael and Lee, Jaejun and Yu, Yaoliang and Lin, Jimmy},
-  booktitle={Proceedings of ACL},
-  year={2020}
-}""",
+    cite="xin2020deebert",
 )
 
 _family = make_family(XFDeebertConfig, "XFDeebert", ("Model", "ForMaskedLM", "ForSequenceClassification"), INFO)

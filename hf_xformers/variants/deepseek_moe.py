@@ -52,13 +52,7 @@ INFO = VariantInfo(
         " balances them. `--feedforward.groups` bounds from where experts are chosen. DeepSpeed's optimizers hold"
         " copies of the router, which the biases do not follow."
     ),
-    bibtex="""@inproceedings{dai2024deepseekmoe,
-  title={{DeepSeekMoE}: Towards Ultimate Expert Specialization in Mixture-of-Experts Language Models},
-  author={Dai, Damai and Deng, Chengqi and Zhao, Chenggang and Xu, R. X. and Gao, Huazuo and Chen, Deli and Li, Jiashi
-    and Zeng, Wangding and Yu, Xingkai and Wu, Y. and others},
-  booktitle={Proceedings of the 62nd Annual Meeting of the Association for Computational Linguistics},
-  year={2024}
-}""",
+    cite="dai2024deepseekmoe",
 )
 
 _family = make_family(XFDeepSeekMoEConfig, "XFDeepSeekMoE", ALL_HEADS, INFO)

@@ -44,12 +44,7 @@ INFO = VariantInfo(
         "Layer b of B has 4 + 4 b / (B - 1) group linear layers, and its widest point grows alike. Channels are"
         " exchanged between groups as in the paper; the released recipes leave that out (`shuffle: false`)."
     ),
-    bibtex="""@inproceedings{mehta2021delight,
-  title={DeLighT: Deep and Light-weight Transformer},
-  author={Mehta, Sachin and Ghazvininejad, Marjan and Iyer, Srinivasan and Zettlemoyer, Luke and Hajishirzi, Hannaneh},
-  booktitle={International Conference on Learning Representations},
-  year={2021}
-}""",
+    cite="mehta2021delight",
 )
 
 _family = make_family(XFDelightConfig, "XFDelight", ALL_HEADS, INFO)

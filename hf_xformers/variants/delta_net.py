@@ -39,12 +39,7 @@ INFO = VariantInfo(
         "time O(T (C + d) F) per head for chunks of C tokens and F features, memory O(T D); generation keeps H F d"
         " numbers per layer at any length"
     ),
-    bibtex="""@inproceedings{schlag2021linear,
-  title={Linear Transformers Are Secretly Fast Weight Programmers},
-  author={Schlag, Imanol and Irie, Kazuki and Schmidhuber, J{\\"u}rgen},
-  booktitle={International Conference on Machine Learning},
-  year={2021}
-}""",
+    cite="schlag2021linear",
     notes=(
         "Causal only. The preset is the published one for WikiText-103 (post-LN, no biases in attention, scaled"
         " embeddings, sinusoids), without its adaptive softmax. `--attention.feature_map elu` and `favor` are the"

@@ -48,13 +48,7 @@ INFO = VariantInfo(
         "that of a gated delta network for a text n times as long, whose state it has: time O(n T (C (K + V) + K V))"
         " per head, memory O(n T D)"
     ),
-    bibtex="""@inproceedings{siems2025deltaproduct,
-  title={DeltaProduct: Improving State-Tracking in Linear {RNN}s via Householder Products},
-  author={Siems, Julien and Carstensen, Timur and Zela, Arber and Hutter, Frank and Pontil, Massimiliano and Grazzi,
-    Riccardo},
-  booktitle={Advances in Neural Information Processing Systems},
-  year={2025}
-}""",
+    cite="siems2025deltaproduct",
     notes=(
         "Causal only. The state decays once for each token and is then corrected n = `num_householder` times, by keys,"
         " values and strengths of their own, before it is read as a gated delta network's is; n = 1 is that network."

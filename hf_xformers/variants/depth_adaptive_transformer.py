@@ -48,12 +48,7 @@ INFO = VariantInfo(
         " at the same depths as one pass over the text. Training is `aligned` (every layer predicts all tokens) or"
         " `mixed` (at drawn depths); `halting='gates'` learns where to leave from the likelihood of the targets."
     ),
-    bibtex="""@inproceedings{elbayad2020depth,
-  title={Depth-Adaptive Transformer},
-  author={Elbayad, Maha and Gu, Jiatao and Grave, Edouard and Auli, Michael},
-  booktitle={International Conference on Learning Representations},
-  year={2020}
-}""",
+    cite="elbayad2020depth",
 )
 
 _family = make_family(

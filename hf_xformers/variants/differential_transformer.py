@@ -45,12 +45,7 @@ INFO = VariantInfo(
         "Layers l count from 0. `--attention.pairing halves --attention.norm_weight false` is the layout of"
         " transformers' DiffLlama. `attention_probs_dropout_prob` has no effect."
     ),
-    bibtex="""@inproceedings{ye2025differential,
-  title={Differential Transformer},
-  author={Ye, Tianzhu and Dong, Li and Xia, Yuqing and Sun, Yutao and Zhu, Yi and Huang, Gao and Wei, Furu},
-  booktitle={International Conference on Learning Representations},
-  year={2025}
-}""",
+    cite="ye2025differential",
 )
 
 _family = make_family(XFDifferentialTransformerConfig, "XFDifferentialTransformer", ALL_HEADS, INFO)

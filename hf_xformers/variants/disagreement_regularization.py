@@ -35,12 +35,7 @@ INFO = VariantInfo(
         r" \frac{O_i \cdot O_j}{\lVert O_i \rVert \lVert O_j \rVert}"
     ),
     cost="time O(T^2 D), memory O(T D), as dense attention; the loss is O(T D) time, in training alone",
-    bibtex="""@inproceedings{li2018multihead,
-  title={Multi-Head Attention with Disagreement Regularization},
-  author={Li, Jian and Tu, Zhaopeng and Yang, Baosong and Lyu, Michael R. and Zhang, Tong},
-  booktitle={Conference on Empirical Methods in Natural Language Processing},
-  year={2018}
-}""",
+    cite="li2018multihead",
 )
 
 _family = make_family(XFDisagreementRegularizationConfig, "XFDisagreementRegularization", ALL_HEADS, INFO)

@@ -30,12 +30,7 @@ INFO = VariantInfo(
         "time O(T F D) for F = 2 nu d features of heads of width d, memory O(T D); generation keeps H F (d + 1)"
         " numbers per layer at any length"
     ),
-    bibtex="""@inproceedings{schlag2021linear,
-  title={Linear Transformers Are Secretly Fast Weight Programmers},
-  author={Schlag, Imanol and Irie, Kazuki and Schmidhuber, J{\\"u}rgen},
-  booktitle={International Conference on Machine Learning},
-  year={2021}
-}""",
+    cite="schlag2021linear",
     notes=(
         "In a decoder `--attention.update_rule delta` corrects the state instead of adding to it: the attention of"
         " `xf_delta_net`. There are no attention probabilities, so `attention_probs_dropout_prob` has no effect."

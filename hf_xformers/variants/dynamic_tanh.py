@@ -24,12 +24,7 @@ INFO = VariantInfo(
     url="https://arxiv.org/abs/2503.10622",
     equation=r"\mathrm{DyT}(x) = w \odot \tanh(\alpha x) + b",
     cost="that of the vanilla Transformer, without statistics over the width",
-    bibtex="""@inproceedings{zhu2025transformers,
-  title={Transformers without Normalization},
-  author={Zhu, Jiachen and Chen, Xinlei and He, Kaiming and LeCun, Yann and Liu, Zhuang},
-  booktitle={Conference on Computer Vision and Pattern Recognition},
-  year={2025}
-}""",
+    cite="zhu2025transformers",
     notes=(
         "A model that was trained with a norm is not one with dynamic tanh: there is no exact conversion. With"
         " `--normalization.bias false` and rotary positions it has the shape of the authors' language models, without"

@@ -60,12 +60,7 @@ INFO = VariantInfo(
         "The objective `replaced_token_detection` trains `ForReplacedTokenPreTraining`, generator and discriminator"
         " together; `extract('discriminator')` and `extract('generator')` make ordinary models of them."
     ),
-    bibtex="""@inproceedings{clark2020electra,
-  title={{ELECTRA}: Pre-training Text Encoders as Discriminators Rather Than Generators},
-  author={Clark, Kevin and Luong, Minh-Thang and Le, Quoc V. and Manning, Christopher D.},
-  booktitle={International Conference on Learning Representations},
-  year={2020}
-}""",
+    cite="clark2020electra",
 )
 
 _family = make_family(

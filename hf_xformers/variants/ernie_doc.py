@@ -55,12 +55,7 @@ INFO = VariantInfo(
         " `segment_reordering` trains `ForSegmentReordering`. In generation the text is one segment, and the cache"
         " holds its last tokens (M and a segment's) after a memory that is given."
     ),
-    bibtex="""@inproceedings{ding2021erniedoc,
-  title={{ERNIE-Doc}: A Retrospective Long-Document Modeling Transformer},
-  author={Ding, Siyu and Shang, Junyuan and Wang, Shuohuan and Sun, Yu and Tian, Hao and Wu, Hua and Wang, Haifeng},
-  booktitle={Proceedings of the 59th Annual Meeting of the Association for Computational Linguistics},
-  year={2021}
-}""",
+    cite="ding2021erniedoc",
 )
 
 _family = make_family(XFErnieDocConfig, "XFErnieDoc", (*ENCODER_HEADS, "ForSegmentReordering", "ForCausalLM"), INFO)

@@ -47,13 +47,7 @@ INFO = VariantInfo(
     cost=(
         "time and memory O(T (r + G) D) for a radius r and G global tokens, one for each tokens_per_global (27) tokens"
     ),
-    bibtex="""@inproceedings{ainslie2020etc,
-  title={ETC: Encoding Long and Structured Inputs in Transformers},
-  author={Ainslie, Joshua and Ontanon, Santiago and Alberti, Chris and Cvicek, Vaclav and Fisher, Zachary and Pham,
-    Philip and Ravula, Anirudh and Sanghai, Sumit and Wang, Qifan and Yang, Li},
-  booktitle={Proceedings of EMNLP},
-  year={2020}
-}""",
+    cite="ainslie2020etc",
     notes=(
         "An encoder. A global token stands for `tokens_per_global` tokens (field of the stack), or for a sentence"
         " where the model input `sentence_ids` [batch, length] says where those end. hard_g2l and hard_l2g of the"

@@ -47,12 +47,7 @@ INFO = VariantInfo(
         " with a Swish and a norm. Convolutions of a decoder end at their token, and generation"
         " keeps their last inputs alone."
     ),
-    bibtex="""@inproceedings{so2019evolved,
-  title={The Evolved Transformer},
-  author={So, David R. and Liang, Chen and Le, Quoc V.},
-  booktitle={Proceedings of ICML},
-  year={2019}
-}""",
+    cite="so2019evolved",
 )
 
 _family = make_family(XFEvolvedTransformerConfig, "XFEvolvedTransformer", ALL_HEADS, INFO)

@@ -29,14 +29,7 @@ INFO = VariantInfo(
         "time of k feed-forwards per token for k groups (of one with capacity `1x`) plus O(T E D) for the routers; "
         "E times the feed-forward parameters"
     ),
-    bibtex="""@article{yang2021m6t,
-  title={{M6-T}: Exploring Sparse Expert Models and Beyond},
-  author={Yang, An and Lin, Junyang and Men, Rui and Zhou, Chang and Jiang, Le and Jia, Xianyan and Wang, Ang and
-    Zhang, Jie and Wang, Jiamang and Li, Yong and Zhang, Di and Lin, Wei and Qu, Lin and Zhou, Jingren and Yang,
-    Hongxia},
-  journal={arXiv preprint arXiv:2105.15082},
-  year={2021}
-}""",
+    cite="yang2021m6t",
     notes=(
         "Queues are per text and in token order, as in the Switch Transformer here; evaluation is without a capacity."
     ),

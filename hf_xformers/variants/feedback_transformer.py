@@ -44,12 +44,7 @@ INFO = VariantInfo(
         " batches cost little more. A token does not read itself; what lies before the text, or is padding, is an"
         " empty memory (k = v = 0)."
     ),
-    bibtex="""@article{fan2020addressing,
-  title={Addressing Some Limitations of Transformers with Feedback Memory},
-  author={Fan, Angela and Lavril, Thibaut and Grave, Edouard and Joulin, Armand and Sukhbaatar, Sainbayar},
-  journal={arXiv preprint arXiv:2002.09402},
-  year={2020}
-}""",
+    cite="fan2020addressing",
 )
 
 _family = make_family(XFFeedbackTransformerConfig, "XFFeedbackTransformer", DECODER_HEADS, INFO)

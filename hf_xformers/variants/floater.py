@@ -33,12 +33,7 @@ INFO = VariantInfo(
     url="https://arxiv.org/abs/2003.09229",
     equation=r"p(t) = p(0) + \int_0^t f_\theta(s, p(s))\, ds, \qquad q_i = x_i W^Q + b^Q(t_i), \dots",
     cost="time O(T^2 D) and T solver steps one after the other, once per call; memory O(T D) with fused kernels",
-    bibtex="""@inproceedings{liu2020learning,
-  title={Learning to Encode Position for Transformer with Continuous Dynamical Model},
-  author={Liu, Xuanqing and Yu, Hsiang-Fu and Dhillon, Inderjit and Hsieh, Cho-Jui},
-  booktitle={International Conference on Machine Learning},
-  year={2020}
-}""",
+    cite="liu2020learning",
     notes=(
         "The decoder's cross-attention stays plain. With `translation_invariant` the equation does not read the time,"
         " so that the way from a position to the next is the same everywhere."

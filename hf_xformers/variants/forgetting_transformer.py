@@ -42,12 +42,7 @@ INFO = VariantInfo(
         " output gate, shifted keys and values) is not the preset; `--attention.query_key_norm head"
         " --attention.output_gate element` are parts of it."
     ),
-    bibtex="""@inproceedings{lin2025forgetting,
-  title={Forgetting Transformer: Softmax Attention with a Forget Gate},
-  author={Lin, Zhixuan and Nikishin, Evgenii and He, Xu Owen and Courville, Aaron},
-  booktitle={International Conference on Learning Representations},
-  year={2025}
-}""",
+    cite="lin2025forgetting",
 )
 
 _family = make_family(XFForgettingTransformerConfig, "XFForgettingTransformer", DECODER_HEADS, INFO)

@@ -46,12 +46,7 @@ INFO = VariantInfo(
         " does not change results: a pair with one real token is that token, and the token that `truncate` leaves out"
         " is each row's own last one."
     ),
-    bibtex="""@inproceedings{dai2020funnel,
-  title={Funnel-Transformer: Filtering out Sequential Redundancy for Efficient Language Processing},
-  author={Dai, Zihang and Lai, Guokun and Yang, Yiming and Le, Quoc V.},
-  booktitle={Advances in Neural Information Processing Systems},
-  year={2020}
-}""",
+    cite="dai2020funnel",
 )
 
 _family = make_family(

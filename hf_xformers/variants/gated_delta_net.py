@@ -44,12 +44,7 @@ INFO = VariantInfo(
         "time O(T (C (K + V) + K V)) per head for chunks of C tokens and heads of widths K and V, memory O(T D);"
         " generation keeps H K V numbers per layer, and three inputs of the convolution, at any length"
     ),
-    bibtex="""@inproceedings{yang2025gated,
-  title={Gated Delta Networks: Improving Mamba2 with Delta Rule},
-  author={Yang, Songlin and Kautz, Jan and Hatamizadeh, Ali},
-  booktitle={International Conference on Learning Representations},
-  year={2025}
-}""",
+    cite="yang2025gated",
     notes=(
         "Causal only. The preset has the sizes of Qwen3.5's smallest model. There, and in"
         " Qwen3-Next, every fourth layer is softmax attention: `per_layer_config={3: {'attention': 'dense'}, ...}`"

@@ -31,14 +31,7 @@ INFO = VariantInfo(
         r" \right|, \quad w > 0, \; b < 0"
     ),
     cost="time O(T^2 D), memory O(T): the prior is a number for each distance; two parameters per head and layer",
-    bibtex="""@inproceedings{guo2019gaussian,
-  title={Gaussian Transformer: A Lightweight Approach for Natural Language Inference},
-  author={Guo, Maosheng and Zhang, Yu and Liu, Ting},
-  booktitle={Proceedings of the AAAI Conference on Artificial Intelligence},
-  volume={33},
-  pages={6489--6496},
-  year={2019}
-}""",
+    cite="guo2019gaussian",
     notes=(
         "The encoding block's attention; the paper's interaction and comparison blocks for sentence pairs are not part"
         " of it. The prior is the same to both sides, so order comes from sinusoids at the input. Its rates start at 1"

@@ -43,12 +43,7 @@ INFO = VariantInfo(
         "time O(T (C (K + V) + K V)) per head for chunks of C tokens and heads of widths K and V, memory O(T D);"
         " generation keeps H K V numbers per layer at any length"
     ),
-    bibtex="""@inproceedings{yang2024gated,
-  title={Gated Linear Attention Transformers with Hardware-Efficient Training},
-  author={Yang, Songlin and Wang, Bailin and Shen, Yikang and Panda, Rameswar and Kim, Yoon},
-  booktitle={International Conference on Machine Learning},
-  year={2024}
-}""",
+    cite="yang2024gated",
     notes=(
         "Causal only. The preset is the published one of 340 million parameters. There are no attention probabilities,"
         " so `attention_probs_dropout_prob` has no effect."

@@ -32,12 +32,7 @@ INFO = VariantInfo(
     url="https://openai.com/index/language-unsupervised/",
     equation=r"\mathrm{softmax}\!\left(\frac{Q K^\top}{\sqrt{d}}\right) V",
     cost="time O(T^2 D), memory O(T D) with fused kernels",
-    bibtex="""@techreport{radford2018improving,
-  title={Improving Language Understanding by Generative Pre-Training},
-  author={Radford, Alec and Narasimhan, Karthik and Salimans, Tim and Sutskever, Ilya},
-  institution={OpenAI},
-  year={2018}
-}""",
+    cite="radford2018improving",
 )
 
 _family = make_family(XFGPTConfig, "XFGPT", (*DECODER_HEADS, "ForBidirectionalLM"), INFO)

@@ -55,12 +55,7 @@ INFO = VariantInfo(
     url="https://openai.com/index/better-language-models/",
     equation=r"\mathrm{softmax}\!\left(\frac{Q K^\top}{\sqrt{d}}\right) V",
     cost="time O(T^2 D), memory O(T D) with fused kernels",
-    bibtex="""@techreport{radford2019language,
-  title={Language Models are Unsupervised Multitask Learners},
-  author={Radford, Alec and Wu, Jeffrey and Child, Rewon and Luan, David and Amodei, Dario and Sutskever, Ilya},
-  institution={OpenAI},
-  year={2019}
-}""",
+    cite="radford2019language",
 )
 
 _family = make_family(XFGPT2Config, "XFGPT2", DECODER_HEADS, INFO)

@@ -131,12 +131,7 @@ INFO = VariantInfo(
     equation=r"o_i^l = \mathrm{softmax}_{N_l(i)}\!\left(\frac{q_i K^\top}{\sqrt{d}}\right) V, \quad "
     r"N_l(i) = \{j \le i\} \ (l \text{ even}), \quad N_l(i) = \{i - w < j \le i\} \ (l \text{ odd})",
     cost="half of the layers in time O(T^2 D), the others in O(T w D) for a window of w",
-    bibtex="""@inproceedings{brown2020language,
-  title={Language Models are Few-Shot Learners},
-  author={Brown, Tom B. and Mann, Benjamin and Ryder, Nick and Subbiah, Melanie and Kaplan, Jared and others},
-  booktitle={Advances in Neural Information Processing Systems},
-  year={2020}
-}""",
+    cite="brown2020language",
     notes="The paper states neither the window nor which layers are banded; both are config fields (`window_size`, "
     "`first_layer`). The sizes are those of its 125M model.",
 )

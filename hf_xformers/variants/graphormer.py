@@ -40,13 +40,7 @@ INFO = VariantInfo(
         r" b_{\mathrm{SPD}(i, j)} + \frac{1}{L} \sum_{n=1}^{L} x_{e_n} W_n"
     ),
     cost="time O(T^2 D), memory O(H T^2) for the bias of a graph with T nodes, which all layers share",
-    bibtex="""@inproceedings{ying2021transformers,
-  title={Do Transformers Really Perform Badly for Graph Representation?},
-  author={Ying, Chengxuan and Cai, Tianle and Luo, Shengjie and Zheng, Shuxin and Ke, Guolin and He, Di and
-    Shen, Yanming and Liu, Tie-Yan},
-  booktitle={Advances in Neural Information Processing Systems},
-  year={2021}
-}""",
+    cite="ying2021transformers",
     notes=(
         "`hf_xformers.data.graphs.GraphCollator` makes batches of graphs: `input_ids` are types of nodes behind a"
         " token for the graph, which classifiers read; `in_degree`, `out_degree`, `spatial_pos` and `edge_paths` are"

@@ -27,13 +27,7 @@ INFO = VariantInfo(
         r"g_{e_2}}\Big)"
     ),
     cost="time of two feed-forwards per token plus O(T E D) for the router; E times the feed-forward parameters",
-    bibtex="""@inproceedings{lepikhin2021gshard,
-  title={{GShard}: Scaling Giant Models with Conditional Computation and Automatic Sharding},
-  author={Lepikhin, Dmitry and Lee, HyoukJoong and Xu, Yuanzhong and Chen, Dehao and Firat, Orhan and Huang, Yanping
-    and Krikun, Maxim and Shazeer, Noam and Chen, Zhifeng},
-  booktitle={International Conference on Learning Representations},
-  year={2021}
-}""",
+    cite="lepikhin2021gshard",
     notes=(
         "A text is a group: its tokens share queues with no other text; `group_size` cuts it into the paper's local "
         "groups, which never reach over a text's end. In an encoder's training an expert takes "

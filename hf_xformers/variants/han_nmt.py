@@ -52,12 +52,7 @@ INFO = VariantInfo(
         " or `doc_id`, else of the lines before. A sentence without any before it is translated as by the vanilla"
         " Transformer. The paper trains that first: start from such a checkpoint with `--model`."
     ),
-    bibtex="""@inproceedings{miculicich2018document,
-  title={Document-Level Neural Machine Translation with Hierarchical Attention Networks},
-  author={Miculicich, Lesly and Ram, Dhananjay and Pappas, Nikolaos and Henderson, James},
-  booktitle={Proceedings of EMNLP},
-  year={2018}
-}""",
+    cite="miculicich2018document",
 )
 
 _family = make_family(XFHanNmtConfig, "XFHanNmt", SEQ2SEQ_HEADS, INFO)

@@ -34,13 +34,7 @@ INFO = VariantInfo(
         "time O(T W D) for W = 19 tokens at the default width, memory O(T D); generation keeps the values of 9 tokens"
         " at any length; 2 D^2 parameters less in every layer"
     ),
-    bibtex="""@inproceedings{you2020hard,
-  title={Hard-Coded {G}aussian Attention for Neural Machine Translation},
-  author={You, Weiqiu and Sun, Simeng and Iyyer, Mohit},
-  booktitle={Proceedings of the 58th Annual Meeting of the Association for Computational Linguistics},
-  pages={7689--7700},
-  year={2020}
-}""",
+    cite="you2020hard",
     notes=(
         "Cross-attention stays learned, as in the paper's best models; `cross_attention='hard_coded_gaussian'` fixes"
         " it, too, with `ratio` for the ratio of the lengths. Weights are densities and are not divided by their sum"

@@ -23,12 +23,7 @@ INFO = VariantInfo(
     url="https://arxiv.org/abs/2106.04426",
     equation=r"y_t = \mathrm{FFN}_{h(w_t)}(x_t), \qquad h \text{ fixed}",
     cost="time of the dense model; E times the feed-forward parameters of the layer that has experts",
-    bibtex="""@inproceedings{roller2021hash,
-  title={Hash Layers for Large Sparse Models},
-  author={Roller, Stephen and Sukhbaatar, Sainbayar and Szlam, Arthur and Weston, Jason},
-  booktitle={Advances in Neural Information Processing Systems},
-  year={2021}
-}""",
+    cite="roller2021hash",
     notes=(
         "Needs `input_ids`; `inputs_embeds` are refused. The random map is a hash function; with `hash: balanced` it"
         " is a table, filled by `hf_xformers.feedforward.hash_layers.balance(model, counts)` from token frequencies"

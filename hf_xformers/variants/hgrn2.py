@@ -43,12 +43,7 @@ INFO = VariantInfo(
         "time O(T (C (K + V) + K V)) per head for chunks of C tokens and heads of widths K and V, memory O(T D);"
         " generation keeps H K V numbers per layer at any length"
     ),
-    bibtex="""@inproceedings{qin2024hgrn2,
-  title={HGRN2: Gated Linear RNNs with State Expansion},
-  author={Qin, Zhen and Yang, Songlin and Sun, Weixuan and Shen, Xuyang and Li, Dong and Sun, Weigao and Zhong, Yiran},
-  booktitle={Conference on Language Modeling},
-  year={2024}
-}""",
+    cite="qin2024hgrn2",
     notes=(
         "Causal only. The lower bounds of gates are learned, 0 in the first layer and higher in each that"
         " follows; the first layer owns them, so that it has to be of this type where layers differ. The preset has"

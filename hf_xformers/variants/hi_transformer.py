@@ -44,12 +44,7 @@ INFO = VariantInfo(
         " Sentences come from `sentence_ids`, e.g. `hf_xformers.stacks.hi_transformer.sentence_ids_of(input_ids,"
         " separators)`, or are W tokens long."
     ),
-    bibtex="""@inproceedings{wu2021hi,
-  title={{Hi-Transformer}: Hierarchical Interactive Transformer for Efficient and Effective Long Document Modeling},
-  author={Wu, Chuhan and Wu, Fangzhao and Qi, Tao and Huang, Yongfeng},
-  booktitle={Proceedings of ACL-IJCNLP},
-  year={2021}
-}""",
+    cite="wu2021hi",
 )
 
 _family = make_family(XFHiTransformerConfig, "XFHiTransformer", ENCODER_HEADS, INFO)

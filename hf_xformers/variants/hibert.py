@@ -53,12 +53,7 @@ INFO = VariantInfo(
         " their last tokens, whose states are d_1 .. d_S; states of other words, which the paper does not read, have"
         " d_i added. Words see their own sentence, and all others through d_i."
     ),
-    bibtex="""@inproceedings{zhang2019hibert,
-  title={{HIBERT}: Document Level Pre-training of Hierarchical Bidirectional Transformers for Document Summarization},
-  author={Zhang, Xingxing and Wei, Furu and Zhou, Ming},
-  booktitle={Proceedings of ACL},
-  year={2019}
-}""",
+    cite="zhang2019hibert",
 )
 
 _family = make_family(XFHibertConfig, "XFHibert", (*ENCODER_HEADS, "ForMaskedSentences"), INFO)

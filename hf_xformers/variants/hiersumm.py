@@ -57,12 +57,7 @@ INFO = VariantInfo(
         " weights of similar paragraphs to `block.graph_heads` heads. `finetune --task summarization` takes texts with"
         " empty lines between paragraphs, or lists of texts."
     ),
-    bibtex="""@inproceedings{liu2019hierarchical,
-  title={Hierarchical Transformers for Multi-Document Summarization},
-  author={Liu, Yang and Lapata, Mirella},
-  booktitle={Proceedings of ACL},
-  year={2019}
-}""",
+    cite="liu2019hierarchical",
 )
 
 _family = make_family(XFHiersummConfig, "XFHiersumm", SEQ2SEQ_HEADS, INFO)

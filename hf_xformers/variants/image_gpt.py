@@ -73,13 +73,7 @@ INFO = VariantInfo(
         " layer, as the paper's do when they are fine-tuned; its linear probes read a layer in the middle"
         " (`hf-xformers features --layers`). Its bidirectional objective, on masked pixels, is not part of the family."
     ),
-    bibtex="""@inproceedings{chen2020generative,
-  title={Generative Pretraining From Pixels},
-  author={Chen, Mark and Radford, Alec and Child, Rewon and Wu, Jeffrey and Jun, Heewoo and Luan, David and Sutskever,
-    Ilya},
-  booktitle={International Conference on Machine Learning},
-  year={2020}
-}""",
+    cite="chen2020generative",
 )
 
 _family = make_family(

@@ -39,13 +39,7 @@ INFO = VariantInfo(
         r" N(i) = \{j \le i : b \lfloor i / b \rfloor - m \le j\}"
     ),
     cost="time and memory O(T (b + m) D) for blocks of b tokens and memories of m tokens before them",
-    bibtex="""@inproceedings{parmar2018image,
-  title={Image Transformer},
-  author={Parmar, Niki and Vaswani, Ashish and Uszkoreit, Jakob and Kaiser, Lukasz and Shazeer, Noam and Ku, Alexander
-    and Tran, Dustin},
-  booktitle={International Conference on Machine Learning},
-  year={2018}
-}""",
+    cite="parmar2018image",
     notes=(
         "Sizes are those for CIFAR-10: images of 32 x 32 pixels as 3072 tokens, the ids 0 to 255 for intensities, one"
         " for padding and one for the start. `image_size` and `num_channels` of the attention say how a text becomes a"

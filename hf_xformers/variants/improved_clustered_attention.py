@@ -31,12 +31,7 @@ INFO = VariantInfo(
         "time O(T C (b L + D)) for C clusters, b bits and L steps of k-means, and O(T k D) for k keys; memory"
         " O(T (C + D))"
     ),
-    bibtex="""@inproceedings{vyas2020fast,
-  title={Fast Transformers with Clustered Attention},
-  author={Vyas, Apoorv and Katharopoulos, Angelos and Fleuret, Fran{\\c{c}}ois},
-  booktitle={Advances in Neural Information Processing Systems},
-  year={2020}
-}""",
+    cite="vyas2020fast",
     notes=(
         "Hash planes are drawn once and saved, and k-means starts at evenly spaced tokens, so that a text's clusters"
         " are its own; the released code draws new ones in every call. No causal form exists; the decoder of an"

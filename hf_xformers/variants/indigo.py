@@ -51,12 +51,7 @@ INFO = VariantInfo(
     url="https://arxiv.org/abs/1902.01370",
     equation=r"\frac{q_i (k_j + a_{r_{ij}})^\top}{\sqrt d}, \qquad r_{ij} = \mathrm{sign}(z_i - z_j)",
     cost="time O(T^2 D), memory O(T): scores are made in blocks of queries",
-    bibtex="""@article{gu2019insertion,
-  title={Insertion-based Decoding with Automatically Inferred Generation Order},
-  author={Gu, Jiatao and Liu, Qi and Cho, Kyunghyun},
-  journal={Transactions of the Association for Computational Linguistics},
-  year={2019}
-}""",
+    cite="gu2019insertion",
     notes=(
         "`insertion_positions` [B, T] gives each token's place in the finished text; without it, the order is left to"
         " right. `pretrain --objective insertion` trains with any order, `--objective.order searched` with those that"

@@ -40,13 +40,7 @@ INFO = VariantInfo(
     r" \frac{1}{T} \sum_j v_j & \text{else} \end{cases}, \quad M_i = \max_j q_i k_j^\top - \frac{1}{T} \sum_j q_i"
     r" k_j^\top, \quad x^{l+1} = \mathrm{MaxPool}(\mathrm{ELU}(\mathrm{Conv}(x^l)))",
     cost="time O(T c log T D), memory O(T D + T c log T); each layer of the encoder has half the tokens of the last",
-    bibtex="""@inproceedings{zhou2021informer,
-  title={Informer: Beyond Efficient Transformer for Long Sequence Time-Series Forecasting},
-  author={Zhou, Haoyi and Zhang, Shanghang and Peng, Jieqi and Zhang, Shuai and Li, Jianxin and Xiong, Hui and
-    Zhang, Wancai},
-  booktitle={AAAI Conference on Artificial Intelligence},
-  year={2021}
-}""",
+    cite="zhou2021informer",
     notes=(
         "The keys on which queries are measured follow from a seed and from a token's place in its text; the"
         " released code draws them anew in every call. It also has a BatchNorm between convolution and ELU, which"

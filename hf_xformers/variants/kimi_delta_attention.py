@@ -43,12 +43,7 @@ INFO = VariantInfo(
         "time O(T (C (K + V) + K V)) per head for chunks of C tokens and heads of widths K and V, memory O(T D);"
         " generation keeps H K V numbers per layer, and three inputs of the convolution, at any length"
     ),
-    bibtex="""@article{kimi2025linear,
-  title={Kimi Linear: An Expressive, Efficient Attention Architecture},
-  author={{Kimi Team}},
-  journal={arXiv preprint arXiv:2510.26692},
-  year={2025}
-}""",
+    cite="kimi2025linear",
     notes=(
         "Causal only. The preset has the sizes of Kimi-Linear-48B-A3B without its experts and without its layers of"
         " softmax attention, one in four: `per_layer_config={3: {'attention': 'dense'}, ...}` mixes them. There are no"

@@ -31,12 +31,7 @@ INFO = VariantInfo(
         "time O(T^2 D), with the products Q K^T in one of m layers up to 1024 tokens (memory O(T^2)) and in every"
         " layer beyond (memory O(T)); 2 D^2 parameters less in all layers of a block but the first"
     ),
-    bibtex="""@article{ying2021lazyformer,
-  title={LazyFormer: Self Attention with Lazy Update},
-  author={Ying, Chengxuan and Ke, Guolin and He, Di and Liu, Tie-Yan},
-  journal={arXiv preprint arXiv:2102.12702},
-  year={2021}
-}""",
+    cite="ying2021lazyformer",
     notes=(
         "Blocks have two layers (`block_size`); self- and cross-attention have a map each. Attention dropout is off,"
         " as in the paper's pretraining: with it, the dropped map is shared and is kept at every length."

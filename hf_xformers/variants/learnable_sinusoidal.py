@@ -29,13 +29,7 @@ INFO = VariantInfo(
     url="https://openreview.net/forum?id=onxoVA9FxMw",
     equation=r"x_t + \big(\sin(\omega_i t), \cos(\omega_i t)\big)_{i < D/2}, \qquad \omega \text{ learned}",
     cost="time O(T^2 D), memory O(T D) with fused kernels; D / 2 parameters",
-    bibtex="""@inproceedings{wang2021position,
-  title={On Position Embeddings in {BERT}},
-  author={Wang, Benyou and Shang, Lifeng and Lioma, Christina and Jiang, Xin and Yang, Hao and Liu, Qun and Simonsen,
-    Jakob Grue},
-  booktitle={International Conference on Learning Representations},
-  year={2021}
-}""",
+    cite="wang2021position",
     notes=(
         "Its relative form is the position `learnable_sinusoidal_relative`. XFormerTrainer leaves the frequencies out"
         " of weight decay. The factor sqrt(D) on token vectors is ours: next to sinusoids of amplitude one BERT's"

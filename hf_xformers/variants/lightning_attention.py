@@ -43,12 +43,7 @@ INFO = VariantInfo(
         "time O(T (C d + d^2)) per head for chunks of C tokens and heads of width d, memory O(T D); generation keeps"
         " H d^2 numbers per layer at any length"
     ),
-    bibtex="""@article{minimax2025,
-  title={MiniMax-01: Scaling Foundation Models with Lightning Attention},
-  author={{MiniMax}},
-  journal={arXiv preprint arXiv:2501.08313},
-  year={2025}
-}""",
+    cite="minimax2025",
     notes=(
         "Causal only. The preset has the sizes of MiniMax-Text-01 without its experts and without its layers of"
         " softmax attention, one in eight: `per_layer_config={7: {'attention': 'dense'}, ...}` mixes them. There are"

@@ -38,12 +38,7 @@ INFO = VariantInfo(
         "time O(T D d) for heads of width d, memory O(T D); generation keeps H d (d + 1) numbers per layer at any"
         " length"
     ),
-    bibtex="""@inproceedings{katharopoulos2020transformers,
-  title={Transformers are {RNN}s: Fast Autoregressive Transformers with Linear Attention},
-  author={Katharopoulos, Angelos and Vyas, Apoorv and Pappas, Nikolaos and Fleuret, Fran{\\c{c}}ois},
-  booktitle={International Conference on Machine Learning},
-  year={2020}
-}""",
+    cite="katharopoulos2020transformers",
     notes="There are no attention probabilities, so `attention_probs_dropout_prob` has no effect.",
 )
 

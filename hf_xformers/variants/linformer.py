@@ -32,12 +32,7 @@ INFO = VariantInfo(
         "time O(T k D), memory O(T k) for k projected rows, a quarter of max_position_embeddings unless"
         " projected_length is given; 2 k n parameters per layer, fewer with more sharing"
     ),
-    bibtex="""@article{wang2020linformer,
-  title={Linformer: Self-Attention with Linear Complexity},
-  author={Wang, Sinong and Li, Belinda Z. and Khabsa, Madian and Fang, Han and Ma, Hao},
-  journal={arXiv preprint arXiv:2006.04768},
-  year={2020}
-}""",
+    cite="wang2020linformer",
     notes=(
         "No causal form exists; the decoder of an encoder-decoder has dense attention. `max_position_embeddings` is"
         " the number of columns of the projections, so a checkpoint is tied to it."

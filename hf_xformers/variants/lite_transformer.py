@@ -43,12 +43,7 @@ INFO = VariantInfo(
         "Kernels reach 3, 7, 15 and then 31 tokens. Taps beyond the text keep their share of the softmax, as in the"
         " released code. `intermediate_size` equals `hidden_size`: the flattened feed-forward."
     ),
-    bibtex="""@inproceedings{wu2020lite,
-  title={Lite Transformer with Long-Short Range Attention},
-  author={Wu, Zhanghao and Liu, Zhijian and Lin, Ji and Lin, Yujun and Han, Song},
-  booktitle={International Conference on Learning Representations},
-  year={2020}
-}""",
+    cite="wu2020lite",
 )
 
 _family = make_family(XFLiteTransformerConfig, "XFLiteTransformer", ALL_HEADS, INFO)

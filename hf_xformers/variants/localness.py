@@ -39,13 +39,7 @@ INFO = VariantInfo(
         "time O(T^2 D), memory O(T): scores are made in blocks of queries; d^2 + 2 H d parameters in each layer with"
         " windows"
     ),
-    bibtex="""@inproceedings{yang2018modeling,
-  title={Modeling Localness for Self-Attention Networks},
-  author={Yang, Baosong and Tu, Zhaopeng and Wong, Derek F. and Meng, Fandong and Chao, Lidia S. and Zhang, Tong},
-  booktitle={Proceedings of the 2018 Conference on Empirical Methods in Natural Language Processing},
-  pages={4449--4458},
-  year={2018}
-}""",
+    cite="yang2018modeling",
     notes=(
         "I is the number of real tokens of a text, in a decoder of those up to the query, as its length is not known"
         " yet. The lower half of the layers has windows (`layers`), the others are dense; `window` chooses windows of"

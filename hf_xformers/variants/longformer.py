@@ -48,12 +48,7 @@ INFO = VariantInfo(
         r"N(i) = \{j : |i - j| \le W/2\} \cup G \ (i \notin G), \quad N(i) = \{1, \dots, T\} \ (i \in G)"
     ),
     cost="time and memory O(T (W + G) D) for a window of W and G global tokens; 3 D^2 more parameters per layer",
-    bibtex="""@article{beltagy2020longformer,
-  title={Longformer: The Long-Document Transformer},
-  author={Beltagy, Iz and Peters, Matthew E. and Cohan, Arman},
-  journal={arXiv preprint arXiv:2004.05150},
-  year={2020}
-}""",
+    cite="beltagy2020longformer",
     notes=(
         "Global tokens are the model input `global_attention_mask` [batch, length], 1 = global. Without it, text"
         " classification takes the first token, question answering the tokens before the first `sep_token_id`,"

@@ -28,14 +28,7 @@ INFO = VariantInfo(
         "time O(T^2 D) with scores of width r, quadratic as it is, and O(T w D) for the band; memory O(T D) with fused"
         " kernels; D^2 + 2 r H D parameters more in a layer of H heads"
     ),
-    bibtex="""@article{guo2019low,
-  title={Low-Rank and Locality Constrained Self-Attention for Sequence Modeling},
-  author={Guo, Qipeng and Qiu, Xipeng and Xue, Xiangyang and Zhang, Zheng},
-  journal={IEEE/ACM Transactions on Audio, Speech, and Language Processing},
-  volume={27},
-  number={12},
-  year={2019}
-}""",
+    cite="guo2019low",
     notes=(
         "Rank, width of the band and how both parts are joined are not those of the paper, whose text was not to be"
         " had; they are fields (`low_rank`, `band_width`, `combine`). The parts are added, so that weights sum to 2."

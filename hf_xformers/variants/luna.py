@@ -29,13 +29,7 @@ INFO = VariantInfo(
         "time O(T l D) for l memory vectors, memory O(T (D + H l)); generation keeps about l D numbers per layer at"
         " any length"
     ),
-    bibtex="""@inproceedings{ma2021luna,
-  title={Luna: Linear Unified Nested Attention},
-  author={Ma, Xuezhe and Kong, Xiang and Wang, Sinong and Zhou, Chunting and May, Jonathan and Ma, Hao and Zettlemoyer,
-    Luke},
-  booktitle={Advances in Neural Information Processing Systems},
-  year={2021}
-}""",
+    cite="ma2021luna",
     notes=(
         "A decoder has the causal form of section 3.4, in which the memory is the same in all layers; cross-attention"
         " packs the encoder's text."

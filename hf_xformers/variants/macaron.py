@@ -26,13 +26,7 @@ INFO = VariantInfo(
         r" \tfrac12 \mathrm{FF}_2(x)"
     ),
     cost="that of the vanilla Transformer",
-    bibtex="""@article{lu2019understanding,
-  title={Understanding and Improving Transformer From a Multi-Particle Dynamic System Point of View},
-  author={Lu, Yiping and Li, Zhuohan and He, Di and Sun, Zhiqing and Dong, Bin and Qin, Tao and Wang, Liwei and Liu,
-    Tie-Yan},
-  journal={arXiv preprint arXiv:1906.02762},
-  year={2019}
-}""",
+    cite="lu2019understanding",
 )
 
 _family = make_family(XFMacaronConfig, "XFMacaron", ALL_HEADS, INFO)

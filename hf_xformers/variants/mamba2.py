@@ -44,12 +44,7 @@ INFO = VariantInfo(
         "time O(T (C (N + P) + N P)) per head for chunks of C tokens, states of width N and heads of width P, memory"
         " O(T D); generation keeps H N P numbers per layer, and three inputs of the convolution, at any length"
     ),
-    bibtex="""@inproceedings{dao2024transformers,
-  title={Transformers are {SSMs}: Generalized Models and Efficient Algorithms Through Structured State Space Duality},
-  author={Dao, Tri and Gu, Albert},
-  booktitle={International Conference on Machine Learning},
-  year={2024}
-}""",
+    cite="dao2024transformers",
     notes=(
         "Causal only. The preset has the sizes of mamba2-130m: layers have no feed-forward, and twice as many channels"
         " as the residual stream. Queries, keys and values are the paper's C, B and x. There are no attention"

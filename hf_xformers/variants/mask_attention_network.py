@@ -46,13 +46,7 @@ INFO = VariantInfo(
         " width (the identity as a mask). Heads of the first are rectified before their output projection, as in the"
         " released code. Distances from 1024 on share a number."
     ),
-    bibtex="""@inproceedings{fan2021mask,
-  title={Mask Attention Networks: Rethinking and Strengthen Transformer},
-  author={Fan, Zhihao and Gong, Yeyun and Liu, Dayiheng and Wei, Zhongyu and Wang, Siyuan and Jiao, Jian and Duan, Nan
-    and Zhang, Ruofei and Huang, Xuanjing},
-  booktitle={Proceedings of NAACL-HLT},
-  year={2021}
-}""",
+    cite="fan2021mask",
 )
 
 _family = make_family(XFMaskAttentionNetworkConfig, "XFMaskAttentionNetwork", ALL_HEADS, INFO)

@@ -81,13 +81,7 @@ INFO = VariantInfo(
         "`Config.preset` has the sizes of the paper and of Turing-NLG: `XFMegatronConfig.preset('gpt_8.3b')`. On"
         " several devices a layer is divided by columns, then by rows, as in the paper: load with `tp_plan='auto'`."
     ),
-    bibtex="""@article{shoeybi2019megatron,
-  title={{Megatron-LM}: Training Multi-Billion Parameter Language Models Using Model Parallelism},
-  author={Shoeybi, Mohammad and Patwary, Mostofa and Puri, Raul and LeGresley, Patrick and Casper, Jared and
-    Catanzaro, Bryan},
-  journal={arXiv preprint arXiv:1909.08053},
-  year={2019}
-}""",
+    cite="shoeybi2019megatron",
 )
 
 _family = make_family(XFMegatronConfig, "XFMegatron", (*ENCODER_HEADS, *SENTENCE_PAIR_HEADS, "ForCausalLM"), INFO)

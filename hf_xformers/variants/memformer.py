@@ -39,12 +39,7 @@ INFO = VariantInfo(
         " activations of one, and `XFormerTrainer(segment_streams=True)` does so over the micro-batches of a step. In"
         " generation the text is one segment: the memory is read, and given with every call."
     ),
-    bibtex="""@inproceedings{wu2022memformer,
-  title={Memformer: A Memory-Augmented Transformer for Sequence Modeling},
-  author={Wu, Qingyang and Lan, Zhenzhong and Qian, Kun and Gu, Jing and Geramifard, Alborz and Yu, Zhou},
-  booktitle={Findings of the Association for Computational Linguistics: AACL-IJCNLP 2022},
-  year={2022}
-}""",
+    cite="wu2022memformer",
 )
 
 _family = make_family(XFMemformerConfig, "XFMemformer", ALL_HEADS, INFO)

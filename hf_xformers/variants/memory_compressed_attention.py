@@ -28,13 +28,7 @@ INFO = VariantInfo(
         "local layers in time O(T w D) for blocks of w tokens, compressed ones in time O(T^2 D / r) for slots of r;"
         " memory O(T D); r D^2 parameters more in a compressed layer"
     ),
-    bibtex="""@inproceedings{liu2018generating,
-  title={Generating {W}ikipedia by Summarizing Long Sequences},
-  author={Liu, Peter J. and Saleh, Mohammad and Pot, Etienne and Goodrich, Ben and Sepassi, Ryan and Kaiser, Lukasz and
-    Shazeer, Noam},
-  booktitle={International Conference on Learning Representations},
-  year={2018}
-}""",
+    cite="liu2018generating",
     notes=(
         "The paper's decoder has five layers, L M L M L; its experts in the middle one are the feed-forward"
         " `sparsely_gated_moe` of a layer. A token never reads its own slot, nor one that is not complete."

@@ -41,12 +41,7 @@ INFO = VariantInfo(
         "It has the parameters of dense attention, so that any trained model runs with it. The choice has no gradient."
         " In an encoder all other blocks can be chosen."
     ),
-    bibtex="""@article{lu2025moba,
-  title={{MoBA}: Mixture of Block Attention for Long-Context {LLMs}},
-  author={Lu, Enzhe and Jiang, Zhejun and Liu, Jingyuan and Du, Yulun and Jiang, Tao and Hong, Chao and others},
-  journal={arXiv preprint arXiv:2502.13189},
-  year={2025}
-}""",
+    cite="lu2025moba",
 )
 
 _family = make_family(XFMobaConfig, "XFMoba", ALL_HEADS, INFO)

@@ -44,12 +44,7 @@ INFO = VariantInfo(
         "A step of generation scores the latents themselves and makes no keys or values. A rotation turns r channels"
         " of each head's queries, and one vector of each token."
     ),
-    bibtex="""@article{deepseek2024v2,
-  title={{DeepSeek-V2}: A Strong, Economical, and Efficient Mixture-of-Experts Language Model},
-  author={{DeepSeek-AI}},
-  journal={arXiv preprint arXiv:2405.04434},
-  year={2024}
-}""",
+    cite="deepseek2024v2",
 )
 
 _family = make_family(XFMultiHeadLatentAttentionConfig, "XFMultiHeadLatentAttention", ALL_HEADS, INFO)

@@ -30,12 +30,7 @@ INFO = VariantInfo(
         r" O = [O_1 \cdots O_H] W^o"
     ),
     cost="time O(T^2 D), memory O(T D); a cache of 2 d numbers per token and layer with head width d, H times fewer",
-    bibtex="""@article{shazeer2019fast,
-  title={Fast Transformer Decoding: One Write-Head is All You Need},
-  author={Shazeer, Noam},
-  journal={arXiv preprint arXiv:1911.02150},
-  year={2019}
-}""",
+    cite="shazeer2019fast",
 )
 
 _family = make_family(XFMultiQueryAttentionConfig, "XFMultiQueryAttention", ALL_HEADS, INFO)

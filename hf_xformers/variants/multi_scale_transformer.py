@@ -30,12 +30,7 @@ INFO = VariantInfo(
         r" w_h \in \{1, 3, \tfrac{T}{16}, \tfrac{T}{8}, \tfrac{T}{4}\}"
     ),
     cost="time and memory O(T w D) for heads of the mean scale w, at most T / 4: below T^2 by a constant factor",
-    bibtex="""@inproceedings{guo2020multi,
-  title={Multi-Scale Self-Attention for Text Classification},
-  author={Guo, Qipeng and Qiu, Xipeng and Liu, Pengfei and Xue, Xiangyang and Zhang, Zheng},
-  booktitle={Proceedings of the AAAI Conference on Artificial Intelligence},
-  year={2020}
-}""",
+    cite="guo2020multi",
     notes=(
         "Scales of whole numbers alone, such as [1, 3, 16, 64], make the time linear. In a decoder, which is not in"
         " the paper, parts of the text are parts of `max_position_embeddings`, or later tokens would widen the windows"

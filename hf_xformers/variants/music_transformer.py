@@ -31,13 +31,7 @@ INFO = VariantInfo(
     url="https://arxiv.org/abs/1809.04281",
     equation=r"\mathrm{softmax}\!\left(\frac{Q K^\top + \mathrm{skew}(Q E^{r\top})}{\sqrt d}\right) V",
     cost="time O(T^2 D), memory O(T): scores are made in blocks of queries",
-    bibtex="""@inproceedings{huang2019music,
-  title={Music Transformer: Generating Music with Long-Term Structure},
-  author={Huang, Cheng-Zhi Anna and Vaswani, Ashish and Uszkoreit, Jakob and Shazeer, Noam and Simon, Ian and
-    Hawthorne, Curtis and Dai, Andrew M. and Hoffman, Matthew D. and Dinculescu, Monica and Eck, Douglas},
-  booktitle={International Conference on Learning Representations},
-  year={2019}
-}""",
+    cite="huang2019music",
 )
 
 _family = make_family(XFMusicTransformerConfig, "XFMusicTransformer", DECODER_HEADS, INFO)

@@ -45,12 +45,7 @@ INFO = VariantInfo(
         " and means of blocks as compression, whose blocks are also those that are chosen. Heads that share keys"
         " choose together. The choice has no gradient."
     ),
-    bibtex="""@inproceedings{yuan2025native,
-  title={Native Sparse Attention: Hardware-Aligned and Natively Trainable Sparse Attention},
-  author={Yuan, Jingyang and Gao, Huazuo and Dai, Damai and Luo, Junyu and Zhao, Liang and Zhang, Zhengyan and others},
-  booktitle={Annual Meeting of the Association for Computational Linguistics},
-  year={2025}
-}""",
+    cite="yuan2025native",
 )
 
 _family = make_family(XFNativeSparseAttentionConfig, "XFNativeSparseAttention", DECODER_HEADS, INFO)

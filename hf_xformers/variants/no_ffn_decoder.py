@@ -38,12 +38,7 @@ INFO = VariantInfo(
         r"\text{memory}))"
     ),
     cost="saves 2 T D F time and 2 D F parameters of every decoder layer",
-    bibtex="""@inproceedings{yang2020sublayer,
-  title={On the Sub-Layer Functionalities of Transformer Decoder},
-  author={Yang, Yilin and Wang, Longyue and Shi, Shuming and Tadepalli, Prasad and Lee, Stefan and Tu, Zhaopeng},
-  booktitle={Findings of the Association for Computational Linguistics: EMNLP},
-  year={2020}
-}""",
+    cite="yang2020sublayer",
 )
 
 _family = make_family(XFNoFFNDecoderConfig, "XFNoFFNDecoder", SEQ2SEQ_HEADS, INFO)

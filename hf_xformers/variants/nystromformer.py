@@ -29,13 +29,7 @@ INFO = VariantInfo(
     r"\mathrm{softmax}\!\left(\tfrac{\tilde Q \tilde K^\top}{\sqrt d}\right)^{+} "
     r"\mathrm{softmax}\!\left(\tfrac{\tilde Q K^\top}{\sqrt d}\right) V + \mathrm{DWConv}(V)",
     cost="time O(T m D + H m^3) for m landmarks, memory O(T m)",
-    bibtex="""@inproceedings{xiong2021nystromformer,
-  title={Nystr{\\"o}mformer: A {N}ystr{\\"o}m-based Algorithm for Approximating Self-Attention},
-  author={Xiong, Yunyang and Zeng, Zhanpeng and Chakraborty, Rudrasis and Tan, Mingxing and Fung, Glenn and Li, Yin and
-    Singh, Vikas},
-  booktitle={Proceedings of the AAAI Conference on Artificial Intelligence},
-  year={2021}
-}""",
+    cite="xiong2021nystromformer",
     notes=(
         "No causal form exists; the decoder of an encoder-decoder has dense attention. Texts of any length and padding"
         " are segmented over their real tokens; transformers' class needs a fixed length and averages padding in."

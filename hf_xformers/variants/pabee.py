@@ -43,12 +43,7 @@ INFO = VariantInfo(
         " main model is ALBERT: `share_layers` runs one layer's weights at every depth. Each text of a batch leaves by"
         " itself, and outputs say where: `exit_layers`."
     ),
-    bibtex="""@inproceedings{zhou2020pabee,
-  title={{BERT} Loses Patience: Fast and Robust Inference with Early Exit},
-  author={Zhou, Wangchunshu and Xu, Canwen and Ge, Tao and McAuley, Julian and Xu, Ke and Wei, Furu},
-  booktitle={Advances in Neural Information Processing Systems},
-  year={2020}
-}""",
+    cite="zhou2020pabee",
 )
 
 _family = make_family(XFPabeeConfig, "XFPabee", ("Model", "ForMaskedLM", "ForSequenceClassification"), INFO)

@@ -30,14 +30,7 @@ INFO = VariantInfo(
         "time O(T m D) for m random features, memory O(T D); generation keeps H m (d + 1) numbers per layer at any"
         " length"
     ),
-    bibtex="""@inproceedings{choromanski2021rethinking,
-  title={Rethinking Attention with {P}erformers},
-  author={Choromanski, Krzysztof and Likhosherstov, Valerii and Dohan, David and Song, Xingyou and Gane, Andreea and
-    Sarlos, Tamas and Hawkins, Peter and Davis, Jared and Mohiuddin, Afroz and Kaiser, Lukasz and Belanger, David and
-    Colwell, Lucy and Weller, Adrian},
-  booktitle={International Conference on Learning Representations},
-  year={2021}
-}""",
+    cite="choromanski2021rethinking",
     notes=(
         "There are no attention probabilities, so `attention_probs_dropout_prob` has no effect. Training redraws the"
         " features every `redraw_interval` passes; a compiled model does not, call"

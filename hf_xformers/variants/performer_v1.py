@@ -40,13 +40,7 @@ INFO = VariantInfo(
         "time O(T m D) for m random rows, memory O(T D); generation keeps 2 H m (d + 1) numbers per layer at any"
         " length"
     ),
-    bibtex="""@article{choromanski2020masked,
-  title={Masked Language Modeling for Proteins via Linearly Scalable Long-Context Transformers},
-  author={Choromanski, Krzysztof and Likhosherstov, Valerii and Dohan, David and Song, Xingyou and Gane, Andreea and
-    Sarlos, Tamas and Hawkins, Peter and Davis, Jared and Belanger, David and Colwell, Lucy and Weller, Adrian},
-  journal={arXiv preprint arXiv:2006.03555},
-  year={2020}
-}""",
+    cite="choromanski2020masked",
     notes=(
         "Estimated weights can be negative, and their relative error grows where a weight is small: sums of them may"
         " come near zero, for which the positive features of `xf_performer` were made. Denominators are kept"

@@ -31,13 +31,7 @@ INFO = VariantInfo(
         "time O(T w_1 D), in layers with two levels O(T (w_1 + w_2 / xi) D), memory O(T (w_1 + w_2 / xi)); 3 D^2"
         " parameters more in each of those"
     ),
-    bibtex="""@inproceedings{zhang2021poolingformer,
-  title={Poolingformer: Long Document Modeling with Pooling Attention},
-  author={Zhang, Hang and Gong, Yeyun and Shen, Yelong and Li, Weisheng and Lv, Jiancheng and Duan, Nan and Chen,
-    Weizhu},
-  booktitle={Proceedings of the 38th International Conference on Machine Learning},
-  year={2021}
-}""",
+    cite="zhang2021poolingformer",
     notes=(
         "Windows count tokens on one side. By default a quarter of the layers, in the middle, has two levels"
         " (attention field two_level_layers). Decoders are not in the paper: their second level reads pooled keys"

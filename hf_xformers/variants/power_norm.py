@@ -33,12 +33,7 @@ INFO = VariantInfo(
         r"\partial \hat x = \frac{\gamma \, \partial y - \nu \, \hat x / \psi}{\psi}"
     ),
     cost="that of the vanilla Transformer; 2 D running numbers per norm",
-    bibtex="""@inproceedings{shen2020powernorm,
-  title={{PowerNorm}: Rethinking Batch Normalization in Transformers},
-  author={Shen, Sheng and Yao, Zhewei and Gholami, Amir and Mahoney, Michael W. and Keutzer, Kurt},
-  booktitle={International Conference on Machine Learning},
-  year={2020}
-}""",
+    cite="shen2020powernorm",
     notes=(
         "The first step, each token divided by its own quadratic mean, is the released code's (`group_num=1`; more"
         " groups divide its channels); `group_num=None` leaves it out, as the paper's equations do. Only real tokens"

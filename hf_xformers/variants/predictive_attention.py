@@ -29,13 +29,7 @@ INFO = VariantInfo(
         "time O(T^2 (D + k^2 H^2)) for kernels of k x k and H heads; memory O(H T^2) in every layer; generation keeps"
         " the last k - 1 rows of scores of every layer next to keys and values"
     ),
-    bibtex="""@inproceedings{wang2021evolving,
-  title={Evolving Attention with Residual Convolutions},
-  author={Wang, Yujing and Yang, Yaming and Bai, Jiangang and Zhang, Mingliang and Bai, Jing and Yu, Jing and
-    Zhang, Ce and Huang, Gao and Tong, Yunhai},
-  booktitle={International Conference on Machine Learning},
-  year={2021}
-}""",
+    cite="wang2021evolving",
     notes=(
         "The earlier Predictive Attention Transformer is `attention={'type': 'predictive_attention', 'form': 'pat'}`."
         " In a decoder the convolution reads no row of a later token, and cross-attention is dense unless"

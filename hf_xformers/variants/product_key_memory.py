@@ -29,13 +29,7 @@ INFO = VariantInfo(
         r"\, V_{a n + b}"
     ),
     cost="time O(T H (n d + k^2 + k D)) for H heads, n sub-keys of width d and k slots read; n^2 D parameters",
-    bibtex="""@inproceedings{lample2019large,
-  title={Large Memory Layers with Product Keys},
-  author={Lample, Guillaume and Sablayrolles, Alexandre and Ranzato, Marc'Aurelio and Denoyer, Ludovic and J{\\'e}gou,
-    Herv{\\'e}},
-  booktitle={Advances in Neural Information Processing Systems},
-  year={2019}
-}""",
+    cite="lample2019large",
     notes=(
         "The k best of the n^2 sums are found exactly from the k best of each half. Queries pass batch "
         "normalization over the batch's real tokens, so in training an output depends on the batch, later tokens "

@@ -30,12 +30,7 @@ INFO = VariantInfo(
     url="https://arxiv.org/abs/1907.05572",
     equation=r"h_t = \mathrm{RNN}(x_{t-M+1}, \dots, x_t), \qquad y = \mathrm{FFN}(\mathrm{MHA}(h))",
     cost="time O(T M D^2 + T^2 D), M steps one after the other; memory O(T D M)",
-    bibtex="""@article{wang2019rtransformer,
-  title={{R-Transformer}: Recurrent Neural Network Enhanced Transformer},
-  author={Wang, Zhiwei and Ma, Yao and Liu, Zitao and Tang, Jiliang},
-  journal={arXiv preprint arXiv:1907.05572},
-  year={2019}
-}""",
+    cite="wang2019rtransformer",
 )
 
 _family = make_family(XFRTransformerConfig, "XFRTransformer", ALL_HEADS, INFO)

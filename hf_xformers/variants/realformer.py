@@ -27,12 +27,7 @@ INFO = VariantInfo(
         "time O(T^2 D); the scores passed on take O(T^2) memory up to T = (L + 1) d, with L layers of head width d;"
         " beyond, O(T) memory, and Q K^T costs up to L times as much"
     ),
-    bibtex="""@inproceedings{he2021realformer,
-  title={{RealFormer}: Transformer Likes Residual Attention},
-  author={He, Ruining and Ravula, Anirudh and Kanagal, Bhargav and Ainslie, Joshua},
-  booktitle={Findings of ACL-IJCNLP},
-  year={2021}
-}""",
+    cite="he2021realformer",
     notes=(
         "Encoder, decoder and cross-attention have a chain of scores each, which starts anew in every call; generation"
         " needs an ordinary cache only."

@@ -48,12 +48,7 @@ INFO = VariantInfo(
         " `segment_memory` of the next, with gradient; `XFormerTrainer(segment_streams=True)` lays the corpus in"
         " contiguous streams and carries it. Texts longer than a window can be given in one call, too."
     ),
-    bibtex="""@article{yoshida2020adding,
-  title={Adding Recurrence to Pretrained Transformers for Improved Efficiency and Context Size},
-  author={Yoshida, Davis and Ettinger, Allyson and Gimpel, Kevin},
-  journal={arXiv preprint arXiv:2008.07027},
-  year={2020}
-}""",
+    cite="yoshida2020adding",
 )
 
 _family = make_family(XFRecurrentPretrainedLMConfig, "XFRecurrentPretrainedLM", DECODER_HEADS, INFO)

@@ -39,12 +39,7 @@ INFO = VariantInfo(
         r" |q_j|"
     ),
     cost="time O(r T (m D + log T)) for r hashes and chunks of m tokens; activations O(T D) at any depth",
-    bibtex="""@inproceedings{kitaev2020reformer,
-  title={Reformer: The Efficient Transformer},
-  author={Kitaev, Nikita and Kaiser, {\\L}ukasz and Levskaya, Anselm},
-  booktitle={International Conference on Learning Representations},
-  year={2020}
-}""",
+    cite="kitaev2020reformer",
     notes=(
         "Decoders read the most recent tokens of a bucket, so that they can generate; the paper's chunks, whose"
         " borders later tokens move, are attention field causal_form='paper'. The number of buckets follows the length"

@@ -40,12 +40,7 @@ INFO = VariantInfo(
         "time O(T (C (K + V) + K V)) per head for chunks of C tokens and heads of widths K and V = 2 K, memory O(T D);"
         " generation keeps H K V numbers per layer at any length"
     ),
-    bibtex="""@article{sun2023retentive,
-  title={Retentive Network: A Successor to Transformer for Large Language Models},
-  author={Sun, Yutao and Dong, Li and Huang, Shaohan and Ma, Shuming and Xia, Yuqing and Xue, Jilong and others},
-  journal={arXiv preprint arXiv:2307.08621},
-  year={2023}
-}""",
+    cite="sun2023retentive",
     notes=(
         "Causal only. The preset has the sizes of the 1.3B model. Positions are in the retention itself, which turns"
         " queries and keys. There are no attention probabilities, so `attention_probs_dropout_prob` has no effect."

@@ -29,12 +29,7 @@ INFO = VariantInfo(
     url="https://arxiv.org/abs/2003.04887",
     equation=r"x \leftarrow x + \alpha_l \, f(x), \qquad \alpha_l = 0 \text{ at the start}",
     cost="that of the vanilla Transformer, without its norms",
-    bibtex="""@inproceedings{bachlechner2021rezero,
-  title={{ReZero} is All You Need: Fast Convergence at Large Depth},
-  author={Bachlechner, Thomas and Majumder, Bodhisattwa Prasad and Mao, Henry and Cottrell, Gary and McAuley, Julian},
-  booktitle={Conference on Uncertainty in Artificial Intelligence},
-  year={2021}
-}""",
+    cite="bachlechner2021rezero",
 )
 
 _family = make_family(XFReZeroConfig, "XFReZero", ALL_HEADS, INFO)

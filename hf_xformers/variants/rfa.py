@@ -30,12 +30,7 @@ INFO = VariantInfo(
         "time O(T m D) for m random rows, memory O(T D); generation keeps 2 H m (d + 1) numbers per layer at any"
         " length"
     ),
-    bibtex="""@inproceedings{peng2021random,
-  title={Random Feature Attention},
-  author={Peng, Hao and Pappas, Nikolaos and Yogatama, Dani and Schwartz, Roy and Smith, Noah A. and Kong, Lingpeng},
-  booktitle={International Conference on Learning Representations},
-  year={2021}
-}""",
+    cite="peng2021random",
     notes=(
         "`--attention.gate true` is RFA-Gate, for decoders: each head forgets earlier tokens by a gate that it"
         " computes from the present one. Every training pass draws new random rows (`redraw_interval`), evaluation"

@@ -42,13 +42,7 @@ INFO = VariantInfo(
     url="https://arxiv.org/abs/1907.11692",
     equation=r"\mathrm{softmax}\!\left(\frac{Q K^\top}{\sqrt{d}}\right) V",
     cost="time O(T^2 D), memory O(T D) with fused kernels",
-    bibtex="""@article{liu2019roberta,
-  title={{RoBERTa}: A Robustly Optimized {BERT} Pretraining Approach},
-  author={Liu, Yinhan and Ott, Myle and Goyal, Naman and Du, Jingfei and Joshi, Mandar and Chen, Danqi and Levy, Omer
-    and Lewis, Mike and Zettlemoyer, Luke and Stoyanov, Veselin},
-  journal={arXiv preprint arXiv:1907.11692},
-  year={2019}
-}""",
+    cite="liu2019roberta",
 )
 
 _family = make_family(XFRobertaConfig, "XFRoberta", (*ENCODER_HEADS, "ForCausalLM"), INFO)

@@ -31,12 +31,7 @@ INFO = VariantInfo(
     url="https://arxiv.org/abs/2104.09864",
     equation=r"\mathrm{softmax}_j\!\left(\frac{(x_i W^Q) R_{i-j} (x_j W^K)^\top}{\sqrt d}\right)",
     cost="time O(T^2 D), memory O(T D) with fused kernels; O(T) with linear attention",
-    bibtex="""@article{su2024roformer,
-  title={RoFormer: Enhanced Transformer with Rotary Position Embedding},
-  author={Su, Jianlin and Ahmed, Murtadha and Lu, Yu and Pan, Shengfeng and Bo, Wen and Liu, Yunfeng},
-  journal={Neurocomputing},
-  year={2024}
-}""",
+    cite="su2024roformer",
     notes=(
         "Also with linear attention (section 3.3): `attention='linear_transformer'` rotates the features of the"
         " numerator alone."

@@ -34,12 +34,7 @@ INFO = VariantInfo(
         r" b_{hn} \leftarrow b_{hn} + \Omega_n \cdot V_{hn}"
     ),
     cost="time O(T^2 D + T H D) and O(T D^2) for votes, memory O(T D): votes are made for some tokens at a time",
-    bibtex="""@inproceedings{li2019information,
-  title={Information Aggregation for Multi-Head Attention with Routing-by-Agreement},
-  author={Li, Jian and Yang, Baosong and Dou, Zi-Yi and Wang, Xing and Lyu, Michael R. and Tu, Zhaopeng},
-  booktitle={Conference of the North American Chapter of the Association for Computational Linguistics},
-  year={2019}
-}""",
+    cite="li2019information",
 )
 
 _family = make_family(XFRoutingAggregationConfig, "XFRoutingAggregation", ALL_HEADS, INFO)

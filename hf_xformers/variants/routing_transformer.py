@@ -37,13 +37,7 @@ INFO = VariantInfo(
         "time O(T^{1.5} D) in sqrt(T) clusters of sqrt(T) tokens, as many as each text needs; no trained parameters"
         " besides the projections"
     ),
-    bibtex="""@article{roy2021routing,
-  title={Efficient Content-Based Sparse Attention with Routing Transformers},
-  author={Roy, Aurko and Saffar, Mohammad and Vaswani, Ashish and Grangier, David},
-  journal={Transactions of the Association for Computational Linguistics},
-  volume={9},
-  year={2021}
-}""",
+    cite="roy2021routing",
     notes=(
         "Decoders read the most recent tokens of their own cluster, so that they can generate; the paper's balanced"
         " clusters, which look at the whole text, are what encoders use, and attention field causal_form='paper' in"

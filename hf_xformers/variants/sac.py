@@ -30,12 +30,7 @@ INFO = VariantInfo(
         "attention: time O(T n D) with n = 10 edges per token; the predictor: time O(T^2 n P) with width P = 64;"
         " memory O(T D)"
     ),
-    bibtex="""@inproceedings{li2020sac,
-  title={{SAC}: Accelerating and Structuring Self-Attention via Sparse Adaptive Connection},
-  author={Li, Xiaoya and Meng, Yuxian and Zhou, Mingxin and Han, Qinghong and Wu, Fei and Li, Jiwei},
-  booktitle={NeurIPS},
-  year={2020}
-}""",
+    cite="li2020sac",
     notes=(
         "Every token is the source of its own edges, the form of the paper that has a causal one; edges as pairs that"
         " one LSTM draws for the whole text, step by step, are not part of it. Edges are sampled in training, where"

@@ -29,12 +29,7 @@ INFO = VariantInfo(
     url="https://arxiv.org/abs/1911.03864",
     equation=r"\mathsf{s}^{k} (\mathsf{s}\mathsf{f})^{n-k} \mathsf{f}^{k}",
     cost="that of the vanilla Transformer",
-    bibtex="""@inproceedings{press2020improving,
-  title={Improving Transformer Models by Reordering their Sublayers},
-  author={Press, Ofir and Smith, Noah A. and Levy, Omer},
-  booktitle={Proceedings of ACL},
-  year={2020}
-}""",
+    cite="press2020improving",
 )
 
 _family = make_family(XFSandwichConfig, "XFSandwich", DECODER_HEADS, INFO)

@@ -36,12 +36,7 @@ INFO = VariantInfo(
         r"\text{ (input and output)}"
     ),
     cost="that of the vanilla Transformer, with one parameter per norm",
-    bibtex="""@inproceedings{nguyen2019transformers,
-  title={Transformers without Tears: Improving the Normalization of Self-Attention},
-  author={Nguyen, Toan Q. and Salazar, Julian},
-  booktitle={International Conference on Spoken Language Translation},
-  year={2019}
-}""",
+    cite="nguyen2019transformers",
     notes=(
         "The three parts of the paper together: PreNorm with ScaleNorm (also after the last layer), FixNorm on the "
         "table and SmallInit. `inputs_embeds` are brought to unit length as table rows are."

@@ -30,12 +30,7 @@ INFO = VariantInfo(
     r"\mathrm{MAB}(X, Y) = \mathrm{LN}(H + \mathrm{rFF}(H)), \quad "
     r"H = \mathrm{LN}(X + \mathrm{Multihead}(X, Y, Y))",
     cost="time O(T m D) for m inducing points, memory O(T (D + H m)); 5 D^2 + m D parameters more in a layer",
-    bibtex="""@inproceedings{lee2019set,
-  title={Set Transformer: A Framework for Attention-based Permutation-Invariant Neural Networks},
-  author={Lee, Juho and Lee, Yoonho and Kim, Jungtaek and Kosiorek, Adam R. and Choi, Seungjin and Teh, Yee Whye},
-  booktitle={International Conference on Machine Learning},
-  year={2019}
-}""",
+    cite="lee2019set",
     notes=(
         "For sets rather than texts set `position='none'`: outputs then follow any order of the tokens, and a"
         " classifier, which pools by attention with one seed (PMA), does not know it. No causal form exists; the"

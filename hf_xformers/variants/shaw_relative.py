@@ -38,12 +38,7 @@ INFO = VariantInfo(
         r" a^V_{c(j-i)}), \qquad c(x) = \mathrm{clip}(x, -k, k)"
     ),
     cost="time O(T^2 D + T k D), memory O(T): scores are made in blocks of queries",
-    bibtex="""@inproceedings{shaw2018self,
-  title={Self-Attention with Relative Position Representations},
-  author={Shaw, Peter and Uszkoreit, Jakob and Vaswani, Ashish},
-  booktitle={Proceedings of NAACL-HLT},
-  year={2018}
-}""",
+    cite="shaw2018self",
 )
 
 _family = make_family(XFShawRelativeConfig, "XFShawRelative", ALL_HEADS, INFO)

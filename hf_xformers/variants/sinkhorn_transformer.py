@@ -26,12 +26,7 @@ INFO = VariantInfo(
         r" K'_c = \sum_u P_{cu} K_u, \quad P = \mathrm{Sinkhorn}\big(R(\bar x) / \tau\big)"
     ),
     cost="time O(T b D + T^2 D / b) with blocks of b tokens, memory O(T (b + D) + (T / b)^2)",
-    bibtex="""@inproceedings{tay2020sparse,
-  title={Sparse {Sinkhorn} Attention},
-  author={Tay, Yi and Bahri, Dara and Yang, Liu and Metzler, Donald and Juan, Da-Cheng},
-  booktitle={ICML},
-  year={2020}
-}""",
+    cite="tay2020sparse",
     notes=(
         "The decoder is strictly causal: only past blocks are sorted to a block, and no row of the permutation knows"
         " a later one. An encoder-decoder has dense cross-attention. `sortcut_blocks` is SortCut. Two differences"

@@ -40,13 +40,7 @@ INFO = VariantInfo(
         " (`--objective span_bert`) trains `ForSpanBoundary`, whose `boundary_head` BERT has not; there is no sentence"
         " pair."
     ),
-    bibtex="""@article{joshi2020spanbert,
-  title={{SpanBERT}: Improving Pre-training by Representing and Predicting Spans},
-  author={Joshi, Mandar and Chen, Danqi and Liu, Yinhan and Weld, Daniel S. and Zettlemoyer, Luke and Levy, Omer},
-  journal={Transactions of the Association for Computational Linguistics},
-  volume={8},
-  year={2020}
-}""",
+    cite="joshi2020spanbert",
 )
 
 _family = make_family(XFSpanBertConfig, "XFSpanBert", (*ENCODER_HEADS, "ForSpanBoundary"), INFO)

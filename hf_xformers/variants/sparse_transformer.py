@@ -45,12 +45,7 @@ INFO = VariantInfo(
         "time and memory O(T (l + c T / l) D), which is O(T sqrt(T) D) where T is near max_position_embeddings: l is"
         " its root"
     ),
-    bibtex="""@article{child2019generating,
-  title={Generating Long Sequences with Sparse Transformers},
-  author={Child, Rewon and Gray, Scott and Radford, Alec and Sutskever, Ilya},
-  journal={arXiv preprint arXiv:1904.10509},
-  year={2019}
-}""",
+    cite="child2019generating",
     notes=(
         "Sizes and dropout are those for enwik8. There the fixed pattern had l = 128, c = 32 (attention fields stride"
         " and summary_width); the default is l = sqrt(max_position_embeddings), c = 8. kind='strided' is the pattern"

@@ -26,13 +26,7 @@ INFO = VariantInfo(
         r"\sum_{e \in \mathrm{top}_k(H)} \mathrm{softmax}_{\mathrm{top}_k}(H)_e \, \mathrm{FFN}_e(x)"
     ),
     cost="time of k feed-forwards per token plus O(T E D) for the router; E times the feed-forward parameters",
-    bibtex="""@inproceedings{shazeer2017outrageously,
-  title={Outrageously Large Neural Networks: The Sparsely-Gated Mixture-of-Experts Layer},
-  author={Shazeer, Noam and Mirhoseini, Azalia and Maziarz, Krzysztof and Davis, Andy and Le, Quoc and Hinton, Geoffrey
-    and Dean, Jeff},
-  booktitle={International Conference on Learning Representations},
-  year={2017}
-}""",
+    cite="shazeer2017outrageously",
     notes=(
         "The paper's host is a recurrent network; here every second feed-forward is a mixture. No expert has a "
         "capacity, so a token's output depends on itself alone; the two losses are taken over the real tokens of "

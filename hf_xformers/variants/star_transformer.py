@@ -43,12 +43,7 @@ INFO = VariantInfo(
         r" s^{t-1}]))), \quad s^t = \mathrm{LN}(\mathrm{ReLU}(\mathrm{MHA}(s^{t-1}, [s^{t-1}; H^t])))"
     ),
     cost="time and memory O(T D) besides projections; 8 D^2 parameters per layer, no feed-forward",
-    bibtex="""@inproceedings{guo2019star,
-  title={Star-Transformer},
-  author={Guo, Qipeng and Qiu, Xipeng and Liu, Pengfei and Shao, Yunfan and Xue, Xiangyang and Zhang, Zheng},
-  booktitle={Proceedings of NAACL-HLT},
-  year={2019}
-}""",
+    cite="guo2019star",
     notes=(
         "An encoder without residual sums and feed-forwards. A text is classified by the largest number of each"
         " channel and the relay. The decoder of an encoder-decoder is a vanilla one. The released code (fastNLP)"

@@ -46,14 +46,7 @@ INFO = VariantInfo(
     url="https://arxiv.org/abs/2101.03961",
     equation=r"p = \mathrm{softmax}(W_r x), \qquad i = \arg\max_e p_e, \qquad y = p_i \, \mathrm{FFN}_i(x)",
     cost="time and memory of the dense model plus O(T E D) for the router; E times its feed-forward parameters",
-    bibtex="""@article{fedus2022switch,
-  title={Switch Transformers: Scaling to Trillion Parameter Models with Simple and Efficient Sparsity},
-  author={Fedus, William and Zoph, Barret and Shazeer, Noam},
-  journal={Journal of Machine Learning Research},
-  volume={23},
-  pages={1--39},
-  year={2022}
-}""",
+    cite="fedus2022switch",
     notes=(
         "Shaped like T5 base, the paper's host; any head can stand on it. In training an expert takes of each text "
         "its first 1.25 T / E tokens; queues are per text and in token order, so an output depends neither on other "

@@ -29,12 +29,7 @@ INFO = VariantInfo(
         "time O(T^2 D), memory O(T); tables for L places hold H L d numbers (dense), H L^2 (random) or 2 H L k"
         " (factorized random)"
     ),
-    bibtex="""@inproceedings{tay2021synthesizer,
-  title={Synthesizer: Rethinking Self-Attention for Transformer Models},
-  author={Tay, Yi and Bahri, Dara and Metzler, Donald and Juan, Da-Cheng and Zhao, Zhe and Zheng, Che},
-  booktitle={International Conference on Machine Learning},
-  year={2021}
-}""",
+    cite="tay2021synthesizer",
     notes=(
         'The other forms are `attention={"type": "synthesizer", "kind": ...}` with `random`, `fixed_random`,'
         " `factorized_dense`, `factorized_random`, and mixtures such as `random+dot`. Cross-attention stays dense, as"

@@ -70,13 +70,7 @@ INFO = VariantInfo(
     url="https://arxiv.org/abs/1910.10683",
     equation=r"\mathrm{softmax}\!\left(Q K^\top + b_{\mathrm{bucket}(j-i)}\right) V",
     cost="time O(T^2 D), memory O(T D): the bias is evaluated by distance",
-    bibtex="""@article{raffel2020exploring,
-  title={Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer},
-  author={Raffel, Colin and Shazeer, Noam and Roberts, Adam and Lee, Katherine and Narang, Sharan and Matena, Michael
-    and Zhou, Yanqi and Li, Wei and Liu, Peter J.},
-  journal={Journal of Machine Learning Research},
-  year={2020}
-}""",
+    cite="raffel2020exploring",
 )
 
 _family = make_family(XFT5Config, "XFT5", SEQ2SEQ_HEADS, INFO)

@@ -27,12 +27,7 @@ INFO = VariantInfo(
         r" \mathrm{softmax}(L_h) \Big) V_v"
     ),
     cost="time O(T^2 (D + 2 H^2)) with H heads, memory O(T): scores are made in blocks of queries",
-    bibtex="""@article{shazeer2020talking,
-  title={Talking-Heads Attention},
-  author={Shazeer, Noam and Lan, Zhenzhong and Cheng, Youlong and Ding, Nan and Hou, Le},
-  journal={arXiv preprint arXiv:2003.02436},
-  year={2020}
-}""",
+    cite="shazeer2020talking",
 )
 
 _family = make_family(XFTalkingHeadsConfig, "XFTalkingHeads", ALL_HEADS, INFO)

@@ -48,12 +48,7 @@ INFO = VariantInfo(
         "The tag decoder is a conditional random field over the words, whose best sequences of B-, I- and O tags are"
         " well-formed. Tokens without `character_ids`, such as [CLS], count as words that are not spelt."
     ),
-    bibtex="""@article{yan2019tener,
-  title={{TENER}: Adapting Transformer Encoder for Named Entity Recognition},
-  author={Yan, Hang and Deng, Bocao and Li, Xiaonan and Qiu, Xipeng},
-  journal={arXiv preprint arXiv:1911.04474},
-  year={2019}
-}""",
+    cite="yan2019tener",
 )
 
 _family = make_family(XFTenerConfig, "XFTener", ("Model", "ForMaskedLM", "ForTokenClassification"), INFO)

@@ -42,12 +42,7 @@ INFO = VariantInfo(
         " say where each one halted: `exit_layers`. `exit_level='sentence'` lets a text halt as a whole (SENTEE)."
         " Train with `training_stage='joint'`, then, with a threshold, with 'self_sampling'."
     ),
-    bibtex="""@inproceedings{li2021accelerating,
-  title={Accelerating {BERT} Inference for Sequence Labeling via Early-Exit},
-  author={Li, Xiaonan and Shao, Yunfan and Sun, Tianxiang and Yan, Hang and Qiu, Xipeng and Huang, Xuanjing},
-  booktitle={Proceedings of ACL-IJCNLP},
-  year={2021}
-}""",
+    cite="li2021accelerating",
 )
 
 _family = make_family(

@@ -39,13 +39,7 @@ INFO = VariantInfo(
     url="https://arxiv.org/abs/1706.03762",
     equation=r"\mathrm{softmax}\!\left(\frac{Q K^\top}{\sqrt{d}}\right) V",
     cost="time O(T^2 D), memory O(T D) with fused kernels",
-    bibtex="""@inproceedings{vaswani2017attention,
-  title={Attention Is All You Need},
-  author={Vaswani, Ashish and Shazeer, Noam and Parmar, Niki and Uszkoreit, Jakob and Jones, Llion and Gomez, Aidan N.
-    and Kaiser, Lukasz and Polosukhin, Illia},
-  booktitle={Advances in Neural Information Processing Systems},
-  year={2017}
-}""",
+    cite="vaswani2017attention",
 )
 
 _family = make_family(XFTransformerConfig, "XFTransformer", SEQ2SEQ_HEADS, INFO)

@@ -45,12 +45,7 @@ INFO = VariantInfo(
         "Takes `pixel_values` from transformers' `ViTImageProcessor`. The convolution over pixels sees one patch at a"
         " time and a norm is on either side of W, as in timm's `tnt_s_patch16_224`, whose weights fit."
     ),
-    bibtex="""@inproceedings{han2021transformer,
-  title={Transformer in Transformer},
-  author={Han, Kai and Xiao, An and Wu, Enhua and Guo, Jianyuan and Xu, Chunjing and Wang, Yunhe},
-  booktitle={Advances in Neural Information Processing Systems},
-  year={2021}
-}""",
+    cite="han2021transformer",
 )
 
 _family = make_family(XFTransformerInTransformerConfig, "XFTransformerInTransformer", IMAGE_HEADS, INFO)

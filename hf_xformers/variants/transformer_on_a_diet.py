@@ -39,12 +39,7 @@ INFO = VariantInfo(
         r" - j < w M^l\} \ \text{(cascade)}, \quad N_l(i) = \{i - t B^l : 0 \le t < K\} \ \text{(dilated)}"
     ),
     cost="time and memory O(T w M^l D) in layer l (cascade), O(T K D) (dilated), O(T K l D) (dilated_mem)",
-    bibtex="""@article{wang2020transformer,
-  title={Transformer on a Diet},
-  author={Wang, Chenguang and Ye, Zihao and Zhang, Aston and Zhang, Zheng and Smola, Alexander J.},
-  journal={arXiv preprint arXiv:2002.06170},
-  year={2020}
-}""",
+    cite="wang2020transformer",
     notes=(
         "Sizes and dropout are those for the Penn Treebank, where windows of 4, 8 and 16 tokens let the last layer see"
         " 26: for longer texts take more layers, of which twelve see 4096 tokens and more (dilated: 8191), or a wider"

@@ -50,13 +50,7 @@ INFO = VariantInfo(
         " the cache holds the last M tokens, after a memory that is given. The paper's adaptive"
         " softmax and embedding are the components `adaptive` of their slots."
     ),
-    bibtex="""@inproceedings{dai2019transformerxl,
-  title={Transformer-{XL}: Attentive Language Models beyond a Fixed-Length Context},
-  author={Dai, Zihang and Yang, Zhilin and Yang, Yiming and Carbonell, Jaime and Le, Quoc V. and Salakhutdinov,
-    Ruslan},
-  booktitle={Proceedings of the 57th Annual Meeting of the Association for Computational Linguistics},
-  year={2019}
-}""",
+    cite="dai2019transformerxl",
 )
 
 _family = make_family(XFTransformerXLConfig, "XFTransformerXL", DECODER_HEADS, INFO)

@@ -46,12 +46,7 @@ INFO = VariantInfo(
         " encoder's output object carries the mixtures as `memories`, which has to be given where `encoder_outputs`"
         " are reused."
     ),
-    bibtex="""@inproceedings{bapna2018training,
-  title={Training Deeper Neural Machine Translation Models with Transparent Attention},
-  author={Bapna, Ankur and Chen, Mia Xu and Firat, Orhan and Cao, Yuan and Wu, Yonghui},
-  booktitle={Proceedings of EMNLP},
-  year={2018}
-}""",
+    cite="bapna2018training",
 )
 
 _family = make_family(XFTransparentAttentionConfig, "XFTransparentAttention", SEQ2SEQ_HEADS, INFO)

@@ -29,12 +29,7 @@ INFO = VariantInfo(
     url="https://arxiv.org/abs/2006.15595",
     equation=r"\frac{(x_i W^Q)(x_j W^K)^\top + (p_i U^Q)(p_j U^K)^\top}{\sqrt{2d}} + b_{j-i}",
     cost="time O(T^2 D), memory O(T): scores are made in blocks of queries",
-    bibtex="""@inproceedings{ke2021rethinking,
-  title={Rethinking Positional Encoding in Language Pre-training},
-  author={Ke, Guolin and He, Di and Liu, Tie-Yan},
-  booktitle={International Conference on Learning Representations},
-  year={2021}
-}""",
+    cite="ke2021rethinking",
 )
 
 _family = make_family(XFTupeConfig, "XFTupe", ALL_HEADS, INFO)

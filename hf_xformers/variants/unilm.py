@@ -56,13 +56,7 @@ INFO = VariantInfo(
         "Without the input `mask_modes` it is BERT. Trained by `--objective unilm`; `finetune` trains it on pairs of"
         " source and target (summarization, translation), and `predict` writes."
     ),
-    bibtex="""@inproceedings{dong2019unilm,
-  title={Unified Language Model Pre-training for Natural Language Understanding and Generation},
-  author={Dong, Li and Yang, Nan and Wang, Wenhui and Wei, Furu and Liu, Xiaodong and Wang, Yu and Gao, Jianfeng and
-    Zhou, Ming and Hon, Hsiao-Wuen},
-  booktitle={Advances in Neural Information Processing Systems},
-  year={2019}
-}""",
+    cite="dong2019unilm",
 )
 
 _family = make_family(XFUniLMConfig, "XFUniLM", (*ENCODER_HEADS, "ForPreTraining", "ForClozeWriting"), INFO)

@@ -45,12 +45,7 @@ INFO = VariantInfo(
         " the paper's appendix, `O <- u H^t + (1 - u) O`, is `act: overwrite`. A halted token keeps its state, which"
         " others read on. With a cache, and while attentions or hidden states are recorded, all steps run."
     ),
-    bibtex="""@inproceedings{dehghani2019universal,
-  title={Universal Transformers},
-  author={Dehghani, Mostafa and Gouws, Stephan and Vinyals, Oriol and Uszkoreit, Jakob and Kaiser, {\\L}ukasz},
-  booktitle={International Conference on Learning Representations},
-  year={2019}
-}""",
+    cite="dehghani2019universal",
 )
 
 _family = make_family(XFUniversalTransformerConfig, "XFUniversalTransformer", ALL_HEADS, INFO)

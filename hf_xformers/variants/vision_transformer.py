@@ -37,14 +37,7 @@ INFO = VariantInfo(
         " other sizes. Presets are ViT-B/16; any attention, feed-forward or stack that stands in an encoder can be"
         " mixed in."
     ),
-    bibtex="""@inproceedings{dosovitskiy2021image,
-  title={An Image is Worth 16x16 Words: Transformers for Image Recognition at Scale},
-  author={Dosovitskiy, Alexey and Beyer, Lucas and Kolesnikov, Alexander and Weissenborn, Dirk and Zhai, Xiaohua and
-    Unterthiner, Thomas and Dehghani, Mostafa and Minderer, Matthias and Heigold, Georg and Gelly, Sylvain and
-    Uszkoreit, Jakob and Houlsby, Neil},
-  booktitle={International Conference on Learning Representations},
-  year={2021}
-}""",
+    cite="dosovitskiy2021image",
 )
 
 _family = make_family(XFVisionTransformerConfig, "XFVisionTransformer", (*IMAGE_HEADS, "ForMaskedImageModeling"), INFO)

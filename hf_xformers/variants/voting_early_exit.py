@@ -44,13 +44,7 @@ INFO = VariantInfo(
         " that rewards another answer than that of the nearest one before. Each text of a batch leaves by itself, and"
         " outputs say where: `exit_layers`. `hf-xformers finetune` measures accuracy against depth."
     ),
-    bibtex="""@article{sun2021early,
-  title={Early Exiting with Ensemble Internal Classifiers},
-  author={Sun, Tianxiang and Zhou, Yunhua and Liu, Xiangyang and Zhang, Xinyu and Jiang, Hao and Cao, Zhao and
-    Huang, Xuanjing and Qiu, Xipeng},
-  journal={arXiv preprint arXiv:2105.13792},
-  year={2021}
-}""",
+    cite="sun2021early",
 )
 
 _family = make_family(

@@ -12,12 +12,7 @@ INFO = VariantInfo(
     url="https://arxiv.org/abs/2106.04554",
     equation=r"x \leftarrow \mathrm{residual}(x, \mathrm{sublayer}(x))",
     cost="that of its components",
-    bibtex="""@article{lin2022survey,
-  title={A Survey of Transformers},
-  author={Lin, Tianyang and Wang, Yuxin and Liu, Xiangyang and Qiu, Xipeng},
-  journal={AI Open},
-  year={2022}
-}""",
+    cite="lin2022survey",
 )
 
 # They need more than an `XFormerConfig` has.

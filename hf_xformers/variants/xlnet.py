@@ -63,13 +63,7 @@ INFO = VariantInfo(
         " for pairs of one segment (`token_type_ids`). A target that sees no token reads nothing but its place. The"
         " memory of earlier segments is that of `xf_transformer_xl`."
     ),
-    bibtex="""@inproceedings{yang2019xlnet,
-  title={{XLNet}: Generalized Autoregressive Pretraining for Language Understanding},
-  author={Yang, Zhilin and Dai, Zihang and Yang, Yiming and Carbonell, Jaime and Salakhutdinov, Ruslan and
-    Le, Quoc V.},
-  booktitle={Advances in Neural Information Processing Systems},
-  year={2019}
-}""",
+    cite="yang2019xlnet",
 )
 
 _family = make_family(XFXLNetConfig, "XFXLNet", ENCODER_HEADS, INFO)

@@ -105,7 +105,7 @@ def variant(name: str) -> str:
         "Classes: " + ", ".join(code(prefix + head) for head in cls.heads) + ".",
         "## Paper",
         f"[{info.paper}]({info.url})",
-        f"```bibtex\n{info.bibtex.strip()}\n```",
+        f"```bibtex\n{info.citation}\n```",
         description=first,
     )
 

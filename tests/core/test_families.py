@@ -14,7 +14,7 @@ import hf_xformers
 from hf_xformers import VariantInfo, XFormerConfig, make_family
 from hf_xformers.auto_classes import registered
 from hf_xformers.core.components import SpecLike
-from hf_xformers.families import ENCODER_HEADS, HEADS
+from hf_xformers.families import ENCODER_HEADS, HEADS, references
 from hf_xformers.modeling_base import XFormerPreTrainedModel
 from hf_xformers.variants import config_class, family, model_types, public_names
 from tests.helpers import tiny_fields
@@ -31,9 +31,19 @@ def test_every_family(name):
         assert model_class.config_class is cls and issubclass(model_class, XFormerPreTrainedModel)
         assert model_class in registered(HEADS[head], cls)
     info = cls.info
-    for text in (info.summary, info.paper, info.url, info.equation, info.cost, info.bibtex):
+    for text in (info.summary, info.paper, info.url, info.equation, info.cost, info.citation):
         assert text.strip()
-    assert info.url.startswith("https://") and info.bibtex.lstrip().startswith("@")
+    assert info.url.startswith("https://") and info.citation.startswith("@")
+
+
+def test_references_are_those_that_are_cited():
+    cited = {key.strip() for name in model_types() for key in config_class(name).info.cite.split(",")}
+    assert cited - {""} == set(references())
+
+
+def test_what_nobody_can_cite():
+    with pytest.raises(ValueError, match=r"how to cite 'Nobody 2026'; give `cite`, or an entry as `bibtex`"):
+        VariantInfo("turns", "Nobody 2026", "https://example.org", "x", "O(T)")
 
 
 def test_unknown_head():
