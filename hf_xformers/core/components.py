@@ -334,11 +334,13 @@ def _check_chain(slot: str, layers: list) -> None:
                 f" {layer.stack.type!r} runs its layers apart; use another mechanism, e.g. 'dense', or the stack"
                 " 'plain'."
             )
-        first = specs[0].carries(layers[0]) if specs[0].type == spec.type else None
-        if carry.of_first and first is None:
+        owner = 0 if carry.of_first or carry.owner is None or len(layers) == 1 else carry.owner(index)
+        same = specs[owner].type == spec.type and specs[owner].carries(layers[owner]) is not None
+        if (carry.of_first or carry.owner is not None) and not same:
             raise ValueError(
-                f"{slot} {spec.type!r} of layer {index} reads what layer 0 owns, which has {specs[0].type!r} as it is"
-                f" set; give layer 0 {spec.type!r} with the same fields, or layer {index} another mechanism."
+                f"{slot} {spec.type!r} of layer {index} reads what layer {owner} owns, which has"
+                f" {specs[owner].type!r} as it is set; give layer {owner} {spec.type!r} with the same fields, or layer"
+                f" {index} another mechanism."
             )
         if carry.throughout and any(other.type != spec.type for other in specs):
             others = ", ".join(sorted({repr(other.type) for other in specs if other.type != spec.type}))

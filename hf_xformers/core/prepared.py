@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeAlias, TypeVar, dataclass_transform
 
@@ -40,13 +40,15 @@ class Carry:
     """What the layers of a mechanism share besides the call.
 
     kind: what it is (None: a way of reading alone). sizes: what has to be alike in all these layers. of_first: layer 0
-    owns it. handed_on: each layer hands it to the next one. throughout: every layer does so, up to the last. reach:
-    who else has it, the `pooler` of a text's vector, or `cross_attention` of the same type, which continues with it.
+    owns it. owner: the layer that owns what layer number n reads, where that is not layer 0. handed_on: each layer
+    hands it to the next one. throughout: every layer does so, up to the last. reach: who else has it, the `pooler` of
+    a text's vector, or `cross_attention` of the same type, which continues with it.
     """
 
     kind: type[Prepared] | type[State] | None
     sizes: tuple = ()
     of_first: bool = False
+    owner: Callable[[int], int] | None = None
     handed_on: bool = False
     throughout: bool = False
     reach: Literal["", "pooler", "cross_attention"] = ""

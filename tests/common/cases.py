@@ -187,6 +187,18 @@ MIXES: dict[str, Mix] = {
         },
         ("decoder",),
     ),
+    "one_cache_above": Mix(  # as in YOCO
+        {
+            "num_hidden_layers": 4,
+            "attention": {"type": "cross_layer_attention", "sharing_factor": None, "first_layer": 2},
+            "per_layer_config": {
+                layer: {"attention": {"type": "sliding_window", "window_size": 3, "sinks": 0}} for layer in range(2)
+            },
+            "position": "rotary",
+            "num_key_value_heads": 2,
+        },
+        BOTH,
+    ),
     "performer_relu": Mix({"attention": {"type": "performer", "feature_kind": "relu", "num_features": 8}}, BOTH),
     "fixed_windows_of_a_memory": Mix(
         {

@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from ...core.cache import appended, appended_with_numbers
 from ...core.context import LayerContext, Sublayer, SublayerOutput, self_attention_cache
 from ...core.initialization import start_projections
-from ...core.prepared import State
+from ...core.prepared import State, States
 from ...core.weight_decay import Undecayed
 from ...ops.common.products import wide_products
 from ...position.base import CallBias, PositionTerms, Rotation, ScoreBias, TokenNumbers, Turns
@@ -132,6 +132,10 @@ class Attention(Undecayed, Sublayer):
         """Whether the literal path must run."""
         return context.output_attentions or context.implementation == "eager"
 
+    def passed_on(self, key: Tensor, value: Tensor) -> States | None:
+        """What the next layer is given of the keys and values [B, K, S, d] of all tokens seen so far."""
+        return None
+
     def weights_of_block(self, query: Tensor, key: Tensor, context: LayerContext, rows: slice, heads: slice) -> Tensor:
         """The attention weights of some queries and heads alone, before dropout, in float32 at least, where the spec
         has the head option `blocks`. query [B, h, t, d]: of these rows and heads; key [B, K, S, d] -> [B, h, t, s], on
@@ -140,8 +144,8 @@ class Attention(Undecayed, Sublayer):
 
     def initialize(self, config: Any, init: Any) -> None:
         """Projections as the config's initializer says (the generic rule has run before)."""
-        gates = () if self.gate_proj is None else (self.gate_proj,)
-        start_projections(config, init, inputs=(self.k_proj, self.v_proj, *gates), output=self.o_proj)
+        inputs = [part for part in (self.k_proj, self.v_proj, self.gate_proj) if part is not None]
+        start_projections(config, init, inputs=inputs, output=self.o_proj)
         if self.sinks is not None:
             init.zeros_(self.sinks)  # as a key with the score 0
         if config.initializer == "t5":  # the query carries the 1 / sqrt(d) that T5's scores lack
@@ -356,11 +360,11 @@ class Attention(Undecayed, Sublayer):
             context = self.of_states(hidden_states, context)
             query, key, value = self.project_self(hidden_states, context, past_key_values, step)
         output, weights = self.attend(query, key, value, context)
-        written = self.written(output, context, hidden_states)
+        written, states = self.written(output, context, hidden_states), self.passed_on(key, value)
         if not self.losses_of_heads:
-            return SublayerOutput(written, weights)
+            return SublayerOutput(written, weights, states=states)
         losses = self.losses(Heads(self, query, key, value, output, weights, context))
-        return SublayerOutput(written, weights, aux_losses=losses)
+        return SublayerOutput(written, weights, aux_losses=losses, states=states)
 
 
 def given_memory(memory: Tensor | None) -> Tensor:

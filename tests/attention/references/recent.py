@@ -55,6 +55,21 @@ def latent(layer, x, memory=None, causal=False, bias=0.0, turn=lambda x: x):
     return written(layer, weights @ v), weights
 
 
+def cross_layer(layers, x, memory=None, causal=False, bias=0.0, turn=lambda x: x):
+    """Layers that have keys make them, the others read the last ones."""
+    found = []
+    for layer in layers:
+        d, groups = layer.head_dim, layer.num_key_value_groups
+        if layer.k_proj is not None:
+            k = turn(split_heads(layer.k_proj(x), d)).repeat_interleave(groups, 1)
+            v = split_heads(layer.v_proj(x), d).repeat_interleave(groups, 1)
+        scores = turn(split_heads(layer.q_proj(x), d)) @ k.mT / math.sqrt(d) + bias
+        weights = softmax_by_rows(scores, visible(x.shape[1], x.shape[1], causal))
+        found.append((written(layer, weights @ v), weights))
+        x = x + found[-1][0]
+    return found
+
+
 def forgetting(layer, x, memory=None, causal=True, reach=99):
     """Every pair's gates in between summed one by one. reach: of a window, in tokens."""
     terms, groups, n = layer.position_terms, layer.num_key_value_groups, x.shape[1]
@@ -122,7 +137,7 @@ def native_sparse(layer, x, memory=None, causal=True, turn=lambda x: x):
 LATENT = {"kv_lora_rank": 7, "qk_nope_head_dim": 3, "qk_rope_head_dim": 4, "v_head_dim": 5}
 
 
-GATES = {"position": "forget_gate"}
+GATES, FIVE = {"position": "forget_gate"}, {"num_hidden_layers": 5}
 
 # fmt: off
 REFERENCES = {
@@ -147,6 +162,11 @@ REFERENCES = {
         "": ({"block_size": 2, "num_blocks": 4, "window_size": 3}, {"fields": GROUPED, "turns": True}),
         "all": ({"block_size": 3, "num_blocks": 9, "window_size": 1, "bias": True},),
     }, causal=DECODER, paths=("eager", "sdpa", "groups"), rounds=False),
+    **rows("cross_layer", cross_layer, "cross_layer_attention", {
+        "": ({"bias": False}, {"layers": 3, "turns": True}),
+        "threes": ({"sharing_factor": 3}, {"fields": {**FIVE, **GROUPED}}),
+        "all above": ({"sharing_factor": None, "first_layer": 2}, {"fields": {**FIVE, **WIDE}}),
+    }, chain=True, layers=5, bias=True),
     **rows("latent", latent, "multi_head_latent_attention", {
         "": (LATENT, {"bias": True, "turns": True}),
         "rank": ({**LATENT, "q_lora_rank": 6, "bias": True, "norm_eps": 0.1}, {"turns": True}),
