@@ -37,6 +37,7 @@ _AUTO = {
     "ForPhraseContrast": "AutoModelForPreTraining",
     "ForContrastivePrediction": "AutoModelForPreTraining",
     "ForMaskedSentences": "AutoModelForPreTraining",
+    "ForMultiTokenPrediction": "AutoModelForPreTraining",
     "ForBidirectionalLM": "AutoModelForPreTraining",
     "ForClozeWriting": "AutoModelForPreTraining",
 }
@@ -64,6 +65,7 @@ HEADS: dict[str, str] = {
         "ForContrastivePrediction",
         "ForTimeSeriesPrediction",
         "ForMaskedSentences",
+        "ForMultiTokenPrediction",
         "ForBidirectionalLM",
         "ForClozeWriting",
         "ForImageClassification",

@@ -22,6 +22,7 @@ from .image import XFormerForImageClassification, XFormerImageModel
 from .language import XFormerForCausalLM, XFormerForMaskedLM, XFormerForSeq2SeqLM
 from .masked_image import XFormerForMaskedImageModeling
 from .masked_sentences import XFormerForMaskedSentences
+from .multi_token_prediction import XFormerForMultiTokenPrediction
 from .phrase_contrast import XFormerForPhraseContrast
 from .reordering import XFormerForSegmentReordering
 from .replaced_token_pretraining import XFormerForReplacedTokenPreTraining
@@ -52,6 +53,7 @@ CLASSES: dict[str, Any] = {
     "ForContrastivePrediction": XFormerForContrastivePrediction,
     "ForTimeSeriesPrediction": XFormerForTimeSeriesPrediction,
     "ForMaskedSentences": XFormerForMaskedSentences,
+    "ForMultiTokenPrediction": XFormerForMultiTokenPrediction,
     "ForBidirectionalLM": XFormerForBidirectionalLM,
     "ForClozeWriting": XFormerForClozeWriting,
     "ForImageClassification": XFormerForImageClassification,

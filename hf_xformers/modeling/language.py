@@ -73,6 +73,11 @@ class XFormerForCausalLM(GenerativeModel):
         super().__init__(self.shaped(config, is_decoder=True, is_encoder_decoder=False))
         self.model.trunk.reads_tokens_alone = True
 
+    def further_losses(self, states: Tensor, labels: Tensor, text: dict[str, Tensor | None]) -> dict[str, Tensor]:
+        """Auxiliary losses of this head besides those of the model under it, by name. states: [B, T, D], the last
+        ones; labels: [B, T]; text: `input_ids`, `inputs_embeds`, `attention_mask` and `position_ids`."""
+        return {}
+
     @can_return_tuple
     def forward(
         self,
@@ -108,6 +113,11 @@ class XFormerForCausalLM(GenerativeModel):
         )
         logits = self.lm_head(slice_logits_to_keep(base.last_hidden_state, logits_to_keep))
         loss = None
+        if labels is not None:
+            text = {"input_ids": input_ids, "inputs_embeds": inputs_embeds}
+            text |= {"attention_mask": attention_mask, "position_ids": position_ids}
+            further = self.further_losses(base.last_hidden_state, labels, text)
+            base.aux_losses = {**(base.aux_losses or {}), **further} or None
         if labels is not None or shift_labels is not None:
             loss = self._causal_loss(base, logits, labels, shift_labels, attention_mask, count, watch)
         return outputs.XFormerCausalLMOutput(

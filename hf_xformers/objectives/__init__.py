@@ -14,6 +14,7 @@ from .info_word import InfoWordCollator, InfoWordObjective
 from .insertion import InsertionCollator, InsertionObjective
 from .masked_lm import MaskedLMCollator, MaskedLMObjective, word_unit_ids
 from .mass import MassCollator, MassObjective
+from .multi_token_prediction import MultiTokenObjective
 from .permuted_lm import PermutedLMCollator, PermutedLMObjective
 from .replaced_tokens import ReplacedTokenCollator, ReplacedTokenObjective
 from .sentence_masking import SentenceMaskingCollator, SentenceMaskingObjective
@@ -47,6 +48,7 @@ __all__ = [
     "MaskedLMObjective",
     "MassCollator",
     "MassObjective",
+    "MultiTokenObjective",
     "NextSentenceObjective",
     "Objective",
     "PermutedLMCollator",

@@ -50,12 +50,14 @@ INFO = VariantInfo(
         "Scores and biases are those of DeepSeek-V3 (arXiv 2412.19437): after each step of the optimizer the bias b_e"
         " of an expert rises or falls by `balance_rate`, as fewer or more tokens than the mean have chosen it; no loss"
         " balances them. `--feedforward.groups` bounds from where experts are chosen. DeepSpeed's optimizers hold"
-        " copies of the router, which the biases do not follow."
+        " copies of the router, which the biases do not follow. `--objective mtp` also trains a module for the token"
+        " behind the next one (`ForMultiTokenPrediction`)."
     ),
     cite="dai2024deepseekmoe",
 )
 
-_family = make_family(XFDeepSeekMoEConfig, "XFDeepSeekMoE", ALL_HEADS, INFO)
+_heads = (*ALL_HEADS, "ForMultiTokenPrediction")
+_family = make_family(XFDeepSeekMoEConfig, "XFDeepSeekMoE", _heads, INFO)
 XFDeepSeekMoEModel = _family["Model"]
 XFDeepSeekMoEForMaskedLM = _family["ForMaskedLM"]
 XFDeepSeekMoEForSequenceClassification = _family["ForSequenceClassification"]
@@ -64,3 +66,4 @@ XFDeepSeekMoEForQuestionAnswering = _family["ForQuestionAnswering"]
 XFDeepSeekMoEForMultipleChoice = _family["ForMultipleChoice"]
 XFDeepSeekMoEForCausalLM = _family["ForCausalLM"]
 XFDeepSeekMoEForSeq2SeqLM = _family["ForSeq2SeqLM"]
+XFDeepSeekMoEForMultiTokenPrediction = _family["ForMultiTokenPrediction"]

@@ -22,6 +22,7 @@ LABELS = {
     "ForReplacedTokenDetection": {"labels": tokens(2, 7, low=0, high=2)},
     "ForReplacedTokenPreTraining": {"labels": tokens(2, 7, seed=3)},
     "ForMaskedSentences": {"labels": "ids"},
+    "ForMultiTokenPrediction": {"labels": "ids"},
     "ForBidirectionalLM": {"labels": "ids"},
     "ForClozeWriting": {"labels": "ids"},
     "ForQuestionAnswering": {"start_positions": torch.tensor([1, 0]), "end_positions": torch.tensor([3, 2])},
@@ -60,6 +61,7 @@ TOKEN_HEADS = (
     "ForPhraseContrast",
     "ForReplacedTokenPreTraining",
     "ForContrastivePrediction",
+    "ForMultiTokenPrediction",
     "ForBidirectionalLM",
     "ForClozeWriting",
 )

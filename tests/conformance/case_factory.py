@@ -191,6 +191,7 @@ class OurChecks:
             "ForReplacedTokenDetection",
             "ForReplacedTokenPreTraining",
             "ForMaskedSentences",
+            "ForMultiTokenPrediction",
             "ForBidirectionalLM",
             "ForClozeWriting",
         )

@@ -58,6 +58,7 @@ SETTINGS = {
     "reordering": {"chunks": 2},
     "span_boundary": {"places": 5, "place_width": 6, "weight": 0.5},
     "contrastive_prediction": {"weight": 0.5},
+    "multi_token_prediction": {"depth": 2, "weight": 0.5},
 }
 IDS = torch.arange(5, 21).view(2, 8)
 READ = IDS.index_fill(1, torch.tensor([2]), 4)
@@ -80,6 +81,7 @@ CALLS = [
     ("xf_bert", "ForTextContrast", {"labels": torch.zeros(2).long(), "second_input_ids": IDS}),
     ("xf_bert", "ForPhraseContrast", {"labels": LABELS, "phrase_input_ids": IDS[:, 2:4]}),
     ("xf_gpt", "ForBidirectionalLM", {"labels": IDS}),
+    ("xf_deepseek_moe", "ForMultiTokenPrediction", {"labels": IDS}),
     ("xf_ernie_doc", "ForSegmentReordering", {"labels": LABELS, "reordering_labels": torch.tensor([0, 2])}),
     ("xf_span_bert", "ForSpanBoundary", {"labels": LABELS, **SPANS}),
     ("xf_etc", "ForContrastivePrediction", {"labels": LABELS, **SENTENCES}),
