@@ -2,11 +2,11 @@
 
 python benchmarks/conversion.py [--only bert,llama] [--without_base]
 
-For each model type in `tests/conversion/architectures/` and each of the first families: over all classes, the largest
-difference of outputs and of losses between transformers' tiny model and ours, relative to the largest output, and
-between ours and what it converts back to; then a base-sized checkpoint is converted in a fresh process, from folder to
-folder: processor seconds, and the growth of the process's peak memory by the size of the weights. Rows replace those
-of the same model type in `results/conversion.json`; runs from the root of the repository.
+For each model type in `tests/conversion/architectures/`: over all classes, the largest difference of outputs and of
+losses between transformers' tiny model and ours, relative to the largest output, and between ours and what it converts
+back to; then a base-sized checkpoint is converted in a fresh process, from folder to folder: processor seconds, and
+the growth of the process's peak memory by the size of the weights. Rows replace those of the same model type in
+`results/conversion.json`; runs from the root of the repository.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from measure import _status, write_results
 from transformers.utils import logging
 
 from hf_xformers.conversion import convert_checkpoint, converter_for, from_transformers, to_transformers
-from tests.conversion import conftest
 from tests.conversion.architectures import LENGTH, Architecture, architectures
 from tests.conversion.test_architectures import differences
 
@@ -47,53 +46,17 @@ COLUMNS = [
     "processor seconds",
     "memory / weights",
 ]
-# Base-sized forms of the first families whose defaults are larger.
-BASE: dict[str, dict[str, Any]] = {
-    "bart": dict(
-        d_model=768,
-        encoder_layers=6,
-        decoder_layers=6,
-        encoder_attention_heads=12,
-        decoder_attention_heads=12,
-        encoder_ffn_dim=3072,
-        decoder_ffn_dim=3072,
-    ),
-    "deberta-v2": dict(
-        hidden_size=768,
-        num_hidden_layers=12,
-        num_attention_heads=12,
-        intermediate_size=3072,
-        relative_attention=True,
-        position_biased_input=False,
-        pos_att_type=["c2p", "p2c"],
-        position_buckets=256,
-        share_att_key=True,
-        norm_rel_ebd="layer_norm",
-    ),
-}
 WHOLE = (LENGTH, LENGTH, LENGTH)
 
 
 def calls(name: str) -> Iterator[tuple[Architecture, Any, list[dict[str, Any]]]]:
     """Tiny models of a family with their heads, and what each is given."""
-    known = architectures()
-    if name in known:
-        entry = known[name]
-        for head in entry.heads:
-            model, sides = entry.make(head), ("right",) if head in entry.first_slot else entry.sides
-            given = entry.given(head, lengths=WHOLE)
-            labels = {} if head in entry.other_losses else entry.labels(head, given, model.config.num_labels)
-            yield entry, model, [entry.given(head, side) for side in sides] + [{**given, **labels}]
-        return
-    plain = Architecture(name, converter_for(name).variant, {}, {})
-    for case in conftest.CASES:
-        model = case.make() if case.complete else None
-        if model is None or model.config.model_type != name:
-            continue
-        given = case.inputs() if case.pads_right() else case.inputs(lengths=WHOLE)
-        if case.two_towers and "SequenceClassification" in case.theirs:
-            given["input_ids"][:, 0] = model.config.eos_token_id
-        yield plain, model, [given, case.labelled(given)]
+    entry = architectures()[name]
+    for head in entry.heads:
+        model, sides = entry.make(head), ("right",) if head in entry.first_slot else entry.sides
+        given = entry.given(head, lengths=WHOLE)
+        labels = {} if head in entry.unpadded_losses else entry.labels(head, given, model.config.num_labels)
+        yield entry, model, [entry.given(head, side) for side in sides] + [{**given, **labels}]
 
 
 def row(name: str) -> dict[str, Any]:
@@ -117,11 +80,7 @@ def row(name: str) -> dict[str, Any]:
 
 def base_model(name: str) -> Any:
     """A base-sized model of transformers with a head, if the family has one that we have too."""
-    known = architectures()
-    if name in known:
-        entry = known[name]
-    else:
-        entry = Architecture(name, "", {}, {converter_for(name).heads[1].theirs: ""}, base=BASE.get(name, {}))
+    entry = architectures()[name]
     head = next((head for head, ours in entry.heads.items() if ours != "Model"), next(iter(entry.heads)))
     config_class = type(transformers.AutoConfig.for_model(entry.model_type))
     config = config_class(**{**entry.settings.get(head, {}), **entry.base})
@@ -168,8 +127,7 @@ def main() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     logging.get_logger("hf_xformers.conversion").setLevel("ERROR")  # what reports say is no news here
-    first = [case.config().model_type for case in conftest.CASES]
-    names = arguments.only.split(",") if arguments.only else sorted({*architectures(), *first})
+    names = arguments.only.split(",") if arguments.only else sorted(architectures())
     old = json.loads(RESULTS.read_text())["rows"] if RESULTS.is_file() else []
     rows = {entry["family"]: entry for entry in old}
     note = (

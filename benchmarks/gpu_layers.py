@@ -166,8 +166,8 @@ def own_operations() -> dict[str, Callable[..., Tensor]]:
 
 
 def tune_over_few() -> None:
-    """Has Triton choose among eight configurations of a kernel, those with tiles as wide as a head, and compile them at
-    once; all of them take minutes."""
+    """Has Triton choose among eight configurations of a kernel, those with tiles as wide as a head, and compile them
+    at once; all of them take minutes."""
     from triton.runtime._async_compile import AsyncCompileMode
     from triton.runtime.autotuner import Autotuner
 
@@ -308,8 +308,8 @@ NOTE = (
     " FlexAttention with the same window of 512, fla's kernels) have the same projections around their kernel, and so"
     " have the engines of this package in rows `operation`. fla's kernels are tuned over eight configurations. Where a"
     " step takes less than about two milliseconds, it waits for launches and not for the GPU. `peak MiB`: what forward"
-    " and backward need beyond what is held before them. Since these rows were measured, gated recurrences take a third"
-    " of the launches, and MoBA, native sparse attention and biases by distance run in FlexAttention."
+    " and backward need beyond what is held before them. Since these rows were measured, gated recurrences take a"
+    " third of the launches, and MoBA, native sparse attention and biases by distance run in FlexAttention."
 )
 COLUMNS = ["case", "T", "forward ms", "forward + backward ms", "peak MiB"]
 

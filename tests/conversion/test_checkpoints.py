@@ -13,16 +13,17 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokeniz
 import hf_xformers
 from hf_xformers.conversion import checkpoint, convert_checkpoint, from_transformers, to_transformers
 from hf_xformers.conversion.swap import swap_checkpoint
+from tests.conversion.architectures import tiny
 
 LETTERS = [chr(ord("a") + index) for index in range(20)]
 WORD_PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *LETTERS, *(f"##{letter}" for letter in LETTERS)]
 
 
 @pytest.fixture
-def bert(tmp_path, cases):
+def bert(tmp_path):
     """A saved BERT with its tokenizer; (folder, model)."""
     folder = tmp_path / "bert"
-    model = cases["BertForMaskedLM"].make()
+    model = tiny("BertForMaskedLM").make()
     model.save_pretrained(folder)
     tokenizer = transformers.BertTokenizer(vocab={piece: index for index, piece in enumerate(WORD_PIECES)})
     tokenizer.save_pretrained(folder)
@@ -60,8 +61,8 @@ def test_there_and_back(tmp_path, bert):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "bert", "ours"]  # no scratch left
 
 
-def test_sharded_source_and_generation_settings(tmp_path, cases):
-    model = cases["GPT2LMHeadModel"].make()
+def test_sharded_source_and_generation_settings(tmp_path):
+    model = tiny("GPT2LMHeadModel").make()
     model.generation_config.update(temperature=0.5, do_sample=True, max_length=17)
     model.save_pretrained(tmp_path / "gpt2", max_shard_size="20KB")
     assert len(list((tmp_path / "gpt2").glob("*.safetensors"))) > 1
@@ -76,13 +77,17 @@ def test_sharded_source_and_generation_settings(tmp_path, cases):
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["BartForConditionalGeneration", "T5ForConditionalGeneration-feed_forward_proj=gated-gelu", "T5EncoderModel"],
+    "case",
+    [
+        tiny("BartForConditionalGeneration"),
+        tiny("T5ForConditionalGeneration", feed_forward_proj="gated-gelu", tie_word_embeddings=False),
+        tiny("T5EncoderModel"),
+    ],
+    ids=lambda case: case.head,
 )
-def test_encoder_decoders_there_and_back(tmp_path, cases, name):
+def test_encoder_decoders_there_and_back(tmp_path, case):
     """Tied and untied tables and the buffer come back as they were saved."""
-    model = cases[name].make()
-    model.save_pretrained(tmp_path / "theirs")
+    case.make().save_pretrained(tmp_path / "theirs")
     convert_checkpoint(tmp_path / "theirs", tmp_path / "ours")
     convert_checkpoint(tmp_path / "ours", tmp_path / "back")
     back = load_file(tmp_path / "back" / "model.safetensors")
@@ -102,9 +107,9 @@ def test_paths_and_models_give_the_same(tmp_path, bert):
 # ---------------------------------------------------------------------------------------------------- heads
 
 
-def test_another_head(tmp_path, cases):
+def test_another_head(tmp_path):
     """The backbone and what both heads share are kept; the rest is new or dropped, by name."""
-    cases["BertForPreTraining"].make().save_pretrained(tmp_path / "bert")
+    tiny("BertForPreTraining").make().save_pretrained(tmp_path / "bert")
     report = convert_checkpoint(tmp_path / "bert", tmp_path / "ours", head="ForSequenceClassification")
     assert report.new == ["classifier.bias", "classifier.weight"]
     assert "cls.predictions.bias" in report.dropped and "cls.seq_relationship.weight" in report.dropped
@@ -130,9 +135,9 @@ def test_another_head(tmp_path, cases):
         ("T5Model", "ForSeq2SeqLM", set()),
     ],
 )
-def test_a_head_on_a_bare_checkpoint(tmp_path, cases, name, head, new):
+def test_a_head_on_a_bare_checkpoint(tmp_path, name, head, new):
     """Tied output tables come with the backbone; what remains of the head is new. The same on the way back."""
-    cases[name].make().save_pretrained(tmp_path / "theirs")
+    tiny(name).make().save_pretrained(tmp_path / "theirs")
     report = convert_checkpoint(tmp_path / "theirs", tmp_path / "ours", head=head)
     assert new <= set(report.new)
     assert bool(report.new) == bool(new)
@@ -141,11 +146,11 @@ def test_a_head_on_a_bare_checkpoint(tmp_path, cases, name, head, new):
     assert bool(convert_checkpoint(tmp_path / "bare", tmp_path / "back", head=head).new) == bool(new)
 
 
-def test_another_head_of_a_loaded_model(cases):
-    model = cases["BertForPreTraining"].make()
+def test_another_head_of_a_loaded_model():
+    model = tiny("BertForPreTraining").make()
     masked = from_transformers(model, head="ForMaskedLM")
     assert torch.equal(masked.lm_head.dense.weight, model.cls.predictions.transform.dense.weight)
-    bare = from_transformers(cases["BertForMaskedLM"].make(), head="Model")
+    bare = from_transformers(tiny("BertForMaskedLM").make(), head="Model")
     assert bare.pooler is None and bare.config.add_pooler is False  # the source has none to give
     theirs = to_transformers(bare)
     assert theirs.pooler is None
@@ -154,9 +159,9 @@ def test_another_head_of_a_loaded_model(cases):
         from_transformers(model, head="ForPoetry")
 
 
-def test_heads_without_counterpart(cases):
+def test_heads_without_counterpart():
     """The backbone converts where transformers has no class for the task."""
-    source = from_transformers(cases["OpenAIGPTModel"].make())
+    source = from_transformers(tiny("OpenAIGPTModel").make())
     ours = hf_xformers.XFGPTForTokenClassification(source.config)
     ours.model.load_state_dict(source.state_dict())
     theirs = to_transformers(ours)
@@ -165,12 +170,12 @@ def test_heads_without_counterpart(cases):
     with pytest.raises(ValueError, match="no 'openai-gpt' class for the head 'ForTokenClassification'"):
         to_transformers(ours, head="ForTokenClassification")
     with pytest.raises(ValueError, match="GPT2PreTrainedModel has no counterpart; these do: GPT2Model"):
-        from_transformers(transformers.GPT2PreTrainedModel(cases["GPT2Model"].config()))
+        from_transformers(transformers.GPT2PreTrainedModel(tiny("GPT2Model").entry.config()))
 
 
-def test_old_checkpoints_without_prefix_and_with_buffers(tmp_path, cases):
+def test_old_checkpoints_without_prefix_and_with_buffers(tmp_path):
     """The published GPT-2 files name tensors without `transformer.` and hold causal masks."""
-    model = cases["GPT2LMHeadModel"].make()
+    model = tiny("GPT2LMHeadModel").make()
     model.save_pretrained(tmp_path / "gpt2")
     path = tmp_path / "gpt2" / "model.safetensors"
     tensors = {name.removeprefix("transformer."): tensor for name, tensor in load_file(path).items()}
@@ -182,11 +187,11 @@ def test_old_checkpoints_without_prefix_and_with_buffers(tmp_path, cases):
         assert torch.allclose(ours(ids).logits, model(ids).logits, atol=1e-5, rtol=0)
 
 
-def test_pooler_in_a_masked_lm_checkpoint(tmp_path, cases):
+def test_pooler_in_a_masked_lm_checkpoint(tmp_path):
     """The published BERT and RoBERTa files hold more than the class that their config names."""
     for name, prefix in (("BertForMaskedLM", "bert"), ("RobertaForMaskedLM", "roberta")):
         folder = tmp_path / name
-        cases[name].make().save_pretrained(folder)
+        tiny(name).make().save_pretrained(folder)
         tensors = load_file(folder / "model.safetensors")
         pooler = torch.randn(32, 32)
         tensors[f"{prefix}.pooler.dense.weight"], tensors[f"{prefix}.pooler.dense.bias"] = pooler, torch.zeros(32)
@@ -225,8 +230,9 @@ def test_sources_that_cannot_be_read(tmp_path, bert, monkeypatch):
     assert not target.exists()
 
 
-def test_separate_token_tables_are_refused(tmp_path, cases):
-    model = cases["BartModel"].make(tie_word_embeddings=False)
+def test_separate_token_tables_are_refused(tmp_path):
+    model = tiny("BartModel").make(tie_word_embeddings=False)
+    torch.nn.init.ones_(model.encoder.embed_tokens.weight)
     with pytest.raises(ValueError, match=r"'shared\.weight', 'encoder\.embed_tokens\.weight'.* hold different values"):
         from_transformers(model)
 
@@ -285,7 +291,7 @@ def test_a_failure_leaves_the_target_as_it_was(tmp_path, bert, monkeypatch):
     assert sorted(entry.name for entry in tmp_path.iterdir()) == names
 
 
-def test_directions_and_types(tmp_path, bert, cases):
+def test_directions_and_types(tmp_path, bert):
     folder, model = bert
     fails("'to_theirs' does not fit .* holds a 'bert' model", folder, tmp_path / "out", direction="to_theirs")
     fails("`direction` is 'auto', 'to_ours' or 'to_theirs', got 'back'", folder, tmp_path / "out", direction="back")
@@ -304,8 +310,8 @@ def test_directions_and_types(tmp_path, bert, cases):
         from_transformers(3)
 
 
-def test_reports_speak(tmp_path, cases):
-    cases["GPT2DoubleHeadsModel"].make().save_pretrained(tmp_path / "gpt2")
+def test_reports_speak(tmp_path):
+    tiny("GPT2DoubleHeadsModel").make().save_pretrained(tmp_path / "gpt2")
     report = convert_checkpoint(tmp_path / "gpt2", tmp_path / "ours")
     text, counts = report.summary(), "25 tensors mapped, 4 derived, 0 new, 2 dropped"
     assert text.splitlines()[0] == f"GPT2DoubleHeadsModel -> XFGPT2ForCausalLM: {counts}"

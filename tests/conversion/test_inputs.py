@@ -11,17 +11,10 @@ from transformers import TrainingArguments
 from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerModel
 from hf_xformers.conversion import from_transformers, swap_components
 from hf_xformers.training.trainer import XFormerTrainer
-from tests.conversion.architectures import FIRST, LENGTH, architectures
+from tests.conversion.architectures import FIRST, LENGTH, architectures, tiny
 
 SCALED = {"scale_embedding": True}
 ENTRIES = {name: entry for name, entry in architectures().items() if "image_size" not in entry.tiny}
-OLDER = (
-    "BertModel",
-    "RobertaModel",
-    "RobertaForMaskedLM-hidden_act=relu-pad_token_id=3",
-    "BartModel-scale_embedding=True-activation_function=gelu_new",
-    "T5Model",
-)
 
 
 def read(model, **given):
@@ -56,15 +49,10 @@ def test_vectors_and_places(name):
     assert_same_meaning(entry.make(next(iter(entry.heads)), **scaled), length)
 
 
-@pytest.mark.parametrize("name", OLDER)
-def test_vectors_and_places_of_older_families(name, cases):
-    assert_same_meaning(cases[name].make())
-
-
-@pytest.mark.parametrize("name", ["BartModel-scale_embedding=True-activation_function=gelu_new", "RobertaModel"])
-def test_what_the_table_gives_is_what_may_be_given(name, cases):
+@pytest.mark.parametrize("case", [tiny("BartModel", scale_embedding=True), tiny("RobertaModel")], ids=str)
+def test_what_the_table_gives_is_what_may_be_given(case):
     """Vectors that a client looks up in `get_input_embeddings()`, as for soft prompts, are those of the ids."""
-    ours = from_transformers(cases[name].make())
+    ours = from_transformers(case.make())
     ids = torch.arange(FIRST, FIRST + LENGTH)[None]
     found = read(ours, inputs_embeds=ours.get_input_embeddings()(ids))
     torch.testing.assert_close(found, read(ours, input_ids=ids))
@@ -72,9 +60,9 @@ def test_what_the_table_gives_is_what_may_be_given(name, cases):
     torch.testing.assert_close(read(ours, inputs_embeds=ours.get_input_embeddings()(ids)), found)
 
 
-def test_labels_of_a_decoder_by_itself(cases, tmp_path):
+def test_labels_of_a_decoder_by_itself(tmp_path):
     """transformers' BartForCausalLM compares them in place; data of this package's trainer has them like ids."""
-    model = cases["BartForCausalLM-decoder_attention_heads=4"].make()
+    model = tiny("BartForCausalLM").make()
     ours = from_transformers(model)
     ids = torch.arange(FIRST, FIRST + 2 * LENGTH).view(2, LENGTH)
     labels = ids.roll(1, 0).masked_fill(ids % 5 == 0, -100)
@@ -89,8 +77,8 @@ def test_labels_of_a_decoder_by_itself(cases, tmp_path):
     torch.testing.assert_close(ours.eval()(**batch).loss, shifted)
 
 
-def test_rows_of_data_count_places_from_0(cases, tmp_path):
-    ours = from_transformers(cases["RobertaForMaskedLM"].make())
+def test_rows_of_data_count_places_from_0(tmp_path):
+    ours = from_transformers(tiny("RobertaForMaskedLM").make())
     ids = torch.arange(FIRST, FIRST + LENGTH)[None]
     trainer = XFormerTrainer(ours, TrainingArguments(str(tmp_path), use_cpu=True, report_to="none"))
     batch = trainer._prepare_inputs({"input_ids": ids, "position_ids": torch.arange(LENGTH)[None]})
@@ -141,9 +129,9 @@ def test_adapters_of_a_scaled_table(kind):
     torch.testing.assert_close(read(adapted.merge_and_unload(), input_ids=ids), before, atol=1e-4, rtol=1e-4)
 
 
-def test_places_stay_when_components_are_swapped(cases):
+def test_places_stay_when_components_are_swapped():
     """A position that counts tokens by itself still is given RoBERTa's numbers."""
-    ours = from_transformers(cases["RobertaModel"].make())
+    ours = from_transformers(tiny("RobertaModel").make())
     swapped, _ = swap_components(ours, position="sinusoidal_absolute", measure=False)
     ids = torch.arange(FIRST, FIRST + LENGTH)[None]
     places = torch.arange(2, 2 + LENGTH)[None]

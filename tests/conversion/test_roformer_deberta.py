@@ -8,9 +8,11 @@ import transformers
 
 import hf_xformers
 from hf_xformers.conversion import convert_checkpoint, from_transformers, swap_components, to_transformers
-from tests.conversion.test_parity import TOLERANCE, assert_parity, outputs
+from tests.conversion.architectures import tiny
+from tests.conversion.test_architectures import assert_same, outputs
 
 LEGACY = "DebertaV2ForMaskedLM"
+TOLERANCE = 1e-5
 
 
 def logits(model, given):
@@ -27,35 +29,35 @@ def gap(one, other, given):
 
 
 @pytest.mark.parametrize("tie", [True, False])
-def test_masked_lm_of_the_third_version(cases, tie):
+def test_masked_lm_of_the_third_version(tie):
     """`legacy=False` multiplies by the token table itself, whatever the config says of tying; it comes back in the
     other layout, with the same outputs."""
-    case = cases[LEGACY]
+    case = tiny(LEGACY)
     model = case.make(legacy=False, tie_word_embeddings=tie)
     ours = from_transformers(model)
     assert ours.get_output_embeddings().weight is ours.get_input_embeddings().weight
-    given = case.inputs(left=True)
-    assert_parity(model, ours, case.labelled(given))
+    given = case.given("left")
+    assert_same(case.entry, model, ours, case.labelled(given))
     back = to_transformers(ours)
     assert back.legacy and gap(back, model, given) < TOLERANCE
     head = model.lm_predictions.lm_head
     assert torch.equal(back.cls.predictions.decoder.bias, head.bias) and bool(head.bias.any())
 
 
-def test_absolute_positions_beside_relative_ones(cases):
-    case = cases[LEGACY]
+def test_absolute_positions_beside_relative_ones():
+    case = tiny(LEGACY)
     model = case.make(position_biased_input=True)
     ours = from_transformers(model)
     assert [part.type for part in ours.config.position.parts] == ["learned_absolute", "deberta"]
-    given = case.inputs()
-    assert_parity(model, ours, given)
+    given = case.given()
+    assert_same(case.entry, model, ours, given)
     back = to_transformers(ours)
     assert back.config.position_biased_input and gap(back, model, given) == 0
 
 
-def test_long_texts(cases):
+def test_long_texts():
     """Buckets beyond the exact distances, and distances beyond the last bucket."""
-    case = cases[LEGACY]
+    case = tiny(LEGACY)
     model = case.make()
     ours = from_transformers(model)
     ids = torch.randint(5, 60, (1, 24), generator=torch.Generator().manual_seed(3))
@@ -65,8 +67,8 @@ def test_long_texts(cases):
 # ---------------------------------------------------------------------------------------------------- roformer
 
 
-def test_a_trained_position_table_is_refused(cases):
-    model = cases["RoFormerModel"].make()
+def test_a_trained_position_table_is_refused():
+    model = tiny("RoFormerModel").make()
     with torch.no_grad():
         model.encoder.embed_positions.weight[3] += 1.0
     with pytest.raises(
@@ -90,63 +92,45 @@ def test_a_computed_table_may_have_been_saved_in_half_precision():
         from_transformers(model)
 
 
-def test_multiple_choice_reads_the_last_token(cases):
-    ours = from_transformers(cases["RoFormerForMultipleChoice"].make())
+def test_multiple_choice_reads_the_last_token():
+    ours = from_transformers(tiny("RoFormerForMultipleChoice").make())
     assert ours.config.classifier_pooling == "last" and ours.model.pooler is None
     ours.config.classifier_pooling = "first"
     with pytest.raises(ValueError, match="classifier_pooling='first' has no counterpart: RoFormerForMultipleChoice"):
         to_transformers(ours)
-    other = from_transformers(cases["RoFormerForSequenceClassification-num_labels=3"].make())
+    other = from_transformers(tiny("RoFormerForSequenceClassification").make())
     assert other.config.add_pooler and other.config.pooler_activation == "gelu"
 
 
-def test_rotated_values_need_dense_attention(cases):
-    model = cases["RoFormerModel-rotary_value=True-hidden_act=relu"].make()
+def test_rotated_values_need_dense_attention():
+    model = tiny("RoFormerModel", rotary_value=True).make()
     with pytest.raises(ValueError, match="rotary with `values`"):
         swap_components(model, attention="longformer")
 
 
 # ---------------------------------------------------------------------------------------------------- decoders
 
-DECODERS = [
-    "BertLMHeadModel-is_decoder=True",
-    "RobertaForCausalLM-is_decoder=True",
-    "RoFormerForCausalLM-is_decoder=True",
-]
-DECODERS += ["RoFormerForCausalLM-is_decoder=True-rotary_value=True", "BartForCausalLM-decoder_attention_heads=4"]
 
-
-@pytest.mark.parametrize("name", DECODERS)
-def test_generation_agrees(cases, name):
-    case = cases[name]
-    model = case.make(seed=5, bos_token_id=1, eos_token_id=2)
-    ours = from_transformers(model)
-    prompt = {"input_ids": case.inputs()["input_ids"][:1, :5], "attention_mask": torch.ones(1, 5, dtype=torch.long)}
-    expected = model.generate(**prompt, max_new_tokens=8, do_sample=False)
-    assert torch.equal(ours.generate(**prompt, max_new_tokens=8, do_sample=False), expected)
-    assert len(expected.unique()) > 2
-
-
-@pytest.mark.parametrize("name", [name for name in DECODERS if "Bart" not in name])
-def test_both_sides_or_earlier_tokens(cases, name):
+@pytest.mark.parametrize("name", ["BertLMHeadModel", "RobertaForCausalLM", "RoFormerForCausalLM"])
+def test_both_sides_or_earlier_tokens(name):
     """A class for causal modelling whose config is bidirectional, and the reverse, compute what ours does not."""
-    case = cases[name]
-    with pytest.raises(ValueError, match=f"{case.theirs} with is_decoder=False does not convert"):
-        from_transformers(case.make(is_decoder=False))
-    masked = case.theirs.replace("LMHeadModel", "ForMaskedLM").replace("CausalLM", "MaskedLM")
+    entry = tiny(name).entry
+    with pytest.raises(ValueError, match=f"{name} with is_decoder=False does not convert"):
+        from_transformers(getattr(transformers, name)(entry.config()))
+    masked = name.replace("LMHeadModel", "ForMaskedLM").replace("CausalLM", "MaskedLM")
     with pytest.raises(ValueError, match=f"{masked} with is_decoder=True does not convert"):
-        from_transformers(getattr(transformers, masked)(case.config()))
+        from_transformers(getattr(transformers, masked)(entry.config(is_decoder=True)))
 
 
-def test_a_decoder_of_two_towers_by_itself(cases):
+def test_a_decoder_of_two_towers_by_itself():
     """Cross-attention that nothing can use is dropped, and starts anew on the way back; the rest comes back exactly.
     transformers does not shift the labels of this class."""
-    case = cases["BartForCausalLM-decoder_attention_heads=4"]
+    case = tiny("BartForCausalLM")
     model = case.make(encoder_layers=3)
     ours = from_transformers(model)
     assert ours.config.num_hidden_layers == 1 and ours.config.is_decoder and ours.model.decoder is None
-    given = case.inputs()
-    labels = case.labels(given)["labels"]
+    given = case.given()
+    labels = case.labelled(given)["labels"]
     with torch.no_grad():
         expected, loss = model(**given, labels=labels).loss, ours(**given, shift_labels=labels).loss
     torch.testing.assert_close(loss, expected)
@@ -155,7 +139,7 @@ def test_a_decoder_of_two_towers_by_itself(cases):
     before, after = model.state_dict(), back.state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before if "encoder_attn" not in key)
-    whole = cases["BartForConditionalGeneration"].make()
+    whole = tiny("BartForConditionalGeneration").make()
     with pytest.raises(ValueError, match="'ForCausalLM', which has one tower; load the checkpoint as BartForCausalLM"):
         from_transformers(whole, head="ForCausalLM")
     with pytest.raises(ValueError, match="'ForSeq2SeqLM', which has two towers"):
@@ -165,14 +149,14 @@ def test_a_decoder_of_two_towers_by_itself(cases):
 # ---------------------------------------------------------------------------------------------------- swaps
 
 
-def test_kernels_have_no_place_for_the_terms_of_deberta(cases):
+def test_kernels_have_no_place_for_the_terms_of_deberta():
     with pytest.raises(ValueError, match="deberta"):
-        swap_components(cases[LEGACY].make(), attention="performer", measure=False)
+        swap_components(tiny(LEGACY).make(), attention="performer", measure=False)
 
 
-def test_linear_attention_keeps_the_rotation(cases):
-    case = cases["RoFormerForMaskedLM"]
-    source, given = case.make(), case.inputs()
+def test_linear_attention_keeps_the_rotation():
+    case = tiny("RoFormerForMaskedLM")
+    source, given = case.make(), case.given()
     model, report = swap_components(source, attention="linear_transformer", measure=False)
     assert model.config.position.to_dict()["layout"] == "interleaved" and not report.new
     rotated = logits(model, given)
@@ -184,14 +168,14 @@ def test_linear_attention_keeps_the_rotation(cases):
 # ---------------------------------------------------------------------------------------------------- folders
 
 
-def test_head_of_a_published_checkpoint(tmp_path, cases):
+def test_head_of_a_published_checkpoint(tmp_path):
     """The published third version holds its masked LM head in the new layout, and its config does not say so."""
-    model = cases[LEGACY].make(legacy=False)
+    model = tiny(LEGACY).make(legacy=False)
     model.config.legacy = True
     model.save_pretrained(tmp_path / "theirs")
     report = convert_checkpoint(tmp_path / "theirs", tmp_path / "ours", head="ForMaskedLM")
     assert not report.new and not report.dropped
     model.config.legacy = False
     ours = hf_xformers.XFDebertaForMaskedLM.from_pretrained(tmp_path / "ours")
-    assert gap(ours, model, cases[LEGACY].inputs()) < TOLERANCE
-    assert outputs(ours, cases[LEGACY].inputs())
+    assert gap(ours, model, tiny(LEGACY).given()) < TOLERANCE
+    assert outputs(ours, tiny(LEGACY).given())

@@ -13,6 +13,7 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer
 import hf_xformers
 from hf_xformers.conversion import from_transformers, swap_checkpoint, swap_components
 from hf_xformers.core import components
+from tests.conversion.architectures import tiny
 from tests.forks import forks
 
 # (case, components that equal dense attention as long as the text is inside the window)
@@ -39,14 +40,14 @@ def swapped(source, **changes):
 
 
 ENCODERS = (
-    *("RobertaForMaskedLM", "BertForSequenceClassification-num_labels=3"),
+    *("RobertaForMaskedLM", "BertForSequenceClassification"),
     *("RoFormerForMaskedLM", "DebertaV2ForMaskedLM"),
 )
 
 
 @pytest.fixture(params=ENCODERS)
-def encoder(request, cases):
-    return cases[request.param]
+def encoder(request):
+    return tiny(request.param)
 
 
 # ---------------------------------------------------------------------------------------------------- equality
@@ -54,24 +55,24 @@ def encoder(request, cases):
 
 @pytest.mark.parametrize("name, fields", WIDE, ids=[name for name, _ in WIDE])
 def test_wide_windows_equal_the_source(encoder, name, fields):
-    source, given = encoder.make(), encoder.inputs()
+    source, given = encoder.make(), encoder.given()
     model, report = swapped(source, attention={"type": name, **fields}, measure=False)
     assert type(model).__name__.startswith("XFormerFor") and model.config.attention.type == name
-    mask = given["attention_mask"].bool() if "MaskedLM" in encoder.theirs else slice(None)
+    mask = given["attention_mask"].bool() if "MaskedLM" in encoder.head else slice(None)
     torch.testing.assert_close(outputs(model, given)[mask], outputs(source, given)[mask], atol=1e-5, rtol=0)
     assert not report.dropped and not report.new
 
 
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "BartForConditionalGeneration", "T5ForConditionalGeneration"])
-def test_decoders_and_two_towers(name, cases):
-    case = cases[name]
-    source, given = case.make(), case.inputs()
+def test_decoders_and_two_towers(name):
+    case = tiny(name)
+    source, given = case.make(), case.given()
     changes = {"attention": {"type": "band_attention", "window_size": 64}}
     model, report = swapped(source, **changes, measure=False)
     mask = given.get("decoder_attention_mask", given["attention_mask"]).bool()
     torch.testing.assert_close(outputs(model, given)[mask], outputs(source, given)[mask], atol=2e-5, rtol=0)
     assert not report.dropped and not report.new and not report.derived
-    if case.two_towers:  # one tower alone
+    if "decoder_input_ids" in given:  # one tower alone
         model, _ = swapped(source, **changes, decoder={"attention": "dense"}, measure=False)
         assert model.config.tower("decoder").attention.type == "dense"
         assert model.config.tower("trunk").attention.type == "band_attention"
@@ -81,19 +82,19 @@ def test_decoders_and_two_towers(name, cases):
 
 
 @pytest.mark.parametrize("name, fields", WIDE, ids=[name for name, _ in WIDE])
-def test_an_encoder_with_a_score_bias(name, fields, cases):
+def test_an_encoder_with_a_score_bias(name, fields):
     """A long-context T5: the encoder reads windows and global tokens, with the bias that it had."""
-    case = cases["T5ForConditionalGeneration"]
-    source, given, dense = case.make(), case.inputs(), {"attention": "dense"}
+    case = tiny("T5ForConditionalGeneration")
+    source, given, dense = case.make(), case.given(), {"attention": "dense"}
     model, report = swapped(source, attention={"type": name, **fields}, decoder=dense, measure=False)
     mask = given["decoder_attention_mask"].bool()
     torch.testing.assert_close(outputs(model, given)[mask], outputs(source, given)[mask], atol=2e-5, rtol=0)
     assert not report.dropped and not report.new
 
 
-def test_mixing_heads_and_gates_start_as_the_source(cases):
-    case = cases["BertForMaskedLM"]
-    source, given = case.make(), case.inputs()
+def test_mixing_heads_and_gates_start_as_the_source():
+    case = tiny("BertForMaskedLM")
+    source, given = case.make(), case.given()
     model, report = swapped(source, attention="talking_heads", feedforward="geglu", measure=False)
     mask = given["attention_mask"].bool()
     torch.testing.assert_close(outputs(model, given)[mask], outputs(source, given)[mask], atol=1e-5, rtol=0)
@@ -103,17 +104,17 @@ def test_mixing_heads_and_gates_start_as_the_source(cases):
 
 
 @pytest.mark.parametrize("name", [name for name in components.names("attention") if name != "memory_vector"])
-def test_every_mechanism_can_be_swapped_in(name, cases):
+def test_every_mechanism_can_be_swapped_in(name):
     """What the sources have is kept where the mechanism has it, too, and the result works."""
     spec = components.SLOTS["attention"].get(name)
-    case = cases["BertForMaskedLM" if spec.bidirectional else "GPT2LMHeadModel"]
+    case = tiny("BertForMaskedLM" if spec.bidirectional else "GPT2LMHeadModel")
     source = from_transformers(case.make())
     try:
         model, report = swapped(source, attention=name, measure=False)
     except ValueError as refusal:  # a mechanism that needs a stack or a block of its own says which
         slot, needed = re.search(r"set `(stack|block)='(\w+)'`", str(refusal)).groups()
         model, report = swapped(source, attention=name, **{slot: needed}, measure=False)
-    given = {**case.inputs(), "labels": case.inputs()["input_ids"]}
+    given = {**case.given(), "labels": case.given()["input_ids"]}
     output = model.train()(**given)
     output.loss.backward()
     assert output.loss.isfinite()
@@ -133,8 +134,8 @@ def test_every_mechanism_can_be_swapped_in(name, cases):
 
 
 @pytest.mark.parametrize("name", ["BertForMaskedLM", "RobertaForMaskedLM", "BartForConditionalGeneration"])
-def test_learned_positions_are_tiled(name, cases):
-    source = from_transformers(cases[name].make())
+def test_learned_positions_are_tiled(name):
+    source = from_transformers(tiny(name).make())
     model, report = swapped(source, max_length=53, measure=False)
     assert type(model) is type(source) and model.config.max_position_embeddings == 53
     spec, tower, rows = source.config.position, "model.trunk", source.config.max_position_embeddings
@@ -148,8 +149,8 @@ def test_learned_positions_are_tiled(name, cases):
 
 
 @pytest.mark.parametrize("heads", [1, 2])
-def test_grouped_heads_are_means(heads, cases):
-    source = from_transformers(cases["BertForMaskedLM"].make())
+def test_grouped_heads_are_means(heads):
+    source = from_transformers(tiny("BertForMaskedLM").make())
     model, report = swapped(source, num_key_value_heads=heads, measure=False)
     width, group = 8, 4 // heads
     for letter in "kv":
@@ -163,13 +164,13 @@ def test_grouped_heads_are_means(heads, cases):
                 torch.testing.assert_close(after[head * width : (head + 1) * width].double(), expected)
     assert len(report.derived) == 2 * 4
     # copies for each head compute what one shared head does
-    given = cases["BertForMaskedLM"].inputs()
+    given = tiny("BertForMaskedLM").given()
     many, _ = swapped(model, num_key_value_heads=None, measure=False)
     torch.testing.assert_close(outputs(many, given), outputs(model, given), atol=1e-5, rtol=0)
 
 
-def test_global_projections_are_copies_of_the_derived_ones(cases):
-    source = from_transformers(cases["BertForMaskedLM"].make())
+def test_global_projections_are_copies_of_the_derived_ones():
+    source = from_transformers(tiny("BertForMaskedLM").make())
     model, report = swapped(source, attention="longformer", num_key_value_heads=2, measure=False)
     for layer in model.model.trunk.layers:
         for letter in "qkv":
@@ -179,8 +180,8 @@ def test_global_projections_are_copies_of_the_derived_ones(cases):
     assert "model.trunk.layers.0.attention.k_global_proj.weight" in [name for _, name, _ in report.derived]
 
 
-def test_experts_are_copies(cases):
-    source = from_transformers(cases["BertForMaskedLM"].make())
+def test_experts_are_copies():
+    source = from_transformers(tiny("BertForMaskedLM").make())
     changes = {"type": "switch_transformer", "num_experts": 3, "every": 1}
     model, report = swapped(source, feedforward=changes, measure=False)
     experts, dense = model.model.trunk.layers[1].feedforward.experts, source.model.trunk.layers[1].feedforward
@@ -206,7 +207,7 @@ def test_gated_experts_are_copies_whose_sum_is_the_network():
     assert all("router" in name or "balance" in name for name in report.new)
 
 
-def test_sinusoids_become_a_table(cases):
+def test_sinusoids_become_a_table():
     torch.manual_seed(0)
     config = hf_xformers.XFormerConfig(
         vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24,
@@ -219,8 +220,8 @@ def test_sinusoids_become_a_table(cases):
     assert model.config.position.type == "learned_absolute"
 
 
-def test_distance_buckets(cases):
-    source = from_transformers(cases["T5ForConditionalGeneration"].make())
+def test_distance_buckets():
+    source = from_transformers(tiny("T5ForConditionalGeneration").make())
     same = {"num_buckets": 8, "max_distance": 10}
     model, report = swapped(source, position={**same, "num_buckets": 12, "max_distance": 20}, measure=False)
     place = torch.arange(24)
@@ -233,8 +234,8 @@ def test_distance_buckets(cases):
     assert len(report.derived) == 2
 
 
-def test_norms_follow_the_states(cases):
-    source = from_transformers(cases["BertForMaskedLM"].make())
+def test_norms_follow_the_states():
+    source = from_transformers(tiny("BertForMaskedLM").make())
     model, report = swapped(source, residual="pre_ln", measure=False)
     old, new = source.model.trunk, model.model.trunk
     assert torch.equal(new.layers[0].feedforward_residual.norm.weight, old.layers[0].attention_residual.norm.weight)
@@ -244,7 +245,7 @@ def test_norms_follow_the_states(cases):
         f"layers.0.attention_residual.norm.{part}" for part in ("bias", "weight")
     ]
     back, report = swapped(model, residual="post_ln", measure=False)
-    given = cases["BertForMaskedLM"].inputs()
+    given = tiny("BertForMaskedLM").given()
     mask = given["attention_mask"].bool()
     torch.testing.assert_close(outputs(back, given)[mask], outputs(source, given)[mask], atol=1e-5, rtol=0)
 
@@ -252,8 +253,8 @@ def test_norms_follow_the_states(cases):
 # ---------------------------------------------------------------------------------------------------- the report
 
 
-def test_new_and_dropped_tensors(cases):
-    source = cases["BertForMaskedLM"].make()
+def test_new_and_dropped_tensors():
+    source = tiny("BertForMaskedLM").make()
     model, report = swapped(source, attention="synthesizer", position="sinusoidal_absolute")
     layer = "model.trunk.layers.0.attention."
     assert f"{layer}v_proj.weight" in report.kept and f"{layer}q_proj.weight" in report.dropped
@@ -271,8 +272,8 @@ def test_new_and_dropped_tensors(cases):
     assert any(not torch.equal(again.state_dict()[name], other.state_dict()[name]) for name in report.new)
 
 
-def test_the_source_stays_as_it_is(cases):
-    source = from_transformers(cases["BertForMaskedLM"].make())
+def test_the_source_stays_as_it_is():
+    source = from_transformers(tiny("BertForMaskedLM").make())
     before = {name: tensor.clone() for name, tensor in source.state_dict().items()}
     model, _ = swapped(source, attention="longformer", measure=False)
     with torch.no_grad():
@@ -281,8 +282,8 @@ def test_the_source_stays_as_it_is(cases):
     assert all(torch.equal(before[name], tensor) for name, tensor in source.state_dict().items())
 
 
-def test_movement_is_the_divergence_of_the_predictions(cases):
-    source = from_transformers(cases["GPT2LMHeadModel"].make())
+def test_movement_is_the_divergence_of_the_predictions():
+    source = from_transformers(tiny("GPT2LMHeadModel").make())
     model, report = swapped(source, attention={"type": "band_attention", "window_size": 2})
     found = report.movement
     assert found.text == "random tokens" and found.length == 24 and found.predictions == found.rows * 24
@@ -292,7 +293,7 @@ def test_movement_is_the_divergence_of_the_predictions(cases):
     assert found.kl_mean == pytest.approx(float(divergence.mean()), rel=1e-3)
     assert found.kl_max == pytest.approx(float(divergence.max()), rel=1e-3)
     assert found.agreement == pytest.approx(float((p.argmax(-1) == q.argmax(-1)).double().mean()), abs=1e-2)
-    bare = from_transformers(cases["BertModel"].make())
+    bare = from_transformers(tiny("BertModel").make())
     _, report = swapped(bare, attention={"type": "band", "window_size": 1})
     assert report.movement.kl_mean is None and report.movement.states > 0
     assert "hidden states moved" in report.summary()
@@ -302,11 +303,11 @@ def test_movement_is_the_divergence_of_the_predictions(cases):
 
 
 @pytest.fixture
-def bert(tmp_path, cases):
+def bert(tmp_path):
     letters = [chr(ord("a") + index) for index in range(26)]
     pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{letter}" for letter in letters)]
     folder = tmp_path / "bert"
-    cases["BertForMaskedLM"].make().save_pretrained(folder)
+    tiny("BertForMaskedLM").make().save_pretrained(folder)
     transformers.BertTokenizer(vocab={piece: i for i, piece in enumerate(pieces)}).save_pretrained(folder)
     return folder
 
@@ -390,14 +391,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refusals(name, cases):
+def test_refusals(name):
     changes, message = REFUSED[name]
-    source = from_transformers(cases["BertForMaskedLM"].make())
+    source = from_transformers(tiny("BertForMaskedLM").make())
     with pytest.raises((ValueError, TypeError), match=f"(?s){message}"):
         swap_components(source, **changes)
 
 
-def test_refused_sources(tmp_path, cases):
+def test_refused_sources(tmp_path):
     with pytest.raises(TypeError, match="a folder or a Hub id, got int: 3"):
         swap_components(3, max_length=5)
     with pytest.raises(ValueError, match="There is no folder"):
@@ -405,7 +406,7 @@ def test_refused_sources(tmp_path, cases):
     config = transformers.FNetConfig(vocab_size=9, num_hidden_layers=1, hidden_size=12, intermediate_size=12)
     with pytest.raises(ValueError, match="No conversion for model type 'fnet'; of the families that convert, these"):
         swap_components(transformers.FNetModel(config), max_length=5)
-    model = from_transformers(cases["BertForMaskedLM"].make())
+    model = from_transformers(tiny("BertForMaskedLM").make())
     with pytest.raises(ValueError, match="leave `head` out"):
         swap_components(model, head="Model", max_length=5)
 
@@ -417,12 +418,12 @@ def kinds(model):
     return [model.config.layer(index).attention.type for index in range(model.config.num_hidden_layers)]
 
 
-def test_chosen_layers_change_alone(cases):
-    source = from_transformers(cases["BertForMaskedLM"].make(num_hidden_layers=5))
+def test_chosen_layers_change_alone():
+    source = from_transformers(tiny("BertForMaskedLM").make(num_hidden_layers=5))
     wide = {"type": "longformer", "attention_window": 64}
     model, _ = swapped(source, attention=wide, layers={"attention": "0-1,4"}, measure=False)
     assert kinds(model) == ["longformer", "longformer", "dense", "dense", "longformer"]
-    given = cases["BertForMaskedLM"].inputs()
+    given = tiny("BertForMaskedLM").given()
     mask = given["attention_mask"].bool()
     assert float((outputs(model, given) - outputs(source, given))[mask].abs().max()) < 1e-5
     again, _ = swapped(model, attention="performer", layers={"attention": [2]}, measure=False)
@@ -443,7 +444,7 @@ def test_chosen_layers_change_alone(cases):
         ({"feedforward": "0"}, "chosen for 'feedforward', which does not change"),
     ],
 )
-def test_refused_layers(cases, layers, message):
-    source = from_transformers(cases["BertForMaskedLM"].make())
+def test_refused_layers(layers, message):
+    source = from_transformers(tiny("BertForMaskedLM").make())
     with pytest.raises(ValueError, match=message):
         swap_components(source, attention="performer", layers=layers, measure=False)

@@ -16,7 +16,7 @@ from hf_xformers.conversion import (
     swap_components,
     to_transformers,
 )
-from tests.conversion.architectures import FIRST, VOCAB, architectures
+from tests.conversion.architectures import FIRST, VOCAB, architectures, tiny
 
 ARCHITECTURES = architectures()
 SINKS = {"type": "sliding_window", "window_size": 6, "sinks": 2}
@@ -304,8 +304,8 @@ def test_a_long_roberta_goes_back_as_a_longformer(name, tmp_path):
             torch.testing.assert_close(back.eval()(ids).logits, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_a_family_that_is_asked_for_says_what_it_lacks(tmp_path, cases):
-    cases["BertForMaskedLM"].make().save_pretrained(tmp_path / "theirs")
+def test_a_family_that_is_asked_for_says_what_it_lacks(tmp_path):
+    tiny("BertForMaskedLM").make().save_pretrained(tmp_path / "theirs")
     swap_checkpoint(tmp_path / "theirs", tmp_path / "ours", attention="longformer", measure=False)
     with pytest.raises(ValueError, match="position='learned_absolute'.* every 'longformer' model"):
         convert_checkpoint(tmp_path / "ours", tmp_path / "back", model_type="longformer")

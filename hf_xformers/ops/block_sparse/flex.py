@@ -80,8 +80,13 @@ def _in_one(heads: list[Pattern], rows: int, device: torch.device) -> Pattern | 
         return None
     if not first.children():
         return _Bound(first) if all(own == first for own in others) else None
-    parts = [_in_one(list(children), rows, device) for children in zip(*(own.children() for own in heads))]
-    return None if any(part is None for part in parts) else first.with_children(tuple(parts))
+    parts = []
+    for children in zip(*(own.children() for own in heads)):
+        part = _in_one(list(children), rows, device)
+        if part is None:
+            return None
+        parts.append(part)
+    return first.with_children(tuple(parts))
 
 
 @kept(256)
@@ -109,7 +114,7 @@ def _block_map(
     )
     rows = (offsets[0] + lengths[0] - 1) // min((atom_block(own) for own in distinct), default=1) + 1
     one = _in_one(list(distinct), rows, device)
-    tabled = [_in_one([own], rows, device) for own in distinct] if one is None else [one]
+    tabled = [_in_one([own], rows, device) or own for own in distinct] if one is None else [one]
     lists: list[Any] = []
     for chosen in (active & ~full, active & full) if has_full else (active,):
         chosen = chosen if len(distinct) == 1 else chosen[which]

@@ -11,7 +11,7 @@ factor is
 
 so that the decayed products of two halves are one matrix product, whether the decay is one number of a token or one of
 each channel. l = -inf, which forgets everything, is as good as any other number. Off the processor, where kernels are
-dear and numbers cheap, the sums of all pairs of tokens are made at once instead, if the decay is one number of a token.
+dear and numbers cheap, the sums of all pairs of tokens are made at once instead, if the decay is a number of a token.
 
 Names: `n` chunks of `C` tokens (a power of two), keys of width `K`.
 """
@@ -47,9 +47,7 @@ class ChunkDecay:
     whether few kernels matter more than few numbers.
     """
 
-    def __init__(
-        self, log_decay: Tensor, low: torch.dtype, count: int = 1, shared: int = 1, at_once: bool = False
-    ):
+    def __init__(self, log_decay: Tensor, low: torch.dtype, count: int = 1, shared: int = 1, at_once: bool = False):
         self.per_channel, self.low, self.count, self.shared = log_decay.dim() == 3, low, count, shared
         self.levels: list[_Level] = []
         if at_once and not self.per_channel:

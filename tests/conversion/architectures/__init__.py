@@ -2,12 +2,13 @@
 special.
 
 A file dropped in here with an `ARCHITECTURE` (or several, in `ARCHITECTURES`) is tried by `test_architectures.py` and
-measured by `benchmarks/conversion.py`.
+measured by `benchmarks/conversion.py`. `tiny` gives single classes of them to other tests.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import pkgutil
 from collections.abc import Callable, Mapping
@@ -182,6 +183,7 @@ class Architecture:
         return labels
 
 
+@functools.cache
 def architectures() -> dict[str, Architecture]:
     """All of them, by name."""
     found: dict[str, Architecture] = {}
@@ -192,4 +194,29 @@ def architectures() -> dict[str, Architecture]:
     return found
 
 
-__all__ = ["Architecture", "architectures"]
+@dataclass(frozen=True)
+class Tiny:
+    """One class of transformers, by name, and what makes its tiny models another size or form."""
+
+    head: str
+    changes: Mapping[str, Any]
+
+    @property
+    def entry(self) -> Architecture:
+        return next(entry for entry in architectures().values() if self.head in entry.classes)
+
+    def make(self, seed: int = 0, **changes: Any) -> transformers.PreTrainedModel:
+        return self.entry.make(self.head, seed, **self.changes, **changes)
+
+    def given(self, side: str = "right", lengths: tuple[int, ...] = LENGTHS) -> dict[str, Tensor]:
+        return self.entry.given(self.head, side, lengths)
+
+    def labelled(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {**given, **self.entry.labels(self.head, given, self.make().config.num_labels)}
+
+
+def tiny(head: str, **changes: Any) -> Tiny:
+    return Tiny(head, changes)
+
+
+__all__ = ["Architecture", "architectures", "tiny"]

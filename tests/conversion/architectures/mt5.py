@@ -1,4 +1,4 @@
-"""mT5 and UMT5."""
+"""T5, mT5 and UMT5."""
 
 import torch
 
@@ -35,7 +35,7 @@ def classes(name: str) -> dict[str, str]:
 
 def own_output(model) -> None:
     """Published checkpoints have an output table of their own, whatever their config says."""
-    if hasattr(model, "lm_head"):
+    if hasattr(model, "lm_head") and (model.config.model_type != "t5" or model.config.is_gated_act):
         model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
 
 
@@ -77,4 +77,25 @@ UMT5 = Architecture(
     refused=frozenset({"is_decoder"}),
     **COMMON,
 )
-ARCHITECTURES = (MT5, UMT5)
+OWN = {"tie_word_embeddings": False}  # v1.1
+T5 = Architecture(
+    **{
+        **COMMON,
+        **{"model_type": "t5", "ours": "xf_t5", "refused": frozenset({"is_decoder"}), "base": {}},
+        "tiny": {
+            **TINY,
+            "d_kv": 6,
+            "num_decoder_layers": 1,
+            "decoder_start_token_id": 0,
+            "relative_attention_max_distance": 10,
+        },
+        "heads": classes("T5"),
+        "headless": {"T5ForSequenceClassification": "ForSequenceClassification", "T5ForTokenClassification": "Model"},
+        "variations": {
+            "gelu": {**OWN, "feed_forward_proj": "gated-gelu"},
+            "silu": {**OWN, "feed_forward_proj": "gated-silu"},
+        },
+        "other_values": {},
+    }
+)
+ARCHITECTURES = (T5, MT5, UMT5)
