@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from ..attention.shared.base import Attention
 from ..configuration_xformer import XFormerConfig
+from ..core.call_readers import sharding_in_force
 from ..core.components import bounded
 from ..core.context import LayerContext, add_losses
 from ..core.holes import moves_of_call, take
 from ..core.losses import token_cross_entropy
 from ..core.pretraining_specs import PretrainingSpec, register_pretraining
-from ..core.sequence_sharding import sharding_in_force
 from ..core.text_parts import division_in_force
 from ..normalization.base import norm_inputs
 from ..stacks.driver import Pass
