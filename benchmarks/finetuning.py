@@ -145,7 +145,7 @@ def digits(folder: Path) -> dict[str, Any]:
     images = raw_rows.digits(_scratch() / "digits")
     return {
         "head": "ForImageClassification",
-        "colours": "ForSequenceClassification",  # of variants whose tokens are colors
+        "colors": "ForSequenceClassification",  # of variants whose tokens are colors
         "variants": ("vision_transformer", "transformer_in_transformer", "image_gpt"),
         "options": ["--task", "image-classification", "--data", images],
         "patches": ["--image_size", "8", "--patch_size", "2"],
@@ -286,10 +286,10 @@ def benchmark(argv: list[str] | None = None) -> None:
         variants = args.variants.split(",") if args.variants else task["variants"]
         for variant in variants:
             known = config_class(variant)
-            colours = "colours" in task and known.reads_colours != "no"
-            if task["colours" if colours else "head"] not in known.heads:
+            colors = "colors" in task and known.reads_colors != "no"
+            if task["colors" if colors else "head"] not in known.heads:
                 continue
-            further = [] if colours else task.get("patches", [])
+            further = [] if colors else task.get("patches", [])
             summary = measure({**task, "options": [*task["options"], *further]}, variant, args, extra)
             percent = 1.0 if task["metric"] in PERCENT else 100.0
             test = summary.get(f"test_{task['metric']}")

@@ -326,7 +326,7 @@ def main() -> None:
     variants = [name for name in arguments.only.split(",") if name] or [
         name
         for name in model_types()
-        if name != "xformer" and config_class(name).modality == "text" and config_class(name).reads_colours != "only"
+        if name != "xformer" and config_class(name).modality == "text" and config_class(name).reads_colors != "only"
     ]
     stored = Path(__file__).parent / "results" / "pretraining.json"
     rows = json.loads(stored.read_text())["rows"] if stored.exists() else []

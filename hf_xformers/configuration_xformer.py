@@ -161,7 +161,7 @@ class XFormerConfig(PreTrainedConfig):
 
     model_type: ClassVar[str] = "xformer"
     modality: ClassVar[str] = "text"
-    reads_colours: ClassVar[Literal["no", "also", "only"]] = "no"  # whether tokens may be colors of images' pixels
+    reads_colors: ClassVar[Literal["no", "also", "only"]] = "no"  # whether tokens may be colors of images' pixels
     keys_to_ignore_at_inference: ClassVar[list[str]] = [
         "past_key_values",
         "cache",

@@ -89,7 +89,7 @@ class Demo:
 
 # Few layers, norms before the sublayers, positions that speak from the first step, no dropout in so short a run, and a
 # small vocabulary of whole words: each of them takes part in leaving the plateau of token frequencies early.
-_WORDS = "--tokenizer_kind wordpiece --vocab_size 2048 --hidden_dropout_prob 0"
+_WORDS = "--tokenizer_type wordpiece --vocab_size 2048 --hidden_dropout_prob 0"
 _EARLY = "--residual pre_ln --position rotary"
 _WINDOW = "--attention_probs_dropout_prob 0 --block cpe --attention.attention_window 128"
 # A decoder has to find the gap that it is asked for before it can learn what stands there. What brings that about
@@ -98,7 +98,7 @@ _WINDOW = "--attention_probs_dropout_prob 0 --block cpe --attention.attention_wi
 # Transformer), and a bias that learns how frequent words are, which would otherwise move all vectors one way. The
 # vocabulary has as many words besides its sentinels.
 _GAPS = (
-    f"--tokenizer_kind wordpiece --vocab_size 2144 --hidden_dropout_prob 0 {_EARLY} --initializer xavier"
+    f"--tokenizer_type wordpiece --vocab_size 2144 --hidden_dropout_prob 0 {_EARLY} --initializer xavier"
     " --embedding.scale true --tie_word_embeddings false --head.bias true --num_decoder_layers 1"
     " --attention longformer --attention.attention_window 32 --attention_probs_dropout_prob 0 --block cpe"
     " --decoder.attention dense --decoder.block vanilla"

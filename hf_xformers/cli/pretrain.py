@@ -203,7 +203,7 @@ def report(
 ) -> None:
     shares = {name: share_text(value) for name, value in summary.items() if name.endswith("accuracy")}
     target = target_of(summary["objective"])
-    target = "colour" if summary.get("reads") == "images" and target == "token" else target
+    target = "color" if summary.get("reads") == "images" and target == "token" else target
     floor = "the median picture" if target == "patch" else f"{target} frequencies alone"
     facts = {
         "variant": summary["variant"],

@@ -18,7 +18,7 @@ PROCESSOR_FILE = "preprocessor_config.json"
 
 def reads_images(config: type[XFormerConfig]) -> bool:
     """Whether a variant's models read images: pixels in patches, or the colors of pixels as tokens."""
-    return config.modality == "image" or config.reads_colours == "only"
+    return config.modality == "image" or config.reads_colors == "only"
 
 
 def open_image_processor(source: str | Path) -> Any | None:

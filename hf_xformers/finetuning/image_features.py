@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 def reads_images(config: Any) -> TypeGuard[XFormerConfig]:
     """Whether features of this model are of images."""
-    return isinstance(config, XFormerConfig) and (config.modality == "image" or config.reads_colours == "only")
+    return isinstance(config, XFormerConfig) and (config.modality == "image" or config.reads_colors == "only")
 
 
 class ImageReader(Reader):

@@ -212,10 +212,10 @@ def choose_tokenizer(
 
     name = options.tokenizer or (None if options.train_tokenizer else options.model)
     spelt = reads_characters(config)
-    if spelt and options.tokenizer_kind not in ("bpe", "words"):
+    if spelt and options.tokenizer_type not in ("bpe", "words"):
         raise ValueError(
-            f"--tokenizer_kind {options.tokenizer_kind} makes pieces of words, and the embedding"
-            f" {config.embedding.type!r} reads words and their characters; take --tokenizer_kind words"
+            f"--tokenizer_type {options.tokenizer_type} makes pieces of words, and the embedding"
+            f" {config.embedding.type!r} reads words and their characters; take --tokenizer_type words"
         )
     if name is not None and options.train_tokenizer:
         raise ValueError(f"--tokenizer {name!r} and --train_tokenizer exclude each other; leave one out")
@@ -234,16 +234,16 @@ def choose_tokenizer(
     limit = longest_input(config) if isinstance(config, XFormerConfig) else None
     if isinstance(task, LanguageModeling):
         return train_tokenizer_for(
-            task.objective, texts, kind=options.tokenizer_kind, vocab_size=vocab_size, max_length=limit
+            task.objective, texts, kind=options.tokenizer_type, vocab_size=vocab_size, max_length=limit
         )
-    if spelt or options.tokenizer_kind == "words":
+    if spelt or options.tokenizer_type == "words":
         from ..data.word_characters import train_word_tokenizer
 
         # Words seen once are left to their characters, so that the model learns to do without a word's vector.
         return train_word_tokenizer(texts, vocab_size, min_frequency=2, model_max_length=limit)
     return train_tokenizer(
         list(texts),
-        kind=options.tokenizer_kind,  # type: ignore[arg-type]
+        kind=options.tokenizer_type,  # type: ignore[arg-type]
         vocab_size=vocab_size,
         num_sentinels=0,
         style="t5" if config.is_encoder_decoder else "bert",

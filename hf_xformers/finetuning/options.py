@@ -40,8 +40,12 @@ class ModelOptions:
         default=False,
         metadata={"help": "Train a tokenizer on the training rows. The default with --variant and no --tokenizer."},
     )
-    tokenizer_kind: str = field(
-        default="bpe", metadata={"help": "Type of a tokenizer that is trained: bpe, wordpiece, unigram or words."}
+    tokenizer_type: str = field(
+        default="bpe",
+        metadata={
+            "aliases": ["--tokenizer_kind"],
+            "help": "Type of a tokenizer that is trained: bpe, wordpiece, unigram or words.",
+        },
     )
     new_head: bool = field(
         default=False,
@@ -220,7 +224,7 @@ class TaskOptions:
         default=None,
         metadata={"help": f"Column of images, or of their paths. Default: one named {_listed(names.IMAGES)}."},
     )
-    colours: int | None = field(
+    colors: int | None = field(
         default=None,
         metadata={
             "help": (

@@ -168,7 +168,7 @@ def _task_of(name: str, config: PreTrainedConfig, about: Mapping[str, Any]) -> s
         if architecture.endswith(f"For{head}"):
             return task
     if architecture.endswith("ForSequenceClassification"):
-        if isinstance(config, XFormerConfig) and config.reads_colours == "only":
+        if isinstance(config, XFormerConfig) and config.reads_colors == "only":
             return "image-classification"
         return _PROBLEMS.get(
             config.problem_type or "", "regression" if config.num_labels == 1 else "text-classification"

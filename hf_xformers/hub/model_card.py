@@ -126,7 +126,7 @@ def example(cls: Any, head: str) -> str:
             "loss.backward()",
             "print(model.eval().transcribe(input_features))",
         ]
-    elif cls.reads_colours == "only":
+    elif cls.reads_colors == "only":
         lines[-1] = lines[-1].replace("vocab_size=1000", "vocab_size=17")
         lines += [
             "                              num_attention_heads=4, intermediate_size=128,",
@@ -145,7 +145,7 @@ def example(cls: Any, head: str) -> str:
             f"model = {auto}.from_config(config)",
             "input_ids = torch.randint(3, 1000, (2, 16))",
         ]
-    text = cls.modality == "text" and cls.reads_colours != "only"
+    text = cls.modality == "text" and cls.reads_colors != "only"
     if head in PIPELINES and text:
         lines += ["loss = model(input_ids=input_ids, labels=input_ids).loss", "loss.backward()"]
     if head in ("ForCausalLM", "ForSeq2SeqLM") and text:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..data.colours import picture_of
+from ..data.colors import picture_of
 from .randomness import preserved_randomness
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def continuations(
 ) -> Image:
     """A row for each image of `rows` [B, T], the tokens of whole images: as it is, its first half, and that half as
     the model continues, with colors that are drawn as it finds them probable."""
-    pixels, colours = size[0] * size[1], len(clusters)
+    pixels, colors = size[0] * size[1], len(clusters)
     first = rows.shape[1] - pixels  # the token that starts an image, where there is one
     half = first + pixels // 2
     outputs = model.config.head.num_outputs(model.config)
@@ -81,7 +81,7 @@ def continuations(
             max_new_tokens=rows.shape[1] - half,
             do_sample=True,
             top_k=0,
-            suppress_tokens=list(range(colours, outputs)) or None,
+            suppress_tokens=list(range(colors, outputs)) or None,
         ).cpu()
     zoom, given = zoom_of(size), torch.arange(pixels) < pixels // 2
 
@@ -91,8 +91,8 @@ def continuations(
     table = []
     for row, whole in zip(rows[:, first:], made[:, first:]):
         truth, written = (picture_of(by_rows(ids), clusters, size, zoom) for ids in (row, whole))
-        colour = torch.as_tensor(clusters)[by_rows(row)]
-        part = torch.where(by_rows(given)[:, None], colour, GREY).view(*size, 3).permute(2, 0, 1)
+        color = torch.as_tensor(clusters)[by_rows(row)]
+        part = torch.where(by_rows(given)[:, None], color, GREY).view(*size, 3).permute(2, 0, 1)
         table.append([truth, shown(part.float(), zoom), written])
     return sheet(table)
 

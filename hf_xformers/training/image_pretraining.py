@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..core.changes import components_of
 from ..core.components import build_spec
-from ..data.colours import colour_clusters, colour_processor, nearest_colours, pixels_of
+from ..data.colors import color_clusters, color_processor, nearest_colors, pixels_of
 from ..data.images import as_mode, has_images, load_image_dataset, one_size, sizes_of
 from ..data.patch_processors import patch_processor
 from .building import default_objective, longest_input, with_changes
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ..configuration_xformer import XFormerConfig
     from ..ops.common.token_grid import TokenGrid
 
-USUAL_COLOURS = 512  # clusters (Chen et al. 2020, section 3)
+USUAL_COLORS = 512  # clusters (Chen et al. 2020, section 3)
 CLUSTERED_PIXELS = 200_000  # of the training images, drawn, from which clusters are made
 MEASURED_IMAGES = 4096  # from which the median picture is
 SHOWN_IMAGES = 8
@@ -51,7 +51,10 @@ class ImageData:
         default=None,
         metadata={"nargs": "+", "help": "Height and width to give to all images, in pixels."},
     )
-    colours: int | None = field(default=None, metadata={"help": "Clusters of colors that are tokens. Default: 512."})
+    colors: int | None = field(
+        default=None,
+        metadata={"aliases": ["--colours"], "help": "Clusters of colors that are tokens. Default: 512."},
+    )
 
     def size(self) -> tuple[int, int] | None:
         """Height and width to give to images. Raises ValueError for what is no size."""
@@ -66,8 +69,8 @@ class ImageData:
 
     def check(self) -> None:
         self.size()
-        if self.colours is not None and self.colours < 2:
-            raise ValueError(f"--colours {self.colours} must be at least 2")
+        if self.colors is not None and self.colors < 2:
+            raise ValueError(f"--colors {self.colors} must be at least 2")
 
     def chosen(self) -> list[str]:
         """The options that were given."""
@@ -76,9 +79,9 @@ class ImageData:
 
 def reads_images(config_class: type[XFormerConfig], names: Sequence[str], images: ImageData) -> bool:
     """Whether a variant is trained on images with this data: some read text as well."""
-    if config_class.modality == "image" or config_class.reads_colours == "only":
+    if config_class.modality == "image" or config_class.reads_colors == "only":
         return True
-    return config_class.reads_colours == "also" and (bool(images.chosen()) or any(map(has_images, names)))
+    return config_class.reads_colors == "also" and (bool(images.chosen()) or any(map(has_images, names)))
 
 
 def refuse_image_options(images: ImageData) -> None:
@@ -91,7 +94,7 @@ def refuse_image_options(images: ImageData) -> None:
 
 
 def usual_objective(config_class: type[XFormerConfig]) -> str:
-    return "clm" if config_class.reads_colours != "no" else default_objective(config_class)
+    return "clm" if config_class.reads_colors != "no" else default_objective(config_class)
 
 
 # ------------------------------------------------------------------------------------------------ rows
@@ -111,7 +114,7 @@ class ReadPixels:
 
 
 @dataclass
-class ReadColours:
+class ReadColors:
     """Columns `image` as `input_ids`: the start, where there is one, and the nearest cluster of each pixel, in the
     order in which the model goes through the plane."""
 
@@ -122,7 +125,7 @@ class ReadColours:
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         pixels = pixels_of(batch["image"], self.size)
-        ids = nearest_colours(pixels.reshape(-1, 3), torch.tensor(self.clusters)).view(len(pixels), -1)
+        ids = nearest_colors(pixels.reshape(-1, 3), torch.tensor(self.clusters)).view(len(pixels), -1)
         ids = ids if self.grid is None else self.grid.ordered(ids)
         if self.start is not None:
             ids = torch.cat([torch.full((len(ids), 1), self.start), ids], dim=1)
@@ -156,12 +159,12 @@ def drawn_pixels(rows: Dataset, size: tuple[int, int], seed: int) -> Tensor:
     return torch.cat(parts)
 
 
-def processor_of_colours(rows: Dataset, size: tuple[int, int], colours: int | None, seed: int) -> Any:
+def processor_of_colors(rows: Dataset, size: tuple[int, int], colors: int | None, seed: int) -> Any:
     """An image processor with clusters of the colors of training images. colors: how many; None: the usual number,
     or as many as there are."""
     pixels = drawn_pixels(rows, size, seed)
-    count = colours or min(USUAL_COLOURS, len(pixels.unique(dim=0)))
-    return colour_processor(colour_clusters(pixels, count, seed=seed), size)
+    count = colors or min(USUAL_COLORS, len(pixels.unique(dim=0)))
+    return color_processor(color_clusters(pixels, count, seed=seed), size)
 
 
 def size_of(processor: Any) -> tuple[int, int]:
@@ -169,7 +172,7 @@ def size_of(processor: Any) -> tuple[int, int]:
     return int(processor.size["height"]), int(processor.size["width"])
 
 
-class DecidedByColours(NamedTuple):
+class DecidedByColors(NamedTuple):
     """Of a model with fresh weights: components, whole, and fields that stand beneath those given."""
 
     components: dict[str, Any]
@@ -180,7 +183,7 @@ def refuse_decided(fields: Mapping[str, Any]) -> None:
     """Raises ValueError for given fields that follow from colors."""
     for name in ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id"):
         if name in fields:
-            raise ValueError(f"--{name} follows from the colors of the images; give --colours in its place")
+            raise ValueError(f"--{name} follows from the colors of the images; give --colors in its place")
 
 
 @runtime_checkable
@@ -191,9 +194,9 @@ class ReadsPlanes(Protocol):
         """The fields that make it read one of so many tokens."""
 
 
-def decided_by_colours(
-    config_class: type[XFormerConfig], components: Mapping[str, Any], colours: int, size: tuple[int, int]
-) -> DecidedByColours:
+def decided_by_colors(
+    config_class: type[XFormerConfig], components: Mapping[str, Any], colors: int, size: tuple[int, int]
+) -> DecidedByColors:
     """What follows for a fresh model from the number of clusters and the images' size: ids, positions, and the plane
     that its attention reads a text as. Without one a text begins with a start, and has a position more than pixels."""
     made = {**components_of(config_class), **with_changes(config_class, components, {})}
@@ -201,11 +204,11 @@ def decided_by_colours(
     given = components.get("attention", {})
     plane = attention.fields_of_plane(*size) if isinstance(attention, ReadsPlanes) else {}
     pixels = size[0] * size[1]
-    return DecidedByColours(
+    return DecidedByColors(
         {"attention": {**({"type": given} if isinstance(given, str) else given), **plane}} if plane else {},
         {
-            "vocab_size": colours + 1,
-            "bos_token_id": colours,
+            "vocab_size": colors + 1,
+            "bos_token_id": colors,
             "pad_token_id": None,
             "max_position_embeddings": pixels if plane else pixels + 1,
         },
@@ -312,13 +315,13 @@ class ImagePreparation(Request):
             )
         plain = {**dataclasses.asdict(TextData()), **dataclasses.asdict(ModelChoice())}
         given = {**dataclasses.asdict(self.source), **dataclasses.asdict(self.choice)}
-        about_text = ("text_column", "sample_by", "streaming", "block_size", "tokenizer", "tokenizer_kind")
+        about_text = ("text_column", "sample_by", "streaming", "block_size", "tokenizer", "tokenizer_type")
         for name in (*about_text, "segment_streams"):
             if given[name] != plain[name]:
                 raise ValueError(f"--{name} is about text, and this run reads images; leave it out")
-        if self.by_patches and self.images.colours is not None:
+        if self.by_patches and self.images.colors is not None:
             raise ValueError(
-                f"--colours is for models whose tokens are colors, and {self.config_class.model_type!r} reads"
+                f"--colors is for models whose tokens are colors, and {self.config_class.model_type!r} reads"
                 " patches; leave it out"
             )
         if not self.by_patches:
@@ -337,7 +340,7 @@ class ImagePreparation(Request):
             )
             found = [size for rows in splits.values() for size in sizes_of(rows)]
             size = self.images.size() or one_size(found, self.source.data)
-            prepared = self._patches(splits, size) if self.by_patches else self._colours(splits, size)
+            prepared = self._patches(splits, size) if self.by_patches else self._colors(splits, size)
         if self.checkpoint is not None:
             check_same_model(prepared.config, self.checkpoint)
         self.this_run.check_same(prepared.plan)
@@ -376,9 +379,9 @@ class ImagePreparation(Request):
         rows = {name: part.with_transform(read) for name, part in splits.items()}
         return self._prepared(config, processor, rows, size, config.grid[0] * config.grid[1])
 
-    def _colours(self, splits: Mapping[str, Dataset], size: tuple[int, int]) -> PreparedImages:
+    def _colors(self, splits: Mapping[str, Dataset], size: tuple[int, int]) -> PreparedImages:
         processor = self._processor(
-            lambda: processor_of_colours(splits["train"], size, self.images.colours, self.args.seed)
+            lambda: processor_of_colors(splits["train"], size, self.images.colors, self.args.seed)
         )
         clusters = np.asarray(processor.clusters, dtype=np.float32)
         stored = size_of(processor)
@@ -387,9 +390,9 @@ class ImagePreparation(Request):
                 f"the images have {size[0]} x {size[1]} pixels, and the model reads {stored[0]} x {stored[1]}; give"
                 f" --resize {stored[0]} {stored[1]}"
             )
-        if self.images.colours is not None and self.images.colours != len(clusters):
-            raise ValueError(f"--colours {self.images.colours}: the model that this starts from has {len(clusters)}")
-        config, grid = self._config_of_colours(len(clusters), size)
+        if self.images.colors is not None and self.images.colors != len(clusters):
+            raise ValueError(f"--colors {self.images.colors}: the model that this starts from has {len(clusters)}")
+        config, grid = self._config_of_colors(len(clusters), size)
         start = len(clusters) if grid is None else None
         length = size[0] * size[1] + (start is not None)
         limit = longest_input(config)
@@ -400,7 +403,7 @@ class ImagePreparation(Request):
                 f"images of {size[0]} x {size[1]} pixels are {length} tokens, and the model has positions for {limit};"
                 " raise --max_position_embeddings, or take a smaller --resize"
             )
-        read = ReadColours(clusters.tolist(), size, start, grid)
+        read = ReadColors(clusters.tolist(), size, start, grid)
         rows = {
             name: part.map(
                 read, batched=True, batch_size=16, remove_columns=part.column_names, num_proc=self.source.num_proc
@@ -414,18 +417,18 @@ class ImagePreparation(Request):
         prepared.plan["vocabulary"] = len(clusters)
         return prepared
 
-    def _config_of_colours(self, colours: int, size: tuple[int, int]) -> tuple[XFormerConfig, TokenGrid | None]:
+    def _config_of_colors(self, colors: int, size: tuple[int, int]) -> tuple[XFormerConfig, TokenGrid | None]:
         """The config, and the plane that its attention reads a text as. Without one a text begins with a start, and
         has a position more than pixels."""
         if self.choice.init_from is None:
-            decided = decided_by_colours(self.config_class, self.components, colours, size)
+            decided = decided_by_colors(self.config_class, self.components, colors, size)
             self.components = {**self.components, **decided.components}
             self.fields = {**decided.fields, **self.fields}
         config = self._config(None)
-        if config.head.num_outputs(config) < colours or config.vocab_size < colours + 1:
+        if config.head.num_outputs(config) < colors or config.vocab_size < colors + 1:
             raise ValueError(
                 f"the model predicts {config.head.num_outputs(config)} of {config.vocab_size} ids, and there are"
-                f" {colours} colors and a start; start from the model that these clusters were saved with"
+                f" {colors} colors and a start; start from the model that these clusters were saved with"
             )
         return config, plane_of(config, size)
 

@@ -69,8 +69,12 @@ class ModelChoice:
     tokenizer: str | None = field(
         default=None, metadata={"help": "Tokenizer to use, a folder or a Hub id. Default: trained on the data."}
     )
-    tokenizer_kind: str = field(
-        default="bpe", metadata={"help": "Type of a tokenizer that is trained: bpe, wordpiece or unigram."}
+    tokenizer_type: str = field(
+        default="bpe",
+        metadata={
+            "aliases": ["--tokenizer_kind"],
+            "help": "Type of a tokenizer that is trained: bpe, wordpiece or unigram.",
+        },
     )
     init_from: str | None = field(
         default=None, metadata={"help": "Folder of a saved model of the same variant to take the weights from."}
@@ -285,7 +289,7 @@ class Preparation(Request):
                 tokenizer = train_tokenizer_for(
                     self.objective,
                     texts,
-                    kind=self.choice.tokenizer_kind,
+                    kind=self.choice.tokenizer_type,
                     vocab_size=self.config.vocab_size,
                     max_length=longest_input(self.config),
                 )
@@ -310,7 +314,7 @@ def refuse_images(config_class: type[XFormerConfig], objective: Objective, names
     from ..data.images import has_images
     from ..data.local_files import holds_text
 
-    if objective.rows == "images" or config_class.reads_colours == "only":
+    if objective.rows == "images" or config_class.reads_colors == "only":
         raise ValueError(
             f"variant {config_class.model_type!r} reads images and not text; `hf-xformers pretrain --data FOLDER`"
             " trains it on a folder of them, or take a variant that reads text"

@@ -30,7 +30,7 @@ class XFImageGPTConfig(XFormerConfig):
     """
 
     model_type: ClassVar[str] = "xf_image_gpt"
-    reads_colours: ClassVar[Literal["no", "also", "only"]] = "only"
+    reads_colors: ClassVar[Literal["no", "also", "only"]] = "only"
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         "small": _size(512, 24, 8, 1024),
         "medium": _size(1024, 36, 8, 1024),

@@ -15,7 +15,7 @@ class XFImageTransformerConfig(XFormerConfig):
     """Image Transformer (Parmar et al. 2018): an image as a text of intensities, with local attention."""
 
     model_type = "xf_image_transformer"
-    reads_colours: ClassVar[Literal["no", "also", "only"]] = "also"
+    reads_colors: ClassVar[Literal["no", "also", "only"]] = "also"
 
     vocab_size: int = 258
     hidden_size: int = 512

@@ -11,7 +11,7 @@ from .charts import Chart
 INK, GRID = "#24292f", "#d0d4d9"
 DARK = {INK: "#e2e4e9", GRID: "#4a5160"}
 # Told apart by eyes that see few colors, on light and on dark grounds alike (after Okabe and Ito).
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#56a4d9", "#8f5fbf", "#7f7f7f", "#a0522d")
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#56a4d9", "#8f5fbf", "#7f7f7f", "#a0522d")
 MARKS = "os^Dv<>PX"
 WIDTH = 4.4  # inches; narrow, so that a phone shows its letters in a legible size
 
@@ -22,8 +22,8 @@ def drawn(charts: list[Chart]) -> dict[str, str]:
     for chart in charts:
         light = _svg(chart)
         dark = light
-        for colour, instead in DARK.items():
-            dark = dark.replace(colour, instead)
+        for color, instead in DARK.items():
+            dark = dark.replace(color, instead)
         made |= {f"plots/{chart.name}.light.svg": light, f"plots/{chart.name}.dark.svg": dark}
     return made
 
@@ -72,7 +72,7 @@ def _lines(chart: Chart) -> Any:
     figure, axes = _figure(3.1 + 0.22 * len(labels), chart.title)
     for index, label in enumerate(labels):
         xs, ys = zip(*chart.points[label])
-        axes.plot(xs, ys, color=COLOURS[index % 9], marker=MARKS[index % 9], markersize=4, linewidth=1.6, label=label)
+        axes.plot(xs, ys, color=COLORS[index % 9], marker=MARKS[index % 9], markersize=4, linewidth=1.6, label=label)
     lengths = sorted({x for points in chart.points.values() for x, _ in points})
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
@@ -94,7 +94,7 @@ def _dots(chart: Chart) -> Any:
     for index, value in enumerate(values):
         found = [(x, row) for row, label in enumerate(labels) for name, x in chart.points[label] if name == value]
         xs, rows = zip(*found)
-        axes.plot(xs, rows, MARKS[index], color=COLOURS[index], markersize=5, label=value, alpha=0.9)
+        axes.plot(xs, rows, MARKS[index], color=COLORS[index], markersize=5, label=value, alpha=0.9)
     if chart.log:
         _log(axes, "x", chart.even, [x for points in chart.points.values() for _, x in points])
     if chart.even:

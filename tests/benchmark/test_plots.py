@@ -47,7 +47,7 @@ def test_the_loss_stands_over_steps_and_seconds_beside_chance(texts):
         assert words in texts["loss.png"]
 
 
-def test_maps_have_axes_and_a_colour_bar(texts):
+def test_maps_have_axes_and_a_color_bar(texts):
     for words in (">query<", ">key<", "2 x 2", "1.0<"):  # 1.0: the top of the bar
         assert words in texts["attention_maps.png"]
     drawn = draw({"encoder": torch.tensor([[0.25, 0.75, 0.0], [0.5, 0.5, 0.0]])})

@@ -181,7 +181,7 @@ def test_refusals(name, teacher, rows, tmp_path, capsys):
 
 def test_a_student_with_another_vocabulary(teacher, rows, tmp_path, capsys):
     other = tmp_path / "other"
-    finetune("text-classification", rows, other, vocab_size=280, max_steps=1, tokenizer_kind="wordpiece")
+    finetune("text-classification", rows, other, vocab_size=280, max_steps=1, tokenizer_type="wordpiece")
     code = main(["distill", *arguments(teacher, rows, tmp_path / "out", student=other)])
     error = " ".join(capsys.readouterr().err.split())
     assert code == 2 and "has another vocabulary than the teacher" in error and "--student teacher" in error

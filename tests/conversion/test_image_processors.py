@@ -9,7 +9,7 @@ from transformers import AutoImageProcessor, ViTForMaskedImageModeling, ViTModel
 
 from hf_xformers import XFVisionTransformerConfig, XFVisionTransformerForMaskedImageModeling
 from hf_xformers.conversion import convert_checkpoint, from_transformers, swap_checkpoint, to_transformers
-from hf_xformers.data.colours import colour_processor
+from hf_xformers.data.colors import color_processor
 from hf_xformers.data.patch_processors import patch_processor
 from tests.conversion.architectures import architectures
 
@@ -36,10 +36,10 @@ def made(folder, images):
     return np.stack([np.asarray(row) for row in next(iter(found.values()))])
 
 
-def test_colours_travel_with_image_gpt(tmp_path, pictures):
+def test_colors_travel_with_image_gpt(tmp_path, pictures):
     clusters = torch.rand(59, 3, generator=torch.Generator().manual_seed(0)) * 2 - 1
     head = "ImageGPTForCausalImageModeling"
-    theirs = saved(tmp_path / "theirs", "imagegpt", head, colour_processor(clusters, (4, 6)))
+    theirs = saved(tmp_path / "theirs", "imagegpt", head, color_processor(clusters, (4, 6)))
     report = convert_checkpoint(theirs, tmp_path / "ours")
     assert not report.notes
     assert not convert_checkpoint(tmp_path / "ours", tmp_path / "back").notes
@@ -58,10 +58,10 @@ def test_scale_and_size_travel_with_vit(tmp_path, pictures):
         assert np.array_equal(made(folder, pictures), made(theirs, pictures))
 
 
-def test_colours_stay_with_other_components(tmp_path, pictures):
+def test_colors_stay_with_other_components(tmp_path, pictures):
     clusters = torch.rand(59, 3, generator=torch.Generator().manual_seed(0)) * 2 - 1
     head = "ImageGPTForCausalImageModeling"
-    theirs = saved(tmp_path / "theirs", "imagegpt", head, colour_processor(clusters, (4, 6)))
+    theirs = saved(tmp_path / "theirs", "imagegpt", head, color_processor(clusters, (4, 6)))
     report = swap_checkpoint(theirs, tmp_path / "ours", attention="linear_transformer")
     assert not any("no image processor" in note or "no tokenizer" in note for note in report.notes)
     assert np.array_equal(made(tmp_path / "ours", pictures), made(theirs, pictures))

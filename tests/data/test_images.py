@@ -11,10 +11,10 @@ from datasets import Dataset, Features
 from datasets import Image as ImageFeature
 from transformers import AutoImageProcessor
 
-from hf_xformers.data.colours import colour_processor, pixels_of
+from hf_xformers.data.colors import color_processor, pixels_of
 from hf_xformers.data.images import as_mode, sizes_of
 from hf_xformers.data.patch_processors import patch_processor
-from hf_xformers.finetuning.tasks.colour_images import ReadColours
+from hf_xformers.finetuning.tasks.color_images import ReadColors
 from hf_xformers.finetuning.tasks.images import ReadImages
 from hf_xformers.training.image_pretraining import ReadPixels
 
@@ -64,13 +64,13 @@ def test_levels_in_between_are_rounded():
 
 def test_every_reader_reads_sixteen_bits_as_it_reads_bytes():
     clusters = torch.linspace(-1, 1, 16)[:, None].expand(16, 3)
-    grey, coloured = patch_processor((8, 8), 1), patch_processor((8, 8), 3)
+    grey, colored = patch_processor((8, 8), 1), patch_processor((8, 8), 3)
     readers = (
         ReadPixels(grey, 1),
-        ReadPixels(coloured, 3),
+        ReadPixels(colored, 3),
         ReadImages(grey, 1),
-        ReadImages(coloured, 3),
-        ReadColours(colour_processor(clusters, (8, 8))),
+        ReadImages(colored, 3),
+        ReadColors(color_processor(clusters, (8, 8))),
     )
     plain, picture = Image.fromarray(BYTES), deep()["png"]
     for reader in readers:
@@ -120,8 +120,8 @@ def test_sizes_are_those_of_what_is_decoded(suffix):
     assert found == [(image.height, image.width) for image in made["image"]]
 
 
-def test_a_model_of_one_channel_reads_coloured_pictures(tmp_path):
-    """Pipelines give pictures in three colours; the processor is found in a process that has imported the package
+def test_a_model_of_one_channel_reads_colored_pictures(tmp_path):
+    """Pipelines give pictures in three colors; the processor is found in a process that has imported the package
     alone."""
     patch_processor((8, 8), 1).save_pretrained(tmp_path)
     loaded = AutoImageProcessor.from_pretrained(tmp_path)

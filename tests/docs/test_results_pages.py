@@ -119,7 +119,7 @@ def test_charts_are_drawn_alike_and_load_nothing():
     for path, text in first.items():
         tree.fromstring(text)
         assert not re.search(r'(?:href|src)="(?!#)', text) and "DOCTYPE" not in text
-        assert all((colour in text) == path.endswith(".light.svg") for colour in DARK)
+        assert all((color in text) == path.endswith(".light.svg") for color in DARK)
 
 
 def test_a_result_file_without_a_plan_has_a_page(monkeypatch):

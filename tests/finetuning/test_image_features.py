@@ -9,7 +9,7 @@ from datasets import Dataset, Features, Image
 from transformers import AutoConfig, AutoImageProcessor, AutoModel
 
 from hf_xformers.cli import main
-from hf_xformers.data.colours import colour_processor
+from hf_xformers.data.colors import color_processor
 from hf_xformers.data.patch_processors import patch_processor
 from hf_xformers.finetuning.feature_reading import FeatureOptions
 from hf_xformers.finetuning.features import read_features
@@ -33,9 +33,9 @@ def places(tmp_path_factory):
         place.mkdir(parents=True, exist_ok=True)
         picture(kind, number).save(place / f"{number:02d}.png")
     torch.manual_seed(0)
-    colours = config_class("image_gpt")(**SIZES, vocab_size=9, bos_token_id=8, max_position_embeddings=101)
-    family("image_gpt")["ForCausalLM"](colours).save_pretrained(folder / "image_gpt")
-    colour_processor(torch.linspace(-1, 1, 8)[:, None].expand(8, 3), (10, 10)).save_pretrained(folder / "image_gpt")
+    colors = config_class("image_gpt")(**SIZES, vocab_size=9, bos_token_id=8, max_position_embeddings=101)
+    family("image_gpt")["ForCausalLM"](colors).save_pretrained(folder / "image_gpt")
+    color_processor(torch.linspace(-1, 1, 8)[:, None].expand(8, 3), (10, 10)).save_pretrained(folder / "image_gpt")
     patches = config_class("vision_transformer")(**SIZES, image_size=10, patch_size=5, num_channels=1)
     family("vision_transformer")["ForMaskedImageModeling"](patches).save_pretrained(folder / "vision_transformer")
     patch_processor((10, 10), 1).save_pretrained(folder / "vision_transformer")

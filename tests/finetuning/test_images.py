@@ -75,8 +75,8 @@ def test_the_saved_processor_gives_what_training_gave(run, folder):
     assert found[0]["score"] == pytest.approx(said["probability"], abs=1e-4)
 
 
-def test_pipelines_read_colour_for_a_model_of_one_channel(folder, tmp_path):
-    """They give every picture in three colours, which its processor makes grey."""
+def test_pipelines_read_color_for_a_model_of_one_channel(folder, tmp_path):
+    """They give every picture in three colors, which its processor makes grey."""
     target = tmp_path / "model"
     command = ["finetune", *OPTIONS, "--data", str(folder), "--num_channels", "1", "--output_dir", str(target)]
     assert main([*command, "--max_steps", "1", "--save_strategy", "no", "--eval_strategy", "no"]) == 0

@@ -38,7 +38,7 @@ def test_a_chain_over_pieces_of_words(tmp_path):
     ("options", "message"),
     [
         ({"label_smoothing_factor": 0.1}, "single tags"),
-        ({"tokenizer_kind": "wordpiece"}, "--tokenizer_kind words"),
+        ({"tokenizer_type": "wordpiece"}, "--tokenizer_type words"),
     ],
 )
 def test_refusals(tmp_path, capsys, options, message):

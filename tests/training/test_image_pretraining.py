@@ -1,4 +1,4 @@
-"""Pretraining on images by the command: patches and colours, floors, exact resume, pictures, what is refused."""
+"""Pretraining on images by the command: patches and colors, floors, exact resume, pictures, what is refused."""
 
 import json
 import shutil
@@ -9,7 +9,7 @@ import torch
 from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoModelForMaskedImageModeling
 
 from hf_xformers.cli import main
-from hf_xformers.data.colours import colour_processor, picture_of
+from hf_xformers.data.colors import color_processor, picture_of
 from hf_xformers.data.images import divide_images, load_image_dataset
 from hf_xformers.data.patch_processors import patch_processor
 from hf_xformers.objectives import build_objective
@@ -37,8 +37,8 @@ SHAPE = {
 SAVED_SHAPE = dict.fromkeys(["hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"])
 KINDS = {
     "patches": {"variant": "vision_transformer", "patch_size": 2, "num_channels": 1},
-    "colours": {"variant": "image_gpt"},
-    "plane": {"variant": "image_transformer", "attention.local": "2d", "position.std": 0.02, "colours": 8}
+    "colors": {"variant": "image_gpt"},
+    "plane": {"variant": "image_transformer", "attention.local": "2d", "position.std": 0.02, "colors": 8}
     | {"attention.block_shape": "4,4", "attention.memory_flange": "4,4"},
 }
 
@@ -76,8 +76,8 @@ def test_what_is_held_out_costs_less_than_its_floor(runs, kind):
     assert found["status"] == "finished" and found["train_rows"] + found["validation_rows"] == 300
     # So short a run learns no more of hidden patches than the baseline knows.
     assert kind == "patches" or found["eval_loss"] < 0.9 * found["eval_baseline_loss"], found
-    tokens = {"patches": 16, "colours": 65, "plane": 64}[kind]
-    assert found["block_size"] == tokens and found["vocabulary"] == {"patches": None, "colours": 17, "plane": 8}[kind]
+    tokens = {"patches": 16, "colors": 65, "plane": 64}[kind]
+    assert found["block_size"] == tokens and found["vocabulary"] == {"patches": None, "colors": 17, "plane": 8}[kind]
     picture = Image.open(runs[kind] / PICTURES_FILE)
     assert picture.size == (3 * 100 + 4, 8 * 100 + 4)  # 8 images of 8 x 8 pixels, zoomed 12 times, in 3 columns
     left = np.asarray(picture)[4:100, 4:100]
@@ -117,25 +117,25 @@ def test_the_error_of_hidden_pixels_and_its_floor(runs, digits):
     assert found["eval_baseline_loss"] < 0.8 * min(flat)  # which is far below any picture of one grey
 
 
-def test_colours_are_stored_with_the_model(runs, digits):
-    """The saved processor and model give the held-out figure again; the floor is the colours' own entropy."""
-    model = AutoModelForCausalLM.from_pretrained(runs["colours"]).eval()
-    processor = AutoImageProcessor.from_pretrained(runs["colours"])
+def test_colors_are_stored_with_the_model(runs, digits):
+    """The saved processor and model give the held-out figure again; the floor is the colors' own entropy."""
+    model = AutoModelForCausalLM.from_pretrained(runs["colors"]).eval()
+    processor = AutoImageProcessor.from_pretrained(runs["colors"])
     held = load_image_dataset([str(digits)], validation_fraction=0.2)["validation"]["image"]
     ids = torch.as_tensor(np.stack(processor(images=[image.convert("RGB") for image in held])["input_ids"]))
     rows = torch.cat([torch.full((len(ids), 1), model.config.bos_token_id), ids], dim=1)
     with torch.no_grad():
         scores = model(rows).logits.double().log_softmax(-1)[:, :-1]
-    found = summary(runs["colours"])
+    found = summary(runs["colors"])
     assert found["eval_loss"] == pytest.approx(-scores.gather(2, ids[..., None]).mean().item(), rel=1e-5)
     share = torch.bincount(ids.flatten()).double() / ids.numel()
     share = share[share > 0]
     assert found["eval_baseline_loss"] == pytest.approx(-(share * share.log()).sum().item(), rel=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["colours", "plane"])
+@pytest.mark.parametrize("kind", ["colors", "plane"])
 def test_pictures_go_row_by_row(runs, digits, kind):
-    """Whatever order the model reads pixels in, the left column has held-out images in their clusters' colours, and
+    """Whatever order the model reads pixels in, the left column has held-out images in their clusters' colors, and
     the others begin with the half that is given."""
     processor = AutoImageProcessor.from_pretrained(runs[kind])
     held = load_image_dataset([str(digits)], validation_fraction=0.2)["validation"]["image"]
@@ -150,7 +150,7 @@ def test_pictures_go_row_by_row(runs, digits, kind):
         assert np.ptp(middle[48:]) == 0  # hidden
 
 
-@pytest.mark.parametrize("kind", ["patches", "colours"])
+@pytest.mark.parametrize("kind", ["patches", "colors"])
 def test_resume_is_exact(runs, digits, tmp_path, kind):
     """A run that ended at the checkpoint in its middle goes on to the same weights and the same log."""
     output, whole = tmp_path / "run", runs[kind]
@@ -163,13 +163,13 @@ def test_resume_is_exact(runs, digits, tmp_path, kind):
     same_run(output, whole)
 
 
-def test_a_saved_model_goes_on_with_its_colours(runs, digits, tmp_path):
-    output = pretrain(digits, tmp_path / "run", init_from=runs["colours"], max_steps=1, **SAVED_SHAPE)
+def test_a_saved_model_goes_on_with_its_colors(runs, digits, tmp_path):
+    output = pretrain(digits, tmp_path / "run", init_from=runs["colors"], max_steps=1, **SAVED_SHAPE)
     first, again = (
-        json.loads((folder / "preprocessor_config.json").read_text()) for folder in (runs["colours"], output)
+        json.loads((folder / "preprocessor_config.json").read_text()) for folder in (runs["colors"], output)
     )
     assert first["clusters"] == again["clusters"]
-    assert summary(output)["eval_loss"] < 1.2 * summary(runs["colours"])["eval_loss"]
+    assert summary(output)["eval_loss"] < 1.2 * summary(runs["colors"])["eval_loss"]
 
 
 def test_saved_datasets_and_parquet_are_images_too(digits, tmp_path):
@@ -220,34 +220,34 @@ def test_what_is_refused(digits, runs, tmp_path, capsys, text):
     for side in (8, 9):
         for number in range(3):
             Image.new("L", (side, 8), number).save(mixed / f"{side}-{number}.png")
-    patches, colours = KINDS["patches"], KINDS["colours"]
-    assert "is a folder without images" in said(empty, **colours)
-    assert "have 2 sizes (8 x 8, 8 x 9 pixels); give one to all with --resize" in said(mixed, **colours)
+    patches, colors = KINDS["patches"], KINDS["colors"]
+    assert "is a folder without images" in said(empty, **colors)
+    assert "have 2 sizes (8 x 8, 8 x 9 pixels); give one to all with --resize" in said(mixed, **colors)
     assert "the images have 8 x 8 pixels, and the model reads 32 x 32" in said(**patches, image_size=32)
-    assert "without images" in said(text, **colours) and "this model reads images" in said(text, **patches)
-    assert "there are none; give a folder of them with --data" in said(None, **colours)
+    assert "without images" in said(text, **colors) and "this model reads images" in said(text, **patches)
+    assert "there are none; give a folder of them with --data" in said(None, **colors)
     assert "is a folder of images, and variant 'xf_bert' reads text" in said(variant="bert")
     assert "--resize is about images" in said(text, variant="bert", resize=8)
-    assert "the model reads 8 x 8; give --resize 8 8" in said(init_from=runs["colours"], resize=4, **SAVED_SHAPE)
-    assert "have 17 colors, fewer than 40 clusters" in said(**colours, colours=40)
-    assert "reads patches" in said(**patches, colours=4)
-    assert "is about text" in said(**colours, block_size=8)
-    assert "follows from the colors" in said(**colours, vocab_size=8)
-    assert "positions for 9" in said(**colours, max_position_embeddings=9)
+    assert "the model reads 8 x 8; give --resize 8 8" in said(init_from=runs["colors"], resize=4, **SAVED_SHAPE)
+    assert "have 17 colors, fewer than 40 clusters" in said(**colors, colors=40)
+    assert "reads patches" in said(**patches, colors=4)
+    assert "is about text" in said(**colors, block_size=8)
+    assert "follows from the colors" in said(**colors, vocab_size=8)
+    assert "positions for 9" in said(**colors, max_position_embeddings=9)
     assert "mask_size 3 x 3" in said(digits, "--objective.mask_size", "3", **patches)
     assert "objective 'mlm' does not train on images" in said(**KINDS["plane"], objective="mlm")
     broken = tmp_path / "broken"
     broken.mkdir()
     (broken / "a.png").write_bytes(b"no image")
     (broken / "b.png").write_bytes(b"neither")
-    assert "cannot be read" in said(broken, **colours)
+    assert "cannot be read" in said(broken, **colors)
     cut = tmp_path / "cut"
     cut.mkdir()
     for name in ("a", "b", "c"):
         noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
         Image.fromarray(noise).save(cut / f"{name}.png")
     (cut / "b.png").write_bytes((cut / "b.png").read_bytes()[:6000])
-    for kind in (colours, {**patches, "patch_size": 8}):
+    for kind in (colors, {**patches, "patch_size": 8}):
         message = refused(capsys, cut, tmp_path / "fresh", **kind)
         assert "cut/b.png) cannot be read" in message and "replace it or remove it" in message
         assert not list((tmp_path / "fresh").glob("*"))  # nothing has begun
@@ -261,6 +261,6 @@ def test_published_sizes_read_one_pixel_less(digits, tmp_path):
     config = XFImageGPTConfig(**sizes, intermediate_size=64, vocab_size=9, bos_token_id=8, max_position_embeddings=64)
     XFImageGPTForCausalLM(config).save_pretrained(tmp_path / "start")
     clusters = torch.linspace(-1, 1, 8)[:, None].expand(8, 3)
-    colour_processor(clusters, (8, 8)).save_pretrained(tmp_path / "start")
+    color_processor(clusters, (8, 8)).save_pretrained(tmp_path / "start")
     output = pretrain(digits, tmp_path / "run", **SAVED_SHAPE, init_from=tmp_path / "start", max_steps=1)
     assert summary(output)["block_size"] == 64 and (output / PICTURES_FILE).is_file()

@@ -12,7 +12,7 @@ from .answering import QuestionAnswering
 from .base import Encoded, Task, Trivial
 from .choice import MultipleChoice
 from .classification import Regression, TextClassification
-from .colour_images import ColourClassification
+from .color_images import ColorClassification
 from .extraction import ExtractiveSummarization
 from .forecasting import Forecasting
 from .generation import Summarization, Translation
@@ -48,7 +48,7 @@ TASKS: dict[str, type[Task]] = {
 
 
 # Other ways to do a task, of models that read something else.
-OTHER_WAYS: tuple[type[Task], ...] = (ColourClassification,)
+OTHER_WAYS: tuple[type[Task], ...] = (ColorClassification,)
 
 
 def build_task(options: TaskOptions, config_class: type[PreTrainedConfig] | None = None) -> Task:

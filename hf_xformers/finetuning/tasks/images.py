@@ -31,16 +31,16 @@ class ImageClassification(OneClass):
 
     id = "image-classification"
     head = "ImageClassification"
-    reads = ("image_column", "label_column", "augment", "colours")
+    reads = ("image_column", "label_column", "augment", "colors")
     reads_text = False
     row_files = IMAGE_SUFFIXES
-    of_colours: ClassVar[bool] = False  # images are ids of colors
+    of_colors: ClassVar[bool] = False  # images are ids of colors
 
     def __init__(self, options: TaskOptions) -> None:
         super().__init__(options)
-        if options.colours is not None and not self.of_colours:
+        if options.colors is not None and not self.of_colors:
             raise ValueError(
-                f"--colours {options.colours} is for models whose tokens are colors, such as image_gpt, and this one"
+                f"--colors {options.colors} is for models whose tokens are colors, such as image_gpt, and this one"
                 " reads patches; leave it out"
             )
         for name in options.augment:

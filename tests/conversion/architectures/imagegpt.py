@@ -1,4 +1,4 @@
-"""Image GPT: an image as a text of colours."""
+"""Image GPT: an image as a text of colors."""
 
 import torch
 

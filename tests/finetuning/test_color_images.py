@@ -1,4 +1,4 @@
-"""Classification of images by models whose tokens are colours: saved clusters, what is pooled, what is refused."""
+"""Classification of images by models whose tokens are colors: saved clusters, what is pooled, what is refused."""
 
 import json
 import shutil
@@ -9,8 +9,8 @@ import torch
 from transformers import AutoImageProcessor, AutoModelForImageClassification, pipeline
 
 from hf_xformers.cli import main
-from hf_xformers.data.colours import colour_processor
-from hf_xformers.finetuning.tasks.colour_images import ColourCollator
+from hf_xformers.data.colors import color_processor
+from hf_xformers.finetuning.tasks.color_images import ColorCollator
 
 from .task_data import picture_folder
 
@@ -41,9 +41,9 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pretrained(folder, tmp_path_factory):
-    """Image GPT with four colours, after a step."""
+    """Image GPT with four colors, after a step."""
     target = tmp_path_factory.mktemp("pretrained") / "model"
-    command = ["pretrain", "--variant", "image_gpt", *SHAPE, "--data", str(folder / "train"), "--colours", "4"]
+    command = ["pretrain", "--variant", "image_gpt", *SHAPE, "--data", str(folder / "train"), "--colors", "4"]
     assert main([*command, "--max_steps", "1", "--output_dir", str(target), "--save_strategy", "no"]) == 0
     return target
 
@@ -102,7 +102,7 @@ def test_pipelines_and_commands_say_what_the_run_said(run, folder, capsys):
 
 def test_a_variant_without_weights_gets_clusters_of_the_training_images(folder, tmp_path):
     """Of local attention, which reads a plane: the ids that it was given, and those of the pipeline."""
-    command = [*TASK, "--variant", "image_transformer", *SHAPE, "--data", str(folder / "train"), "--colours", "3"]
+    command = [*TASK, "--variant", "image_transformer", *SHAPE, "--data", str(folder / "train"), "--colors", "3"]
     assert main([*command, "--max_steps", "1", "--output_dir", str(tmp_path / "run"), "--save_strategy", "no",
                  "--eval_strategy", "no", "--load_best_model_at_end", "false"]) == 0  # fmt: skip
     model = AutoModelForImageClassification.from_pretrained(tmp_path / "run")
@@ -118,7 +118,7 @@ def test_ids_are_augmented_as_pixels_are():
     """What stands at an edge that an image was moved from is the cluster nearest to black."""
     clusters = torch.tensor([[1.0, 1.0, 1.0], [-0.9, -1.0, -1.0], [0.0, 0.0, 0.0]])
     ids = torch.tensor([0, 2] * 128).view(16, 16)
-    collator = ColourCollator(colour_processor(clusters, (16, 16)), ("flip", "crop"), seed=1)
+    collator = ColorCollator(color_processor(clusters, (16, 16)), ("flip", "crop"), seed=1)
     row, seen = {"input_ids": ids.flatten().tolist(), "labels": 1}, set()
     for epoch in range(20):
         collator.set_epoch(epoch)
@@ -140,13 +140,13 @@ def test_ids_are_augmented_as_pixels_are():
 
 REFUSED = {
     "another size": "has 9 x 8 pixels, and the model reads images of 8 x 8; resize it",
-    "colours of a saved model": "has those that it has learnt; leave it out",
+    "colors of a saved model": "has those that it has learnt; leave it out",
     "no processor": "has no image processor (preprocessor_config.json) with the clusters that its tokens are",
     "sizes that differ": "have 2 sizes (8 x 8, 9 x 8 pixels); resize them to one",
-    "a vocabulary": "--vocab_size follows from the colors of the images; give --colours in its place",
+    "a vocabulary": "--vocab_size follows from the colors of the images; give --colors in its place",
     "blocks": "goes through an image block by block, and image processors write it row by row",
-    "too few colours": "--colours 1 must be at least 2",
-    "patches": "--colours 4 is for models whose tokens are colors, such as image_gpt",
+    "too few colors": "--colors 1 must be at least 2",
+    "patches": "--colors 4 is for models whose tokens are colors, such as image_gpt",
     "few positions": "are 64 tokens, and the model has positions for 63",
 }
 
@@ -157,17 +157,17 @@ def test_what_is_refused(name, folder, pretrained, tmp_path, capsys):
     if name in ("another size", "sizes that differ"):
         data = shutil.copytree(data, tmp_path / "data")
         Image.new("RGB", (8, 9)).save(data / "large" / "0.png")
-    if name in ("another size", "colours of a saved model", "no processor"):
+    if name in ("another size", "colors of a saved model", "no processor"):
         start = ["--model", str(pretrained)]
     if name == "no processor":
         start[1] = str(shutil.copytree(pretrained, tmp_path / "bare"))
         (tmp_path / "bare" / "preprocessor_config.json").unlink()
     more = {
-        "colours of a saved model": ["--colours", "8"],
+        "colors of a saved model": ["--colors", "8"],
         "a vocabulary": ["--vocab_size", "9"],
         "blocks": ["--variant", "image_transformer", "--attention.local", "2d", "--attention.block_length", "4"],
-        "too few colours": ["--colours", "1"],
-        "patches": ["--variant", "vision_transformer", "--image_size", "8", "--patch_size", "2", "--colours", "4"],
+        "too few colors": ["--colors", "1"],
+        "patches": ["--variant", "vision_transformer", "--image_size", "8", "--patch_size", "2", "--colors", "4"],
         "few positions": ["--max_position_embeddings", "63"],
     }.get(name, [])
     command = [*TASK, *start, "--data", str(data), "--max_steps", "1", "--use_cpu", "true", *more]

@@ -22,24 +22,24 @@ if TYPE_CHECKING:
     from ..options import TaskOptions
 
 
-class ColourClassification(ImageClassification):
+class ColorClassification(ImageClassification):
     """An image is read as the ids of its pixels' nearest clusters, row by row, without a start; a linear map of the
     last layer's mean says its class (Chen et al. 2020, section 2.3). The image processor that turns images into ids is
     that of the saved model; a model with fresh weights gets clusters of the training images."""
 
     head = "SequenceClassification"
-    of_colours = True
+    of_colors = True
 
     def __init__(self, options: TaskOptions) -> None:
         super().__init__(options)
-        if options.colours is not None and options.colours < 2:
-            raise ValueError(f"--colours {options.colours} must be at least 2")
+        if options.colors is not None and options.colors < 2:
+            raise ValueError(f"--colors {options.colors} must be at least 2")
         self.made: Any = None
         self.pools = True
 
     @classmethod
     def serves(cls, config_class: type[PreTrainedConfig]) -> bool:
-        return issubclass(config_class, XFormerConfig) and config_class.reads_colours != "no"
+        return issubclass(config_class, XFormerConfig) and config_class.reads_colors != "no"
 
     # ------------------------------------------------------------------------------------------------ data
 
@@ -49,13 +49,13 @@ class ColourClassification(ImageClassification):
 
     def open_processor(self, splits: Mapping[str, Dataset], saved: str | None, seed: int) -> None:
         from ...data.images import need_pillow, one_size, sizes_of
-        from ...training.image_pretraining import processor_of_colours
+        from ...training.image_pretraining import processor_of_colors
 
         need_pillow()
         if saved is not None:
-            if self.options.colours is not None:
+            if self.options.colors is not None:
                 raise ValueError(
-                    f"--colours {self.options.colours} makes clusters, and {saved!r} has those that it has learnt;"
+                    f"--colors {self.options.colors} makes clusters, and {saved!r} has those that it has learnt;"
                     " leave it out"
                 )
             self.made = _saved_processor(saved)
@@ -65,15 +65,15 @@ class ColourClassification(ImageClassification):
             size = one_size(sizes_of(train), ["the training rows"])
         except ValueError as error:
             raise ValueError(f"{str(error).partition('; give one to all')[0]}; resize them to one") from error
-        self.made = processor_of_colours(train, size, self.options.colours, seed)
+        self.made = processor_of_colors(train, size, self.options.colors, seed)
 
     def decided_fields(
         self, config_class: type[XFormerConfig], components: Mapping[str, Any], fields: Mapping[str, Any]
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        from ...training.image_pretraining import decided_by_colours, refuse_decided, size_of
+        from ...training.image_pretraining import decided_by_colors, refuse_decided, size_of
 
         refuse_decided(fields)
-        decided = decided_by_colours(config_class, components, len(self.made.clusters), size_of(self.made))
+        decided = decided_by_colors(config_class, components, len(self.made.clusters), size_of(self.made))
         return {**components, **decided.components}, {**decided.fields, **fields}
 
     def config_fields(self) -> dict[str, Any]:
@@ -122,10 +122,10 @@ class ColourClassification(ImageClassification):
         return images if self.image_column == "image" else images.rename_column(self.image_column, "image")
 
     def inputs(self, images: Dataset, processor: Any) -> Dataset:
-        return images.map(ReadColours(processor), batched=True, batch_size=64, remove_columns=["image"])
+        return images.map(ReadColors(processor), batched=True, batch_size=64, remove_columns=["image"])
 
-    def collator(self, tokenizer: Any, model: Any, seed: int) -> ColourCollator:
-        return ColourCollator(tokenizer, self.options.augment, seed)
+    def collator(self, tokenizer: Any, model: Any, seed: int) -> ColorCollator:
+        return ColorCollator(tokenizer, self.options.augment, seed)
 
 
 def _saved_processor(name: str) -> Any:
@@ -146,7 +146,7 @@ def _saved_processor(name: str) -> Any:
     return found
 
 
-class ReadColours:
+class ReadColors:
     """Columns `image` as `input_ids` [H W], by an image processor with clusters."""
 
     def __init__(self, processor: Any) -> None:
@@ -157,7 +157,7 @@ class ReadColours:
         return {"input_ids": [np.asarray(ids).tolist() for ids in self.processor(images=pictures)["input_ids"]]}
 
 
-class ColourCollator(ImageCollator):
+class ColorCollator(ImageCollator):
     """Batches of `input_ids` [B, H W], changed in training as [`ImageCollator`] changes pixels."""
 
     def __init__(self, processor: Any, augmentations: Sequence[str] = (), seed: int = 0, static: bool = False) -> None:
@@ -173,4 +173,4 @@ class ColourCollator(ImageCollator):
         return {"input_ids": torch.stack(list(images)).flatten(1)}
 
 
-__all__ = ["ColourClassification", "ColourCollator"]
+__all__ = ["ColorClassification", "ColorCollator"]

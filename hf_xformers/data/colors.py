@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-def nearest_colours(pixels: Tensor, clusters: Tensor) -> Tensor:
+def nearest_colors(pixels: Tensor, clusters: Tensor) -> Tensor:
     """The number of the nearest cluster [N] of each pixel [N, 3], of clusters [K, 3]; the first of equal ones."""
     return torch.cdist(pixels.double(), clusters.double(), compute_mode="donot_use_mm_for_euclid_dist").argmin(-1)
 
 
-def colour_clusters(pixels: Tensor, count: int, *, seed: int = 0, rounds: int = 30) -> Tensor:
+def color_clusters(pixels: Tensor, count: int, *, seed: int = 0, rounds: int = 30) -> Tensor:
     """k-means of colors (Lloyd 1982; Chen et al. 2020, section 3: 512 clusters of pixels of the training images).
 
     pixels [N, 3] in [-1, 1] -> clusters [count, 3]. Begins with pixels that are drawn in proportion to their squared
@@ -46,7 +46,7 @@ def colour_clusters(pixels: Tensor, count: int, *, seed: int = 0, rounds: int = 
         clusters = torch.cat([clusters, chosen])
         distance = torch.minimum(distance, (pixels - chosen[0]).square().sum(-1))
     for _ in range(rounds):
-        found = sums_of_clusters(pixels[None, None], nearest_colours(pixels, clusters)[None, None], count, None)
+        found = sums_of_clusters(pixels[None, None], nearest_colors(pixels, clusters)[None, None], count, None)
         means = found.sums[0] / found.counts[0].clamp(min=1)[:, None]
         moved = torch.where(found.counts[0][:, None] > 0, means, clusters)
         if torch.equal(moved, clusters):
@@ -56,7 +56,7 @@ def colour_clusters(pixels: Tensor, count: int, *, seed: int = 0, rounds: int = 
 
 
 def pixels_of(images: Sequence[Image], size: tuple[int, int]) -> Tensor:
-    """Images as [N, H, W, 3] in [-1, 1], resized to `size` (height, width) as [`colour_processor`] does."""
+    """Images as [N, H, W, 3] in [-1, 1], resized to `size` (height, width) as [`color_processor`] does."""
     import PIL.Image
 
     pictures = [as_mode(image, "RGB") for image in images]
@@ -64,7 +64,7 @@ def pixels_of(images: Sequence[Image], size: tuple[int, int]) -> Tensor:
     return torch.from_numpy(np.stack([np.asarray(image) for image in resized]).astype(np.float32) / 127.5 - 1.0)
 
 
-def colour_processor(clusters: Tensor, size: tuple[int, int]) -> Any:
+def color_processor(clusters: Tensor, size: tuple[int, int]) -> Any:
     """transformers' image processor that makes ids of images, to be saved with the model: `input_ids` [B, H W]."""
     import transformers
 
@@ -86,8 +86,8 @@ def picture_of(ids: Tensor | Sequence[int], clusters: Any, size: tuple[int, int]
             f"an image of {size[0]} x {size[1]} pixels is {size[0] * size[1]} ids from 0 to {len(table) - 1}, got"
             f" {numbers.shape} from {numbers.min()} to {numbers.max()}; leave out the token that begins it"
         )
-    colours = np.clip(np.round((table[numbers] + 1.0) * 127.5), 0, 255).astype(np.uint8).reshape(*size, 3)
-    return PIL.Image.fromarray(colours.repeat(zoom, 0).repeat(zoom, 1))
+    colors = np.clip(np.round((table[numbers] + 1.0) * 127.5), 0, 255).astype(np.uint8).reshape(*size, 3)
+    return PIL.Image.fromarray(colors.repeat(zoom, 0).repeat(zoom, 1))
 
 
-__all__ = ["colour_clusters", "colour_processor", "nearest_colours", "picture_of", "pixels_of"]
+__all__ = ["color_clusters", "color_processor", "nearest_colors", "picture_of", "pixels_of"]
