@@ -138,7 +138,7 @@ def losses(options: argparse.Namespace, work: Path) -> list[dict[str, Any]]:
                 "mechanism": name,
                 "steps": f"{transfer} + {distillation} of {options.steps}",
                 "learning rates": " + ".join(f"{stage.learning_rate:g}" for stage in record.stages),
-                "token frequencies": record.floor_loss,
+                "token frequencies": record.baseline_loss,
                 "source": source["eval_loss"],
                 "after the swap": record.swapped_loss,
                 "after the transfer": stages.get("transfer"),

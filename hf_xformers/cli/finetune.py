@@ -160,7 +160,7 @@ def _peft_fields(method: str | None, texts: Mapping[str, str]) -> dict[str, Any]
 
 def report(summary: Mapping[str, Any], folder: str) -> None:
     from ..finetuning.exit_curve import exit_lines
-    from .predict import beside_floor
+    from .predict import beside_baseline
 
     rule = summary.get("trivial", {}).get("rule")
     held_out: dict[str, Any] = {}
@@ -170,7 +170,7 @@ def report(summary: Mapping[str, Any], folder: str) -> None:
             for key, value in summary.items()
             if key.startswith(f"{prefix}_") and not key.endswith("_rows")
         }
-        shown = beside_floor(metrics, summary.get(f"baseline_{split}", {}), None, summary.get("f1_name"))
+        shown = beside_baseline(metrics, summary.get(f"baseline_{split}", {}), None, summary.get("f1_name"))
         held_out |= {f"{name} ({split})": text for name, text in shown.items()}
     before, reach = summary.get("intermediate"), summary.get("adapter_reach")
     facts = {

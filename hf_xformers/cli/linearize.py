@@ -53,7 +53,7 @@ def run(argv: Sequence[str], callbacks: Sequence[Any] = ()) -> int:
         "held-out loss of the source": record.source_loss,
         "... after the swap": record.swapped_loss,
         **{f"... after {stage.name}": stage.loss for stage in record.stages},
-        "... of token frequencies alone": record.floor_loss,
+        "... of token frequencies alone": record.baseline_loss,
         "saved in": str(args.output_dir),
     }
     print_facts("linearized", facts)

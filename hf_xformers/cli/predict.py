@@ -40,7 +40,7 @@ def run(argv: Sequence[str]) -> int:
         write_predictions(wanted.output, found.rows)
         say(f"{len(found.rows):,} predictions of {found.trained.task.id} written to {wanted.output}")
     if found.metrics:
-        shown = beside_floor(found.metrics, found.floor, None, found.trained.task.f1_name())
+        shown = beside_baseline(found.metrics, found.baseline, None, found.trained.task.f1_name())
         figures = ", ".join(f"{name} {value}" for name, value in shown.items())
         say(f"measured on these rows: {figures}" + (f"; baseline: {found.rule}" if found.rule else ""))
     return 0
@@ -68,17 +68,17 @@ def run_evaluation(argv: Sequence[str]) -> int:
         "rows": len(found.rows),
     }
     if wanted.json:
-        floor = {"rule": found.rule, **found.floor} if found.rule else None
-        print(json.dumps({**facts, "data": wanted.data, **found.metrics, "baseline": floor}, indent=2))
+        baseline = {"rule": found.rule, **found.baseline} if found.rule else None
+        print(json.dumps({**facts, "data": wanted.data, **found.metrics, "baseline": baseline}, indent=2))
         return 0
-    shown = beside_floor(found.metrics, found.floor, found.rule, found.trained.task.f1_name())
+    shown = beside_baseline(found.metrics, found.baseline, found.rule, found.trained.task.f1_name())
     data = " ".join(wanted.data) or "of the training"
     print_facts("evaluated", {**facts, "data": data, **shown, "predictions": wanted.output})
     return 0
 
 
-def beside_floor(
-    metrics: Mapping[str, float], floor: Mapping[str, float], rule: str | None, f1_name: str | None = None
+def beside_baseline(
+    metrics: Mapping[str, float], baseline: Mapping[str, float], rule: str | None, f1_name: str | None = None
 ) -> dict[str, str]:
     """Metrics as text, each with the trivial one, and what that is. f1_name: what F1 is of."""
 
@@ -89,7 +89,7 @@ def beside_floor(
         return share_text(value) if name == "accuracy" else f"{value:.4g}"
 
     shown = {
-        called(name): text(name, value) + (f" (baseline {text(name, floor[name])})" if name in floor else "")
+        called(name): text(name, value) + (f" (baseline {text(name, baseline[name])})" if name in baseline else "")
         for name, value in metrics.items()
     }
     return {**shown, "baseline": rule} if rule else shown
@@ -111,4 +111,4 @@ def _parsed(argv: Sequence[str], options: type, command: str, description: str) 
     return wanted
 
 
-__all__ = ["beside_floor", "run", "run_evaluation"]
+__all__ = ["beside_baseline", "run", "run_evaluation"]

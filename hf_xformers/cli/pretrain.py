@@ -204,7 +204,7 @@ def report(
     shares = {name: share_text(value) for name, value in summary.items() if name.endswith("accuracy")}
     target = target_of(summary["objective"])
     target = "color" if summary.get("reads") == "images" and target == "token" else target
-    floor = "the median picture" if target == "patch" else f"{target} frequencies alone"
+    baseline = "the median picture" if target == "patch" else f"{target} frequencies alone"
     facts = {
         "variant": summary["variant"],
         "objective": summary["objective"]["type"],
@@ -214,7 +214,7 @@ def report(
         "training loss (last logged)": summary["train_loss"],
         "held-out loss before": summary.get("start_loss"),
         "held-out loss": summary.get("eval_loss"),
-        f"... of {floor}": summary.get("eval_baseline_loss"),
+        f"... of {baseline}": summary.get("eval_baseline_loss"),
         "held-out perplexity": summary.get("eval_perplexity"),
         "held-out accuracy before": shares.get("start_accuracy"),
         "held-out accuracy": shares.get("eval_accuracy"),

@@ -135,7 +135,7 @@ def run_several(parsed: Mapping[str, Parsed], given: Mapping[str, Any], callback
 
 
 def report(summary: Mapping[str, Any], folder: str) -> None:
-    from .predict import beside_floor
+    from .predict import beside_baseline
 
     held_out: dict[str, Any] = {}
     for name, about in summary["tasks"].items():
@@ -146,7 +146,7 @@ def report(summary: Mapping[str, Any], folder: str) -> None:
                 for key, value in about.items()
                 if key.startswith(f"{prefix}_") and not key.endswith("_rows")
             }
-            shown = beside_floor(metrics, about.get(f"baseline_{split}", {}), None, about.get("f1_name"))
+            shown = beside_baseline(metrics, about.get(f"baseline_{split}", {}), None, about.get("f1_name"))
             held_out |= {f"{name} {metric} ({split})": text for metric, text in shown.items()}
     facts = {
         "variant": summary["variant"],

@@ -230,8 +230,8 @@ def _task_quality(name: str, measuring: Measuring) -> dict[str, Any]:
         "metric": task.metric,
         "quality": found.metrics.get(task.metric),
         "less_is_better": task.less_is_better or task.metric == "loss",
-        "baseline": found.floor.get(task.metric),
-        "figures": {**found.metrics, **{f"baseline_{key}": value for key, value in found.floor.items()}},
+        "baseline": found.baseline.get(task.metric),
+        "figures": {**found.metrics, **{f"baseline_{key}": value for key, value in found.baseline.items()}},
     }
 
 

@@ -37,9 +37,9 @@ class Linearization:
     """What was made of which model.
 
     source: folder or Hub id, as it was given. attention: the component that was put in. layers: which have it. plan:
-    the settings, which a resumed run must share. source_loss, swapped_loss, floor_loss: held-out losses of the source,
-    after the swap before any training, and of token frequencies alone, on held_out_rows rows. layer_errors: by layer,
-    |own - softmax|^2 / |softmax|^2 of its attention's output, after the swap and after the transfer.
+    the settings, which a resumed run must share. source_loss, swapped_loss, baseline_loss: held-out losses of the
+    source, after the swap before any training, and of token frequencies alone, on held_out_rows rows. layer_errors: by
+    layer, |own - softmax|^2 / |softmax|^2 of its attention's output, after the swap and after the transfer.
     """
 
     source: str
@@ -49,7 +49,7 @@ class Linearization:
     status: str = "running"
     source_loss: float | None = None
     swapped_loss: float | None = None
-    floor_loss: float | None = None
+    baseline_loss: float | None = None
     held_out_rows: int | None = None
     layer_errors: dict[str, list[float]] = field(default_factory=dict)
     stages: list[StageRecord] = field(default_factory=list)
@@ -70,11 +70,11 @@ class Linearization:
         layers = f"layer {self.layers[0]}" if len(self.layers) == 1 else f"layers {spans(self.layers)}"
         lines = [f"The attention of {layers} is `{self.attention['type']}` in place of softmax attention."]
         if self.source_loss is not None and self.swapped_loss is not None:
-            floor = "" if self.floor_loss is None else f"; token frequencies alone give {self.floor_loss:.3f}"
+            baseline = "" if self.baseline_loss is None else f"; token frequencies alone give {self.baseline_loss:.3f}"
             rows = "" if self.held_out_rows is None else f" on {self.held_out_rows:,} rows"
             lines.append(
                 f"Held-out loss{rows}: {self.source_loss:.3f} of the source, {self.swapped_loss:.3f} after the"
-                f" swap{floor}."
+                f" swap{baseline}."
             )
         for stage in self.stages:
             rows = "" if stage.rows is None else f" of {stage.rows:,} row{'s' if stage.rows > 1 else ''}"
@@ -120,6 +120,8 @@ def read_linearization(folder: str | Path) -> Linearization | None:
     if not path.is_file():
         return None
     content = read_object(path)
+    if "floor_loss" in content:  # the name in 0.1.0
+        content["baseline_loss"] = content.pop("floor_loss")
     try:
         stages = [StageRecord(**entry) for entry in content.pop("stages")]
         return Linearization(**content, stages=stages)

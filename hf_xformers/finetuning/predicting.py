@@ -97,14 +97,14 @@ class TaskEvaluation(Prediction):
 
 @dataclass
 class Predicted:
-    """rows: one for each row of the data, in its order. metrics: where the rows have answers. `floor`: the baseline,
-    the same metrics of what `rule` says of every row."""
+    """rows: one for each row of the data, in its order. metrics: where the rows have answers. baseline: the same
+    metrics of what `rule` says of every row."""
 
     trained: Trained
     rows: list[dict[str, Any]]
     split: str
     metrics: dict[str, float]
-    floor: dict[str, float]
+    baseline: dict[str, float]
     rule: str | None
 
 
@@ -151,11 +151,11 @@ def predict(wanted: Prediction, *, answers: bool = False) -> Predicted:
     predicted, metrics = _run(wanted, trained, encoded)
     found = {name: metrics[f"test_{name}"] for name in ("loss", *task.metric_names) if f"test_{name}" in metrics}
     trivial = (trained.trivial or task.trivial(encoded)) if encoded.labelled else None
-    floor = task.floor(trivial, predicted, encoded) if trivial is not None else {}
+    baseline = task.baseline(trivial, predicted, encoded) if trivial is not None else {}
     kept = [name for name in _NAMES_OF_ROWS if name in columns_of(rows)]
     predicted = [{**{name: rows[name][n] for name in kept}, **row} for n, row in enumerate(predicted)]
     rule = None if trivial is None else trivial.rule if trained.trivial else f"{trivial.rule}, by these rows"
-    return Predicted(trained, predicted, split, found if encoded.labelled else {}, floor, rule)
+    return Predicted(trained, predicted, split, found if encoded.labelled else {}, baseline, rule)
 
 
 def _refuse_unread(wanted: Prediction, task: Task) -> None:

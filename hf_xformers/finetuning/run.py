@@ -338,7 +338,7 @@ def measured(
         known = ("loss", "tokens", *task.metric_names)
         found |= {key: value for key, value in metrics.items() if key.removeprefix(f"{prefix}_") in known}
         if rows and split.labelled and trivial is not None:
-            found[f"baseline_{name}"] = task.floor(trivial, rows, split)
+            found[f"baseline_{name}"] = task.baseline(trivial, rows, split)
         alone = predict is None and args.world_size == 1
         if rows and split.labelled and alone and has_exit_curve(prepared.config, task):
             found[f"exits_{name}"] = exit_curve(trainer, split, task)

@@ -215,11 +215,11 @@ def _evaluation(record: TrainingRecord) -> list[str]:
         {"split": split, "metric": told.get(metric, metric), "value": _figure(value)}
         for (split, metric), value in record.scores.items()
     ]
-    if not any(key in record.floors for key in record.scores):
+    if not any(key in record.baselines for key in record.scores):
         return [_table(rows)]
     for row, key in zip(rows, record.scores):
-        row["baseline"] = _figure(record.floors[key]) if key in record.floors else ""
-    rule = f": {record.floor_rule}" if record.floor_rule else " (the frequencies of what it predicts)"
+        row["baseline"] = _figure(record.baselines[key]) if key in record.baselines else ""
+    rule = f": {record.baseline_rule}" if record.baseline_rule else " (the frequencies of what it predicts)"
     return [_table(rows), f"*The baseline is what can be said without the model{rule}.*"]
 
 

@@ -22,15 +22,15 @@ HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 @dataclass
 class TrainingRecord:
-    """facts: what was trained on what, in words and figures. scores: (split, metric) -> value. `floors`:
-    the same of the trivial baseline, which `floor_rule` describes for a task. f1_name: what F1 is of.
+    """facts: what was trained on what, in words and figures. scores: (split, metric) -> value. `baselines`:
+    the same of the trivial baseline, which `baseline_rule` describes for a task. f1_name: what F1 is of.
     datasets: Hub ids. data: the data in words. base_model: the Hub id of what training started from. language: of the
     data."""
 
     facts: dict[str, Any] = field(default_factory=dict)
     scores: dict[tuple[str, str], float] = field(default_factory=dict)
-    floors: dict[tuple[str, str], float] = field(default_factory=dict)
-    floor_rule: str | None = None
+    baselines: dict[tuple[str, str], float] = field(default_factory=dict)
+    baseline_rule: str | None = None
     f1_name: str | None = None
     datasets: list[str] = field(default_factory=list)
     data: list[str] = field(default_factory=list)
@@ -77,9 +77,9 @@ def read_record(folder: Path) -> TrainingRecord:
     record.facts = {name: value for name, value in facts.items() if value is not None}
     figures = {**_last_evaluation(state), **_scores(results), **({} if run != folder else _scores(summary))}
     record.scores = {key: float(value) for key, value in figures.items() if not key[1].startswith(_FLOOR)}
-    record.floors = _floors(figures, summary if run == folder else {})
+    record.baselines = _baselines(figures, summary if run == folder else {})
     record.f1_name = summary.get("f1_name")
-    record.floor_rule = (summary.get("trivial") or {}).get("rule")
+    record.baseline_rule = (summary.get("trivial") or {}).get("rule")
     return record
 
 
@@ -140,7 +140,7 @@ def _scores(figures: dict[str, Any]) -> dict[tuple[str, str], float]:
     return found
 
 
-def _floors(figures: dict[tuple[str, str], Any], summary: dict[str, Any]) -> dict[tuple[str, str], float]:
+def _baselines(figures: dict[tuple[str, str], Any], summary: dict[str, Any]) -> dict[tuple[str, str], float]:
     """What can be said without the model, by metric: language models have it among their
     figures, tasks apart."""
     found = {(split, name.removeprefix(_FLOOR)): value for (split, name), value in figures.items() if _FLOOR in name}

@@ -79,7 +79,7 @@ def label_counts(labels: Tensor, vocab_size: int, *, next_token: bool) -> Tensor
     return torch.bincount(labels[labels != IGNORE_INDEX], minlength=vocab_size)
 
 
-def frequency_floor(counts: Tensor) -> dict[str, float]:
+def frequency_baseline(counts: Tensor) -> dict[str, float]:
     """What knowing nothing but how often each token is a target would reach on these very targets.
 
     counts: [V], how often each id is one. `baseline_accuracy`: always the most frequent token; `baseline_loss`: their

@@ -239,7 +239,7 @@ class Linearizer:
             named = (("the source's held-out loss", source), ("the swap's held-out loss", swapped))
             found = [_held_out(model, prepared, args, MeasuringLines(self.say, what)) for what, model in named]
             self.record.source_loss, self.record.swapped_loss = (metrics["eval_loss"] for metrics in found)
-            self.record.floor_loss = found[0].get("eval_baseline_loss")
+            self.record.baseline_loss = found[0].get("eval_baseline_loss")
             self.say(
                 f"held-out loss {self.record.source_loss:.3f} of the source, {self.record.swapped_loss:.3f} after the"
                 " swap"

@@ -196,7 +196,7 @@ def evaluate(
     if args.world_size > 1:
         trainer.accelerator.end_training()
     figures = {name.removeprefix("eval_"): value for name, value in metrics.items()}
-    beside = ("aux_", *(f"{floor}{kind}_" for kind in FURTHER_LABELS for floor in ("", "baseline_")))
+    beside = ("aux_", *(f"{before}{name}_" for name in FURTHER_LABELS for before in ("", "baseline_")))
     kept = {name: value for name, value in figures.items() if name.startswith(beside)}
     return {
         "model": score.model,

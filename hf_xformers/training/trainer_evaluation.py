@@ -16,7 +16,7 @@ from transformers.trainer_utils import EvalPrediction
 
 from .evaluation import (
     IGNORE_INDEX,
-    frequency_floor,
+    frequency_baseline,
     label_counts,
     scored,
     scored_beside,
@@ -175,14 +175,14 @@ class MeasuringTrainer(KeepingTrainer):
         self._eval_targets[kind] = counts
 
     def _summarise(self, prediction: EvalPrediction) -> dict[str, float]:
-        floors = {
+        baselines = {
             name.replace("baseline_", f"baseline_{kind}"): value
             for kind, counts in self._eval_targets.items()
-            for name, value in frequency_floor(counts).items()
+            for name, value in frequency_baseline(counts).items()
         }
         rows = prediction.predictions
         rows = np.concatenate(rows) if isinstance(rows, list) else np.asarray(rows)  # a list of batches
-        return {**summarise(rows, self._eval_names, self._eval_kinds), **floors}
+        return {**summarise(rows, self._eval_names, self._eval_kinds), **baselines}
 
 
 __all__ = ["FURTHER_LABELS", "MeasuringTrainer"]

@@ -59,6 +59,13 @@ def linearize(text, model, output, *extra, callbacks=(), **options):
 RECURRENT = ("beta_proj", "decay", "gate_proj", "output_norm", "short_conv", "skip")
 
 
+def test_the_name_of_the_baseline_in_0_1_0_is_read(tmp_path):
+    record = Linearization("folder", {"type": "hedgehog"}, [0], baseline_loss=2.5)
+    record.write(tmp_path)
+    (tmp_path / FILE).write_text((tmp_path / FILE).read_text().replace("baseline_loss", "floor_loss"))
+    assert read_linearization(tmp_path) == record
+
+
 @pytest.mark.parametrize("attention", ["hedgehog", "performer", "gated_delta_net"])
 def test_transfer_lowers_each_error_and_touches_its_own(attention, text, source, tmp_path, capsys):
     options = {"transfer_steps": 30, "distillation_steps": 0, "transfer_learning_rate": 3e-3}
@@ -219,7 +226,7 @@ def test_the_result_is_a_plain_checkpoint(text, source, tmp_path, capsys):
     record = json.loads((out / "linearization.json").read_text())
     assert record["status"] == "finished" and record["layers"] == [1]
     assert [entry["name"] for entry in record["stages"]] == ["transfer", "distillation", "lora"]
-    assert all(entry["loss"] > 0 for entry in record["stages"]) and record["floor_loss"] > 0
+    assert all(entry["loss"] > 0 for entry in record["stages"]) and record["baseline_loss"] > 0
     capsys.readouterr()
     assert main(["card", str(out), "--to", str(tmp_path / "card.md")]) == 0
     card = (tmp_path / "card.md").read_text()

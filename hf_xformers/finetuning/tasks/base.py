@@ -214,7 +214,7 @@ class Task:
         """The trivial prediction for a row of `Encoded.rows`."""
         return answer
 
-    def floor(self, trivial: Trivial, predicted: Sequence[Mapping[str, Any]], encoded: Encoded) -> dict[str, float]:
+    def baseline(self, trivial: Trivial, predicted: Sequence[Mapping[str, Any]], encoded: Encoded) -> dict[str, float]:
         """The metrics of the trivial predictions on the rows that were predicted."""
         guessed = [
             {**row, "prediction": self.guess(trivial.answer, given)} for row, given in zip(predicted, encoded.rows)

@@ -201,7 +201,7 @@ class Regression(WholeText):
         mean = float(np.mean([row["label"] for row in train.rows]))
         return Trivial(f"always the mean label, {mean:.4g}", mean)
 
-    def floor(self, trivial: Trivial, predicted: Sequence[Mapping[str, Any]], encoded: Encoded) -> dict[str, float]:
+    def baseline(self, trivial: Trivial, predicted: Sequence[Mapping[str, Any]], encoded: Encoded) -> dict[str, float]:
         """Of a constant only the squared error: it correlates with nothing."""
         gold = [row["reference"] for row in predicted]
         return dict(self.metric_of("mse", [trivial.answer] * len(gold), gold))

@@ -289,7 +289,7 @@ class Forecasting(Task):
         season = f"the value {self.season} steps before" if self.season > 1 else "the same"
         return Trivial(f"the better of the last value and {season}", self.season)
 
-    def floor(self, trivial: Trivial, predicted: Sequence[Mapping[str, Any]], encoded: Encoded) -> dict[str, float]:
+    def baseline(self, trivial: Trivial, predicted: Sequence[Mapping[str, Any]], encoded: Encoded) -> dict[str, float]:
         past = encoded.notes["past_values"]
         last = self.score(self._rows(last_value(past, self.horizon), encoded))
         season = self.score(self._rows(seasonal_naive(past, self.horizon, trivial.answer), encoded))

@@ -117,7 +117,7 @@ class LanguageModeling(Task):
         token = int(counts.argmax())
         return Trivial(f"always the token {self.tokenizer.convert_ids_to_tokens(token)!r}", token)
 
-    def floor(self, trivial: Trivial, predicted: Sequence[Mapping[str, Any]], encoded: Encoded) -> dict[str, float]:
+    def baseline(self, trivial: Trivial, predicted: Sequence[Mapping[str, Any]], encoded: Encoded) -> dict[str, float]:
         counts = self._counts(encoded)
         return {"accuracy": float(counts[trivial.answer] / max(1, counts.sum()))}
 
