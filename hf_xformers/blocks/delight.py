@@ -125,11 +125,11 @@ class DelightAttention(Sublayer):
 
     def __init__(self, config, spec: DelightBlockSpec, layer_idx: int):
         super().__init__()
-        part = spec.attention_part(config)
         self.dextra = DExTra(config, spec, layer_idx)
-        self.attention = config.attention.build(part, layer_idx=layer_idx)
-        width = part.num_attention_heads * part.head_width
-        self.attention.o_proj = nn.Linear(width, config.hidden_size, bias=config.attention.has_output_bias)
+        self.attention = config.attention.build(spec.attention_part(config), layer_idx=layer_idx)
+        if spec.proj_factor > 1:
+            width, bias = self.attention.o_proj.in_features, config.attention.has_output_bias
+            self.attention.o_proj = nn.Linear(width, config.hidden_size, bias=bias)
 
     @property
     def takes_unpadded(self) -> bool:
