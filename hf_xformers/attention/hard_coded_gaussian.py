@@ -22,6 +22,7 @@ from ..ops.common.segments import accumulation_dtype
 from ..ops.head_convolution import LEAST_TAPS, convolve_heads
 from .shared.base import Attention, AttentionSpec, cross_cache, given_memory
 from .shared.linear import state_layer
+from .shared.unread_input import check_unread_input, reads_memory
 
 # Beyond so many standard deviations a density is left out: exp(-32) is below what float64 keeps next to 1.
 REACH = 8.0
@@ -257,13 +258,8 @@ class HardCodedGaussianSpec(AttentionSpec):
             )
 
     def check(self, config) -> None:
-        reads_memory = config.cross_attention is self and config.is_decoder and config.is_encoder_decoder
-        if reads_memory and not config.residual.enters_as_is:
-            raise ValueError(
-                "hard_coded_gaussian as `cross_attention` reads the memory by places and nothing of its own input, for"
-                f" which residual {config.residual.type!r} would have a norm without use; take a residual that"
-                " normalizes behind the sum, such as 'post_ln', or leave `cross_attention` at 'dense'."
-            )
+        if reads_memory(self, config):
+            check_unread_input(config, "hard_coded_gaussian as `cross_attention` reads the memory by places")
         for slot, causal in (("attention", config.is_decoder), ("cross_attention", False)):
             if getattr(config, slot) is not self or self.offsets is None:
                 continue

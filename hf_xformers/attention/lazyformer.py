@@ -20,6 +20,7 @@ from ..ops.common.products import wide_products
 from .dense import DenseAttention
 from .shared.base import AttentionSpec, cross_cache, given_memory
 from .shared.score_chain import Link, ScoreChain
+from .shared.unread_input import check_unread_input, reads_memory
 
 # Pairs of tokens up to which a map is kept for the layers that share it: 4 MiB for each head in float32.
 PAIRS_AT_ONCE = 1 << 20
@@ -163,14 +164,9 @@ class LazyFormerSpec(AttentionSpec):
                 f"lazyformer has `block_sizes` {list(sizes)} for {sum(sizes)} layers, but the tower has {layers}; make"
                 " them add up to that, or give a `block_size`."
             )
-        reads_memory = config.cross_attention is self and config.is_decoder and config.is_encoder_decoder
-        if reads_memory and self.carries(config).handed_on and not config.residual.enters_as_is:
-            raise ValueError(
-                "lazyformer as `cross_attention` has layers that read the memory with the map of another layer and"
-                f" nothing of their own input, for which residual {config.residual.type!r} would have a norm without"
-                " use; take a residual that normalizes behind the sum, such as 'post_ln', or leave"
-                " `cross_attention` at 'dense'."
-            )
+        if reads_memory(self, config) and self.carries(config).handed_on:
+            what = "lazyformer as `cross_attention` has layers of which each reads the memory with the map of another"
+            check_unread_input(config, what)
 
     def carries(self, config) -> Carry:
         heads = (config.num_attention_heads, config.key_value_heads, config.head_width)

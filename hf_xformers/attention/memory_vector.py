@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache
 from ..core.components import register
 from ..core.context import LayerContext, Sublayer, SublayerOutput
 from .shared.base import AttentionSpec, given_memory
+from .shared.unread_input import check_unread_input, reads_memory
 
 
 class MemoryVector(Sublayer):
@@ -59,6 +60,8 @@ class MemoryVectorSpec(AttentionSpec):
             )
         if config.cross_attention is self and self.scale is not None:
             raise ValueError(f"memory_vector has no scores to scale, got `scale={self.scale}`; leave it unset (None).")
+        if reads_memory(self, config):
+            check_unread_input(config, "memory_vector as `cross_attention` reads the memory")
 
     def build(self, config, **where) -> MemoryVector:
         return MemoryVector()

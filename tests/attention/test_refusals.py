@@ -211,6 +211,8 @@ COMPANY = [
      "rotates queries and keys, which attention 'hard_coded_gaussian' has no"),
     ({"residual": "pre_ln", "is_encoder_decoder": True, "cross_attention": "hard_coded_gaussian"},
      "residual 'pre_ln' would have a norm without use"),
+    ({"residual": "no_residual", "is_encoder_decoder": True, "cross_attention": "hard_coded_gaussian"},
+     "residual 'no_residual' would drop the text so far"),
     ({"position": "shaw_relative", "attention": {"type": "dense", "losses": ("attention_guidance",)}},
      "position 'shaw_relative' with its terms"),
     ({"is_decoder": True, "attention": {"type": "dense", "losses": ({"type": "attention_guidance", "same": 1,

@@ -48,6 +48,10 @@ REFUSED = [
     # hibert
     ("set it as `cross_attention`", dict(attention="memory_vector")),
     ("no scores", dict(cross_attention={"type": "memory_vector", "scale": 2.0})),
+    *[
+        (why, dict(cross_attention="memory_vector", residual=residual, is_encoder_decoder=True))
+        for residual, why in (("peri_ln", "a norm without use"), ("no_residual", "would drop the text so far"))
+    ],
     ("`document_layers` 2 leaves none of", dict(num_hidden_layers=2, stack={"type": "hibert", "document_layers": 2})),
     ("acts inside layers on one sequence, which stack 'hibert' has not", dict(position="alibi", stack="hibert")),
     ("stack 'hibert' runs its layers apart", dict(stack="hibert", attention="transformer_xl")),
