@@ -273,8 +273,8 @@ class SacAttention(Attention):
             lists, real = (x.expand(-1, self.num_heads, -1, -1) for x in (index, there))
             output = chosen_keys_attention(query, key, value, lists, real, self.scaling, dropout).transpose(1, 2)
         written = self.o_proj(output.flatten(2))
-        if losses is None and self.predictor is not None and torch.is_grad_enabled():
-            # Distributed training waits for the gradient of every parameter.
+        if self.predictor is not None and torch.is_grad_enabled():
+            # Distributed training waits for the gradient of every parameter, and a bare model has no loss to learn by.
             written = written + 0.0 * sum(parameter.sum() for parameter in self.predictor.parameters())
         return SublayerOutput(written, weights, aux_losses=losses)
 

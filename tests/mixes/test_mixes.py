@@ -134,6 +134,18 @@ WORKS = {
         "ForCausalLM",
         dict(attention={"type": "sinkhorn_transformer", "block_size": 24}),
     ),
+    **{
+        f"DeLighT without narrowing around {attention['type']}": (
+            "decoder",
+            "ForSequenceClassification",
+            dict(attention=attention, block={"type": "delight", "proj_factor": 1}),
+        )
+        for attention in (
+            {"type": "talking_heads", "num_value_heads": 8},
+            {"type": "multi_head_latent_attention", "v_head_dim": 3},
+        )
+    },
+    **{f"a bare {shape} whose choices no loss teaches": (shape, "Model", dict(attention="sac")) for shape in FLAGS},
     "sparse gradients": (
         "encoder",
         "ForMaskedLM",
