@@ -324,7 +324,7 @@ class Converter:
             ) from error
         try:
             return self.their_config(**values)
-        except StrictDataclassError as error:
+        except (StrictDataclassError, KeyError) as error:  # checks of rotations end in the latter
             raise ValueError(f"No {self.model_type!r} config says what this model is: {one_line(error)}.") from error
 
     def _further_ids(self) -> list[str]:

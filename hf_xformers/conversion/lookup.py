@@ -58,8 +58,8 @@ def converter_back(config: XFormerConfig, model_type: str | None = None, origin:
     """The converter that leads a model of ours to transformers.
 
     model_type: transformers' family that is wanted. origin: transformers' class that the model was made of, where that
-    is known. Without either it is the family that the variant is named after, or the only one whose config can say
-    what this one does.
+    is known. Without either it is the family that the variant is named after, or the one whose config can say what
+    this one does; of several, a forerunner that the others were made after (a plain Llama is a Mistral, too).
 
     Raises:
         ValueError: no family fits, or several do.
@@ -81,6 +81,7 @@ def converter_back(config: XFormerConfig, model_type: str | None = None, origin:
     if not of_variant or any(entry.native and entry.variant == config.model_type for entry in of_variant):
         return converter_for(config.model_type)
     fitting = [entry for entry in of_variant if _says(entry, config)]
+    fitting = [known[name] for name in _FORERUNNERS if known[name] in fitting][:1] or fitting
     if len(fitting) == 1:
         return fitting[0]
     names = ", ".join(sorted(entry.model_type for entry in fitting or of_variant))
@@ -89,6 +90,10 @@ def converter_back(config: XFormerConfig, model_type: str | None = None, origin:
         if fitting
         else f"No family of transformers has these components; give a `model_type` to be told why: {names}."
     )
+
+
+# Families of decoders that later ones are like, from the first on; all heads of those have counterparts in theirs.
+_FORERUNNERS = ("gpt_neox", "llama", "falcon", "mistral")
 
 
 def _says(converter: Converter, config: XFormerConfig) -> bool:
