@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,15 @@ class AdaptiveTable(nn.Module):
         self.projections = nn.ModuleList(
             TiedLinear(cluster.width, width, bias=False) if projects else nn.Identity() for cluster in clusters
         )
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("weight", "num_embeddings"):  # which peft reads
+            raise AttributeError(
+                f"embedding 'adaptive' has tables of several widths and no one `{name}`, which prompt tuning starts"
+                " from words by and places token types by; leave `prompt_tuning_init` at 'RANDOM' and `token_type_ids`"
+                " out."
+            )
+        return super().__getattr__(name)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """[B, T] -> [B, T, D]."""

@@ -111,7 +111,7 @@ def add_adapter(model: PreTrainedModel, method: str, head: str, new: Iterable[st
     config = cls(task_type=TASK_TYPES.get(head), **fields)
     try:
         return peft.get_peft_model(model, config)
-    except (TypeError, KeyError) as error:
+    except (TypeError, KeyError, AttributeError) as error:
         raise ValueError(
             f"--peft {method} cannot be put on {type(model).__name__} ({error}); choose another"
         ) from error

@@ -242,6 +242,17 @@ def test_prompts_on_a_vocabulary_in_clusters():
         torch.testing.assert_close(model(**given).logits, model.base_model(inputs_embeds=vectors).logits)
 
 
+def test_prompts_from_words_need_one_table():
+    """Of several, none has the vectors that virtual tokens start from."""
+    fields = {"embedding": {"type": "adaptive", "cutoffs": [8, 16]}, "tie_word_embeddings": False}
+    model = XFormerForCausalLM(XFormerConfig(**{**SHAPE, **fields}, is_decoder=True))
+    with pytest.raises(AttributeError, match="leave `prompt_tuning_init` at 'RANDOM'"):
+        settings = {"num_virtual_tokens": 3, "prompt_tuning_init": "SAMPLE_VOCAB"}
+        get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", **settings))
+    with pytest.raises(ValueError, match="cannot be put on XFormerForCausalLM .*'RANDOM'"):
+        add_adapter(model, "prompt", "CausalLM", **settings)
+
+
 def test_prefixes_where_a_layer_differs():
     fields = {"per_layer_config": {1: {"feedforward": "relu"}}, "num_key_value_heads": 2}
     model = XFormerForCausalLM(XFormerConfig(**{**SHAPE, **fields}, is_decoder=True))
