@@ -97,7 +97,7 @@ class XFormerPreTrainedModel(PreTrainedModel):
         models = [module for module in self.modules() if isinstance(module, XFormerPreTrainedModel)]
         layers = {type(layer).__name__ for model in models for layer in model.own_layers()}
         apart = layers if layers_apart(self.config) else set()
-        self._no_split_modules = apart, whole_on_a_device(self, XFormerLayer)
+        self._no_split_modules = apart, layers | whole_on_a_device(self, XFormerLayer)
         self._keep_in_fp32_modules_strict = float32_names(self)
 
     def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> nn.Embedding:

@@ -15,6 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..core.components import Spec
 from ..core.context import LayerContext, Sublayer, SublayerOutput, add_losses
+from ..core.elsewhere import result_on
 from ..core.prepared import Key, Prepared, State, States, one_state
 from ..normalization.residual import Residual
 
@@ -228,6 +229,7 @@ class XFormerLayer(GradientCheckpointingLayer):
             if entry.reads != "same_input":
                 entered = frame.enter(read, **inputs)
             result = self.run_entered(entry, entered, context, memory, past_key_values, step)
+            result = result_on(result, hidden_states.device)  # a function of another layer may be elsewhere
             written = frame.leave(hidden_states, result.output, result.gate, **inputs)
             hidden_states, partner = (written, None) if partner is None else (partner, written)
             if result.aux_losses:
@@ -289,11 +291,12 @@ class XFormerLayer(GradientCheckpointingLayer):
         past_key_values: Cache | None,
         step: int,
     ) -> SublayerOutput:
-        """f(enter(x)) of one sublayer by itself, before its residual sum."""
+        """f(enter(x)) of one sublayer by itself, before its residual sum, on the device of x."""
         frame = self.frame(entry)
         around = self.around(context)
         entered = frame.enter(hidden_states, **frame.inputs(around))
-        return self.run_entered(entry, entered, context, memory, past_key_values, step)
+        result = self.run_entered(entry, entered, context, memory, past_key_values, step)
+        return result_on(result, hidden_states.device)
 
     def run_entered(
         self,

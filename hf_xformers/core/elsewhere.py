@@ -57,6 +57,11 @@ def context_on(context: Any, device: torch.device) -> Any:
     return twin
 
 
+def result_on(result: Any, device: torch.device) -> Any:
+    """A `SublayerOutput` on a device; this very object, if it is there."""
+    return result if result.output.device == device else _on(result, device, {})
+
+
 def _on(value: Any, device: torch.device, moved: dict) -> Any:
     """`value` with the tensors in it on `device`; a copy is made once, unless gradients go through it: those belong to
     the layer that reads it, which may run again for them."""
@@ -103,4 +108,4 @@ def _module_on(module: nn.Module, device: torch.device) -> nn.Module:
     return twin
 
 
-__all__ = ["Elsewhere", "Moved", "context_on"]
+__all__ = ["Elsewhere", "Moved", "context_on", "result_on"]

@@ -15,9 +15,9 @@ from ..compat import asked_to_shard
 class KeptWhole:
     """`_no_split_modules`: names of the classes whose modules are neither divided over devices nor over units of FSDP.
 
-    The two need different answers. A device map brings weights for the calls of the modules that it names, and forgets
-    the tensors that a module has next to the ones inside. Under FSDP a module that is named must not be read outside
-    of its calls.
+    The two need different answers. A device map brings weights for the calls of the modules that it names, forgets
+    the tensors that a module has next to the ones inside, and leaves results where they were computed. Under FSDP a
+    module that is named must not be read outside of its calls.
     """
 
     def __get__(self, model: Any, owner: type) -> Any:

@@ -14,6 +14,7 @@ from tests.pretend_cuda import GPU, LOG, OnGPU, on_gpu, pretend_cuda
 
 HOST = torch.device("cpu")
 COVER = covering(CASES, lambda case: {(slot, name, is_decoder) for slot, name, _, is_decoder in components(case)})
+BORROWS = [case for case in CASES if case.name in ("shared_attention", "shared_feedforward")]
 
 
 class MovesArguments(ModelHook):
@@ -55,7 +56,7 @@ def run(case, model):
     return [logits.inner if isinstance(logits, OnGPU) else logits for logits in found]
 
 
-@pytest.mark.parametrize("case", COVER, ids=str)
+@pytest.mark.parametrize("case", [*COVER, *(case for case in BORROWS if case not in COVER)], ids=str)
 def test_the_call_s_context_goes_along(case, monkeypatch):
     expected = run(case, case.build(dtype=torch.float32).eval())
     with pretend_cuda(monkeypatch):
@@ -67,13 +68,44 @@ def test_the_call_s_context_goes_along(case, monkeypatch):
         close(one, other, 1e-5)
 
 
-def test_gradients_come_back(monkeypatch):
-    """Through a bias of scores, which all layers read from a module of the first device; layers run twice."""
-    case = next(case for case in CASES if str(case) == "score_bias_post_ln-encoder")
+@torch.no_grad()
+@pytest.mark.parametrize("case", [case for case in COVER if case.shape != "encoder"], ids=str)
+def test_caches_go_along(case, monkeypatch):
+    """Text in pieces, padded on the left."""
+
+    def pieces(model):
+        ids, mask = pad([tokens(9), tokens(5, seed=1)], 9, "left")
+        given, prefix, past, found = {}, "", None, []
+        if case.shape == "seq2seq":
+            read = model.get_encoder()(input_ids=ids, attention_mask=mask)
+            given, prefix = {"encoder_outputs": read, "attention_mask": mask}, "decoder_"
+        for begin, end in ((0, 5), (5, 6), (6, 9)):
+            own = {f"{prefix}input_ids": ids[:, begin:end], f"{prefix}attention_mask": mask[:, :end]}
+            output = model(**given, **own, past_key_values=past, use_cache=True)
+            past = output.past_key_values
+            found.append(output.logits)
+        return [logits.inner if isinstance(logits, OnGPU) else logits for logits in found]
+
+    expected = pieces(case.build(dtype=torch.float32).eval())
+    with pretend_cuda(monkeypatch):
+        model = divided(case.build(dtype=torch.float32).eval())
+        LOG.clear()
+        found = pieces(model)
+        assert not mixed()
+    for one, other in zip(found, expected, strict=True):
+        close(one, other, 1e-4)
+
+
+@pytest.mark.parametrize("name", ["score_bias_post_ln-encoder", "xf_reformer-encoder", "shared_attention-encoder"])
+def test_gradients_come_back(name, monkeypatch):
+    """Through a bias of scores, which all layers read from a module of the first device; layers run twice. Those of a
+    reversible stack are run backward one sublayer at a time."""
+    case = next(case for case in CASES if str(case) == name)
     grads = []
     for there in (False, True):
         model = case.build(dtype=torch.float32).train()
-        model.gradient_checkpointing_enable()
+        if case.preset.stack.type != "reversible":  # which computes layers again by itself
+            model.gradient_checkpointing_enable()
         if not there:
             case.run(model, tokens(2, 9)).square().sum().backward()
             grads.append({name: one.grad for name, one in model.named_parameters()})

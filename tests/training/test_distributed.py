@@ -260,13 +260,13 @@ def test_what_shares_a_table_under_accelerates_fsdp(case):
 
 
 def test_units_of_fsdp_and_parts_of_device_maps():
-    """Layers that run in pieces are no units; a device map may divide them, but no module with tensors of its own."""
+    """Layers that run in pieces are no units, and whole on a device, as modules with tensors of their own are."""
     model = family("xf_reformer")["ForMaskedLM"](
         config_class("xf_reformer")(**tiny_fields(config_class("xf_reformer"), "encoder"))
     )
     asked = {"__name__": "accelerate.utils.fsdp_utils", "model": model}
     assert eval("model._no_split_modules", asked) == set()
-    assert model._no_split_modules == {"ReformerAttention"}
+    assert model._no_split_modules == {"XFormerLayer", "ReformerAttention"}
 
 
 def test_layers_of_a_class_from_elsewhere_are_found():
