@@ -23,73 +23,19 @@ from typing import Any
 
 from .auto_classes import register_config, register_model
 from .configuration_xformer import XFormerConfig
-from .modeling.head_classes import CLASSES, MODALITY_CLASSES
-
-# Auto classes of the heads; heads without one in transformers fall back to AutoModelForPreTraining.
-_AUTO = {
-    "Model": "AutoModel",
-    "ForReplacedTokenDetection": "AutoModelForPreTraining",
-    "ForReplacedTokenPreTraining": "AutoModelForPreTraining",
-    "ForSegmentReordering": "AutoModelForPreTraining",
-    "ForSpanBoundary": "AutoModelForPreTraining",
-    "ForEntityReplacement": "AutoModelForPreTraining",
-    "ForTextContrast": "AutoModelForPreTraining",
-    "ForPhraseContrast": "AutoModelForPreTraining",
-    "ForContrastivePrediction": "AutoModelForPreTraining",
-    "ForMaskedSentences": "AutoModelForPreTraining",
-    "ForMultiTokenPrediction": "AutoModelForPreTraining",
-    "ForBidirectionalLM": "AutoModelForPreTraining",
-    "ForClozeWriting": "AutoModelForPreTraining",
-}
-# Head name -> the Auto class that resolves it. What it derives from stands in `head_classes`.
-HEADS: dict[str, str] = {
-    head: _AUTO.get(head, f"AutoModelF{head[1:]}")
-    for head in (
-        "Model",
-        "ForMaskedLM",
-        "ForCausalLM",
-        "ForSeq2SeqLM",
-        "ForSequenceClassification",
-        "ForTokenClassification",
-        "ForQuestionAnswering",
-        "ForMultipleChoice",
-        "ForNextSentencePrediction",
-        "ForPreTraining",
-        "ForReplacedTokenDetection",
-        "ForReplacedTokenPreTraining",
-        "ForSegmentReordering",
-        "ForSpanBoundary",
-        "ForEntityReplacement",
-        "ForTextContrast",
-        "ForPhraseContrast",
-        "ForContrastivePrediction",
-        "ForTimeSeriesPrediction",
-        "ForMaskedSentences",
-        "ForMultiTokenPrediction",
-        "ForBidirectionalLM",
-        "ForClozeWriting",
-        "ForImageClassification",
-        "ForMaskedImageModeling",
-        "ForCTC",
-    )
-}
-# Heads that `transformers serve` runs, and the Auto class by which it finds a model that is none of transformers' own.
-SERVED = {"ForCausalLM": "AutoModelForDecision"}
-
-ENCODER_HEADS = (
-    "Model",
-    "ForMaskedLM",
-    "ForSequenceClassification",
-    "ForTokenClassification",
-    "ForQuestionAnswering",
-    "ForMultipleChoice",
+from .core.head_names import (
+    ALL_HEADS,
+    DECODER_HEADS,
+    ENCODER_HEADS,
+    FREE_HEADS,
+    HEADS,
+    IMAGE_HEADS,
+    SENTENCE_PAIR_HEADS,
+    SEQ2SEQ_HEADS,
+    SERVED,
+    SOUND_HEADS,
 )
-SENTENCE_PAIR_HEADS = ("ForNextSentencePrediction", "ForPreTraining")
-DECODER_HEADS = ("Model", "ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
-SEQ2SEQ_HEADS = ("Model", "ForSeq2SeqLM", "ForSequenceClassification", "ForQuestionAnswering")
-IMAGE_HEADS = ("Model", "ForImageClassification")
-SOUND_HEADS = ("Model", "ForCTC")
-ALL_HEADS = (*ENCODER_HEADS, "ForCausalLM", "ForSeq2SeqLM")
+from .modeling.head_classes import CLASSES, MODALITY_CLASSES
 
 
 @dataclass(frozen=True)
@@ -216,8 +162,8 @@ def make_family(
     """Makes `prefix + head` for each of `heads`, registers config and classes with the Auto classes.
 
     config_class: an `XFormerConfig` subclass with its own `model_type`. further: by head the name of a second Auto
-    class that finds it, where its texts are something else, such as images. Returns the classes by head name; the
-    caller assigns them to explicit names in its module, where pickle and `from_pretrained` find them.
+    class that finds it, where its texts are something else, such as images. Returns the classes by head name, and
+    gives the caller's module their names, where imports, pickle and `from_pretrained` find them.
 
     Raises:
         ValueError: unknown head name.
@@ -225,7 +171,7 @@ def make_family(
     unknown = [head for head in heads if head not in HEADS]
     if unknown:
         raise ValueError(f"Unknown head {unknown[0]!r}; heads are: {', '.join(HEADS)}.")
-    module = sys._getframe(1).f_globals["__name__"]
+    module = sys._getframe(1).f_globals
     register_config(config_class)
     family: dict[str, Any] = {}
     classes = {**CLASSES, **MODALITY_CLASSES.get(config_class.modality, {})}
@@ -240,12 +186,35 @@ def make_family(
             family[head] = base
             continue
         doc = f"{(base.__doc__ or '').splitlines()[0]} {info.summary[0].upper()}{info.summary[1:]} ({info.paper})."
-        made = type(name, (base,), {"config_class": config_class, "__module__": module, "__doc__": doc})
+        made = type(name, (base,), {"config_class": config_class, "__module__": module["__name__"], "__doc__": doc})
         _register(head, config_class, made)
         if further is not None and head in further:
             register_model(further[head], config_class, made)
         family[head] = made
+    module.update({prefix + head: made for head, made in family.items()})
     config_class.info = info
     config_class.__doc__ = _documented(config_class)
     config_class.heads = tuple(head for head in heads if family[head] is not None)
     return family
+
+
+__all__ = [
+    "ALL_HEADS",
+    "CHANGES",
+    "DECODER_HEADS",
+    "ENCODER_HEADS",
+    "FREE_HEADS",
+    "HEADS",
+    "IMAGE_HEADS",
+    "SENTENCE_PAIR_HEADS",
+    "SEQ2SEQ_HEADS",
+    "SERVED",
+    "SOUND_HEADS",
+    "SURVEY",
+    "Section",
+    "VariantInfo",
+    "field_defaults",
+    "make_family",
+    "references",
+    "survey_number",
+]

@@ -250,7 +250,9 @@ class XFormerTower(XFormerPreTrainedModel):
         result = self.stack(Pass(*run))
         hidden_states, memories, summaries = result.hidden_states, result.memories, result.summaries
         if self.final_norm is not None:
-            hidden_states = self.final_norm(hidden_states, **norm_inputs(self.final_normalization, result.context))
+            spec = self.final_normalization
+            given = norm_inputs(spec, result.context) if spec.over_tokens else {}
+            hidden_states = self.final_norm(hidden_states, **given)
             memories = None if memories is None else self.final_norm(memories)
             summaries = None if summaries is None else self.final_norm(summaries)
         further: dict[str, Any] = {}

@@ -14,7 +14,7 @@ from transformers.utils import can_return_tuple
 
 from .compat import CACHE, one_cache
 from .configuration_xformer import XFormerConfig
-from .core.cache import make_cache
+from .core.cache import decoder_cache
 from .core.choices import build_choice_loss, joint
 from .core.context import can_inspect, segments_from_positions
 from .core.hand_overs import HandOver
@@ -253,7 +253,7 @@ class XFormerModel(XFormerPreTrainedModel):
             chosen = encoded.log_probs
         if past_key_values is None and (self.config.use_cache if use_cache is None else use_cache):
             if not decoder.recomputes:
-                past_key_values = make_cache(self.config)
+                past_key_values = decoder_cache(decoder.config)
         output = decoder(
             **text,
             encoder_hidden_states=encoded.last_hidden_state if memories is None else memories,

@@ -218,5 +218,10 @@ class XFormerCache(DynamicCache):
 def make_cache(config) -> Cache:
     """An empty cache for a config: of its decoder tower where it has two towers, with room for the memory."""
     if config.is_encoder_decoder:
-        return EncoderDecoderCache(XFormerCache(self_attention_layers(config.tower("decoder"))), DynamicCache())
+        return decoder_cache(config.tower("decoder"))
     return XFormerCache(self_attention_layers(config))
+
+
+def decoder_cache(config) -> EncoderDecoderCache:
+    """An empty cache for the config of a decoder tower, with room for the memory."""
+    return EncoderDecoderCache(XFormerCache(self_attention_layers(config)), DynamicCache())

@@ -11,9 +11,11 @@ import importlib
 import os
 import pkgutil
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ..core import head_names
 from ..core.components import did_you_mean
 
 
@@ -36,8 +38,23 @@ def public_names() -> dict[str, list[str]]:
     for model_type, module in model_types().items():
         name = module.rpartition(".")[2]
         text = (Path(__file__).parent / f"{name}.py").read_text(encoding="utf-8")
-        found[model_type] = re.findall(r"^(?:class )?(XF\w+)(?:\(| = )", text, re.MULTILINE)
+        names = re.findall(r"^class (XF\w+)\(", text, re.MULTILINE)
+        for prefix, heads in _FAMILY.findall(text):
+            names += [prefix + head for head in _heads_in(heads)]
+        found[model_type] = list(dict.fromkeys(names))
     return found
+
+
+# Of a call of `make_family`: the prefix, and the heads, as a tuple or by the name of one in `head_names`.
+_FAMILY = re.compile(r'^(?:_family = )?make_family\(\s*\w+,\s*"(\w+)",\s*(\w+|\([^()]*\)),', re.MULTILINE)
+
+
+def _heads_in(text: str) -> Iterator[str]:
+    for word in re.findall(r'"?\w+"?', text):
+        if word.startswith('"'):
+            yield word.strip('"')
+        else:
+            yield from getattr(head_names, word)
 
 
 def resolve(name: str) -> str:

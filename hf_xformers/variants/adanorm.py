@@ -35,12 +35,4 @@ INFO = VariantInfo(
     ),
 )
 
-_family = make_family(XFAdaNormConfig, "XFAdaNorm", ALL_HEADS, INFO)
-XFAdaNormModel = _family["Model"]
-XFAdaNormForMaskedLM = _family["ForMaskedLM"]
-XFAdaNormForSequenceClassification = _family["ForSequenceClassification"]
-XFAdaNormForTokenClassification = _family["ForTokenClassification"]
-XFAdaNormForQuestionAnswering = _family["ForQuestionAnswering"]
-XFAdaNormForMultipleChoice = _family["ForMultipleChoice"]
-XFAdaNormForCausalLM = _family["ForCausalLM"]
-XFAdaNormForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFAdaNormConfig, "XFAdaNorm", ALL_HEADS, INFO)

@@ -44,12 +44,4 @@ INFO = VariantInfo(
     ),
 )
 
-_family = make_family(XFAdaptiveSpanConfig, "XFAdaptiveSpan", ALL_HEADS, INFO)
-XFAdaptiveSpanModel = _family["Model"]
-XFAdaptiveSpanForMaskedLM = _family["ForMaskedLM"]
-XFAdaptiveSpanForSequenceClassification = _family["ForSequenceClassification"]
-XFAdaptiveSpanForTokenClassification = _family["ForTokenClassification"]
-XFAdaptiveSpanForQuestionAnswering = _family["ForQuestionAnswering"]
-XFAdaptiveSpanForMultipleChoice = _family["ForMultipleChoice"]
-XFAdaptiveSpanForCausalLM = _family["ForCausalLM"]
-XFAdaptiveSpanForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFAdaptiveSpanConfig, "XFAdaptiveSpan", ALL_HEADS, INFO)

@@ -40,12 +40,4 @@ INFO = VariantInfo(
     ),
 )
 
-_family = make_family(XFAdaptivelySparseTransformerConfig, "XFAdaptivelySparseTransformer", ALL_HEADS, INFO)
-XFAdaptivelySparseTransformerModel = _family["Model"]
-XFAdaptivelySparseTransformerForMaskedLM = _family["ForMaskedLM"]
-XFAdaptivelySparseTransformerForSequenceClassification = _family["ForSequenceClassification"]
-XFAdaptivelySparseTransformerForTokenClassification = _family["ForTokenClassification"]
-XFAdaptivelySparseTransformerForQuestionAnswering = _family["ForQuestionAnswering"]
-XFAdaptivelySparseTransformerForMultipleChoice = _family["ForMultipleChoice"]
-XFAdaptivelySparseTransformerForCausalLM = _family["ForCausalLM"]
-XFAdaptivelySparseTransformerForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFAdaptivelySparseTransformerConfig, "XFAdaptivelySparseTransformer", ALL_HEADS, INFO)

@@ -45,12 +45,4 @@ INFO = VariantInfo(
     ),
 )
 
-_family = make_family(XFAdminConfig, "XFAdmin", ALL_HEADS, INFO)
-XFAdminModel = _family["Model"]
-XFAdminForMaskedLM = _family["ForMaskedLM"]
-XFAdminForSequenceClassification = _family["ForSequenceClassification"]
-XFAdminForTokenClassification = _family["ForTokenClassification"]
-XFAdminForQuestionAnswering = _family["ForQuestionAnswering"]
-XFAdminForMultipleChoice = _family["ForMultipleChoice"]
-XFAdminForCausalLM = _family["ForCausalLM"]
-XFAdminForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFAdminConfig, "XFAdmin", ALL_HEADS, INFO)

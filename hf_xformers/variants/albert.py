@@ -76,13 +76,4 @@ INFO = VariantInfo(
     cite="lan2020albert",
 )
 
-_family = make_family(XFAlbertConfig, "XFAlbert", (*ENCODER_HEADS, *SENTENCE_PAIR_HEADS, "ForCausalLM"), INFO)
-XFAlbertModel = _family["Model"]
-XFAlbertForMaskedLM = _family["ForMaskedLM"]
-XFAlbertForSequenceClassification = _family["ForSequenceClassification"]
-XFAlbertForTokenClassification = _family["ForTokenClassification"]
-XFAlbertForQuestionAnswering = _family["ForQuestionAnswering"]
-XFAlbertForMultipleChoice = _family["ForMultipleChoice"]
-XFAlbertForNextSentencePrediction = _family["ForNextSentencePrediction"]
-XFAlbertForPreTraining = _family["ForPreTraining"]
-XFAlbertForCausalLM = _family["ForCausalLM"]
+make_family(XFAlbertConfig, "XFAlbert", (*ENCODER_HEADS, *SENTENCE_PAIR_HEADS, "ForCausalLM"), INFO)

@@ -39,12 +39,4 @@ INFO = VariantInfo(
     ),
 )
 
-_family = make_family(XFAllAttentionConfig, "XFAllAttention", ALL_HEADS, INFO)
-XFAllAttentionModel = _family["Model"]
-XFAllAttentionForMaskedLM = _family["ForMaskedLM"]
-XFAllAttentionForSequenceClassification = _family["ForSequenceClassification"]
-XFAllAttentionForTokenClassification = _family["ForTokenClassification"]
-XFAllAttentionForQuestionAnswering = _family["ForQuestionAnswering"]
-XFAllAttentionForMultipleChoice = _family["ForMultipleChoice"]
-XFAllAttentionForCausalLM = _family["ForCausalLM"]
-XFAllAttentionForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFAllAttentionConfig, "XFAllAttention", ALL_HEADS, INFO)

@@ -38,12 +38,4 @@ INFO = VariantInfo(
     ),
 )
 
-_family = make_family(XFArccosAttentionConfig, "XFArccosAttention", ALL_HEADS, INFO)
-XFArccosAttentionModel = _family["Model"]
-XFArccosAttentionForMaskedLM = _family["ForMaskedLM"]
-XFArccosAttentionForSequenceClassification = _family["ForSequenceClassification"]
-XFArccosAttentionForTokenClassification = _family["ForTokenClassification"]
-XFArccosAttentionForQuestionAnswering = _family["ForQuestionAnswering"]
-XFArccosAttentionForMultipleChoice = _family["ForMultipleChoice"]
-XFArccosAttentionForCausalLM = _family["ForCausalLM"]
-XFArccosAttentionForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFArccosAttentionConfig, "XFArccosAttention", ALL_HEADS, INFO)

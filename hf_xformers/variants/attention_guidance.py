@@ -40,12 +40,4 @@ INFO = VariantInfo(
     cite="deshpande2020guiding",
 )
 
-_family = make_family(XFAttentionGuidanceConfig, "XFAttentionGuidance", ALL_HEADS, INFO)
-XFAttentionGuidanceModel = _family["Model"]
-XFAttentionGuidanceForMaskedLM = _family["ForMaskedLM"]
-XFAttentionGuidanceForSequenceClassification = _family["ForSequenceClassification"]
-XFAttentionGuidanceForTokenClassification = _family["ForTokenClassification"]
-XFAttentionGuidanceForQuestionAnswering = _family["ForQuestionAnswering"]
-XFAttentionGuidanceForMultipleChoice = _family["ForMultipleChoice"]
-XFAttentionGuidanceForCausalLM = _family["ForCausalLM"]
-XFAttentionGuidanceForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFAttentionGuidanceConfig, "XFAttentionGuidance", ALL_HEADS, INFO)

@@ -56,10 +56,4 @@ INFO = VariantInfo(
     ),
 )
 
-_family = make_family(XFAverageAttentionConfig, "XFAverageAttention", (*DECODER_HEADS, "ForSeq2SeqLM"), INFO)
-XFAverageAttentionModel = _family["Model"]
-XFAverageAttentionForCausalLM = _family["ForCausalLM"]
-XFAverageAttentionForSequenceClassification = _family["ForSequenceClassification"]
-XFAverageAttentionForTokenClassification = _family["ForTokenClassification"]
-XFAverageAttentionForQuestionAnswering = _family["ForQuestionAnswering"]
-XFAverageAttentionForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFAverageAttentionConfig, "XFAverageAttention", (*DECODER_HEADS, "ForSeq2SeqLM"), INFO)

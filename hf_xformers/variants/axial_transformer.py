@@ -51,12 +51,4 @@ INFO = VariantInfo(
     ),
 )
 
-_family = make_family(XFAxialTransformerConfig, "XFAxialTransformer", ALL_HEADS, INFO)
-XFAxialTransformerModel = _family["Model"]
-XFAxialTransformerForMaskedLM = _family["ForMaskedLM"]
-XFAxialTransformerForSequenceClassification = _family["ForSequenceClassification"]
-XFAxialTransformerForTokenClassification = _family["ForTokenClassification"]
-XFAxialTransformerForQuestionAnswering = _family["ForQuestionAnswering"]
-XFAxialTransformerForMultipleChoice = _family["ForMultipleChoice"]
-XFAxialTransformerForCausalLM = _family["ForCausalLM"]
-XFAxialTransformerForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFAxialTransformerConfig, "XFAxialTransformer", ALL_HEADS, INFO)

@@ -48,9 +48,4 @@ INFO = VariantInfo(
     cite="lewis2020bart",
 )
 
-_family = make_family(XFBartConfig, "XFBart", (*SEQ2SEQ_HEADS, "ForCausalLM"), INFO)
-XFBartModel = _family["Model"]
-XFBartForSeq2SeqLM = _family["ForSeq2SeqLM"]
-XFBartForSequenceClassification = _family["ForSequenceClassification"]
-XFBartForQuestionAnswering = _family["ForQuestionAnswering"]
-XFBartForCausalLM = _family["ForCausalLM"]
+make_family(XFBartConfig, "XFBart", (*SEQ2SEQ_HEADS, "ForCausalLM"), INFO)

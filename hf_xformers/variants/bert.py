@@ -44,20 +44,16 @@ INFO = VariantInfo(
     cite="devlin2019bert",
 )
 
-_HEADS = (
-    *(*ENCODER_HEADS, *SENTENCE_PAIR_HEADS, "ForEntityReplacement"),
-    *("ForTextContrast", "ForPhraseContrast", "ForCausalLM"),
+make_family(
+    XFBertConfig,
+    "XFBert",
+    (
+        *ENCODER_HEADS,
+        *SENTENCE_PAIR_HEADS,
+        "ForEntityReplacement",
+        "ForTextContrast",
+        "ForPhraseContrast",
+        "ForCausalLM",
+    ),
+    INFO,
 )
-_family = make_family(XFBertConfig, "XFBert", _HEADS, INFO)
-XFBertModel = _family["Model"]
-XFBertForMaskedLM = _family["ForMaskedLM"]
-XFBertForSequenceClassification = _family["ForSequenceClassification"]
-XFBertForTokenClassification = _family["ForTokenClassification"]
-XFBertForQuestionAnswering = _family["ForQuestionAnswering"]
-XFBertForMultipleChoice = _family["ForMultipleChoice"]
-XFBertForNextSentencePrediction = _family["ForNextSentencePrediction"]
-XFBertForPreTraining = _family["ForPreTraining"]
-XFBertForEntityReplacement = _family["ForEntityReplacement"]
-XFBertForTextContrast = _family["ForTextContrast"]
-XFBertForPhraseContrast = _family["ForPhraseContrast"]
-XFBertForCausalLM = _family["ForCausalLM"]

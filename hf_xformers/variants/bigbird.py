@@ -55,12 +55,4 @@ INFO = VariantInfo(
     ),
 )
 
-_family = make_family(XFBigBirdConfig, "XFBigBird", (*ENCODER_HEADS, "ForPreTraining", "ForSeq2SeqLM"), INFO)
-XFBigBirdModel = _family["Model"]
-XFBigBirdForMaskedLM = _family["ForMaskedLM"]
-XFBigBirdForSequenceClassification = _family["ForSequenceClassification"]
-XFBigBirdForTokenClassification = _family["ForTokenClassification"]
-XFBigBirdForQuestionAnswering = _family["ForQuestionAnswering"]
-XFBigBirdForMultipleChoice = _family["ForMultipleChoice"]
-XFBigBirdForPreTraining = _family["ForPreTraining"]
-XFBigBirdForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFBigBirdConfig, "XFBigBird", (*ENCODER_HEADS, "ForPreTraining", "ForSeq2SeqLM"), INFO)

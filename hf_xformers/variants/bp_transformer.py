@@ -38,12 +38,4 @@ INFO = VariantInfo(
     ),
 )
 
-_family = make_family(XFBPTransformerConfig, "XFBPTransformer", ALL_HEADS, INFO)
-XFBPTransformerModel = _family["Model"]
-XFBPTransformerForMaskedLM = _family["ForMaskedLM"]
-XFBPTransformerForSequenceClassification = _family["ForSequenceClassification"]
-XFBPTransformerForTokenClassification = _family["ForTokenClassification"]
-XFBPTransformerForQuestionAnswering = _family["ForQuestionAnswering"]
-XFBPTransformerForMultipleChoice = _family["ForMultipleChoice"]
-XFBPTransformerForCausalLM = _family["ForCausalLM"]
-XFBPTransformerForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFBPTransformerConfig, "XFBPTransformer", ALL_HEADS, INFO)

@@ -39,12 +39,4 @@ INFO = VariantInfo(
     cite="pilault2021conditionally",
 )
 
-_family = make_family(XFCAMTLConfig, "XFCAMTL", ALL_HEADS, INFO)
-XFCAMTLModel = _family["Model"]
-XFCAMTLForMaskedLM = _family["ForMaskedLM"]
-XFCAMTLForSequenceClassification = _family["ForSequenceClassification"]
-XFCAMTLForTokenClassification = _family["ForTokenClassification"]
-XFCAMTLForQuestionAnswering = _family["ForQuestionAnswering"]
-XFCAMTLForMultipleChoice = _family["ForMultipleChoice"]
-XFCAMTLForCausalLM = _family["ForCausalLM"]
-XFCAMTLForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFCAMTLConfig, "XFCAMTL", ALL_HEADS, INFO)

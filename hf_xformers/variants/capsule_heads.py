@@ -33,12 +33,4 @@ INFO = VariantInfo(
     cite="gu2019improving",
 )
 
-_family = make_family(XFCapsuleHeadsConfig, "XFCapsuleHeads", ALL_HEADS, INFO)
-XFCapsuleHeadsModel = _family["Model"]
-XFCapsuleHeadsForMaskedLM = _family["ForMaskedLM"]
-XFCapsuleHeadsForSequenceClassification = _family["ForSequenceClassification"]
-XFCapsuleHeadsForTokenClassification = _family["ForTokenClassification"]
-XFCapsuleHeadsForQuestionAnswering = _family["ForQuestionAnswering"]
-XFCapsuleHeadsForMultipleChoice = _family["ForMultipleChoice"]
-XFCapsuleHeadsForCausalLM = _family["ForCausalLM"]
-XFCapsuleHeadsForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFCapsuleHeadsConfig, "XFCapsuleHeads", ALL_HEADS, INFO)

@@ -36,11 +36,4 @@ INFO = VariantInfo(
     ),
 )
 
-_family = make_family(XFClusteredAttentionConfig, "XFClusteredAttention", (*ENCODER_HEADS, "ForSeq2SeqLM"), INFO)
-XFClusteredAttentionModel = _family["Model"]
-XFClusteredAttentionForMaskedLM = _family["ForMaskedLM"]
-XFClusteredAttentionForSequenceClassification = _family["ForSequenceClassification"]
-XFClusteredAttentionForTokenClassification = _family["ForTokenClassification"]
-XFClusteredAttentionForQuestionAnswering = _family["ForQuestionAnswering"]
-XFClusteredAttentionForMultipleChoice = _family["ForMultipleChoice"]
-XFClusteredAttentionForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFClusteredAttentionConfig, "XFClusteredAttention", (*ENCODER_HEADS, "ForSeq2SeqLM"), INFO)

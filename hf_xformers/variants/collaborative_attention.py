@@ -34,12 +34,4 @@ INFO = VariantInfo(
     cite="cordonnier2020multihead",
 )
 
-_family = make_family(XFCollaborativeAttentionConfig, "XFCollaborativeAttention", ALL_HEADS, INFO)
-XFCollaborativeAttentionModel = _family["Model"]
-XFCollaborativeAttentionForMaskedLM = _family["ForMaskedLM"]
-XFCollaborativeAttentionForSequenceClassification = _family["ForSequenceClassification"]
-XFCollaborativeAttentionForTokenClassification = _family["ForTokenClassification"]
-XFCollaborativeAttentionForQuestionAnswering = _family["ForQuestionAnswering"]
-XFCollaborativeAttentionForMultipleChoice = _family["ForMultipleChoice"]
-XFCollaborativeAttentionForCausalLM = _family["ForCausalLM"]
-XFCollaborativeAttentionForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFCollaborativeAttentionConfig, "XFCollaborativeAttention", ALL_HEADS, INFO)

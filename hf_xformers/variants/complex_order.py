@@ -45,12 +45,4 @@ INFO = VariantInfo(
     ),
 )
 
-_family = make_family(XFComplexOrderConfig, "XFComplexOrder", ALL_HEADS, INFO)
-XFComplexOrderModel = _family["Model"]
-XFComplexOrderForMaskedLM = _family["ForMaskedLM"]
-XFComplexOrderForSequenceClassification = _family["ForSequenceClassification"]
-XFComplexOrderForTokenClassification = _family["ForTokenClassification"]
-XFComplexOrderForQuestionAnswering = _family["ForQuestionAnswering"]
-XFComplexOrderForMultipleChoice = _family["ForMultipleChoice"]
-XFComplexOrderForCausalLM = _family["ForCausalLM"]
-XFComplexOrderForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFComplexOrderConfig, "XFComplexOrder", ALL_HEADS, INFO)

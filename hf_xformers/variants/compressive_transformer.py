@@ -54,9 +54,4 @@ INFO = VariantInfo(
     cite="rae2020compressive",
 )
 
-_family = make_family(XFCompressiveTransformerConfig, "XFCompressiveTransformer", DECODER_HEADS, INFO)
-XFCompressiveTransformerModel = _family["Model"]
-XFCompressiveTransformerForCausalLM = _family["ForCausalLM"]
-XFCompressiveTransformerForSequenceClassification = _family["ForSequenceClassification"]
-XFCompressiveTransformerForTokenClassification = _family["ForTokenClassification"]
-XFCompressiveTransformerForQuestionAnswering = _family["ForQuestionAnswering"]
+make_family(XFCompressiveTransformerConfig, "XFCompressiveTransformer", DECODER_HEADS, INFO)

@@ -50,14 +50,4 @@ INFO = VariantInfo(
     cite="bapna2020controlling",
 )
 
-_family = make_family(
-    XFConditionalComputationTransformerConfig, "XFConditionalComputationTransformer", ALL_HEADS, INFO
-)
-XFConditionalComputationTransformerModel = _family["Model"]
-XFConditionalComputationTransformerForMaskedLM = _family["ForMaskedLM"]
-XFConditionalComputationTransformerForSequenceClassification = _family["ForSequenceClassification"]
-XFConditionalComputationTransformerForTokenClassification = _family["ForTokenClassification"]
-XFConditionalComputationTransformerForQuestionAnswering = _family["ForQuestionAnswering"]
-XFConditionalComputationTransformerForMultipleChoice = _family["ForMultipleChoice"]
-XFConditionalComputationTransformerForCausalLM = _family["ForCausalLM"]
-XFConditionalComputationTransformerForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFConditionalComputationTransformerConfig, "XFConditionalComputationTransformer", ALL_HEADS, INFO)

@@ -67,6 +67,4 @@ INFO = VariantInfo(
     cite="gulati2020conformer",
 )
 
-_family = make_family(XFConformerConfig, "XFConformer", SOUND_HEADS, INFO)
-XFConformerModel = _family["Model"]
-XFConformerForCTC = _family["ForCTC"]
+make_family(XFConformerConfig, "XFConformer", SOUND_HEADS, INFO)

@@ -34,12 +34,4 @@ INFO = VariantInfo(
     notes="The published models read images; with `grid_size` the block convolves in two dimensions (encoders alone).",
 )
 
-_family = make_family(XFCpeConfig, "XFCpe", ALL_HEADS, INFO)
-XFCpeModel = _family["Model"]
-XFCpeForMaskedLM = _family["ForMaskedLM"]
-XFCpeForSequenceClassification = _family["ForSequenceClassification"]
-XFCpeForTokenClassification = _family["ForTokenClassification"]
-XFCpeForQuestionAnswering = _family["ForQuestionAnswering"]
-XFCpeForMultipleChoice = _family["ForMultipleChoice"]
-XFCpeForCausalLM = _family["ForCausalLM"]
-XFCpeForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFCpeConfig, "XFCpe", ALL_HEADS, INFO)

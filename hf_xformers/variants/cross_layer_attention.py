@@ -39,12 +39,7 @@ INFO = VariantInfo(
         "time O(T^2 D); a cache of 2 K d numbers per token in one of n layers, K key heads of width d, and no key and"
         " value projections in the others"
     ),
-    bibtex="""@inproceedings{brandon2024reducing,
-  title={Reducing Transformer Key-Value Cache Size with Cross-Layer Attention},
-  author={Brandon, William and Mishra, Mayank and Nrusimha, Aniruddha and Panda, Rameswar and Ragan-Kelley, Jonathan},
-  booktitle={Advances in Neural Information Processing Systems},
-  year={2024}
-}""",
+    cite="brandon2024reducing",
     notes=(
         "Groups have n = `attention.sharing_factor` layers, and all heads one key head, as in the paper's best models"
         " (`num_key_value_heads`). With `sharing_factor=None` and `first_layer` at half the depth, all layers of the"
@@ -53,12 +48,4 @@ INFO = VariantInfo(
     ),
 )
 
-_family = make_family(XFCrossLayerAttentionConfig, "XFCrossLayerAttention", ALL_HEADS, INFO)
-XFCrossLayerAttentionModel = _family["Model"]
-XFCrossLayerAttentionForMaskedLM = _family["ForMaskedLM"]
-XFCrossLayerAttentionForSequenceClassification = _family["ForSequenceClassification"]
-XFCrossLayerAttentionForTokenClassification = _family["ForTokenClassification"]
-XFCrossLayerAttentionForQuestionAnswering = _family["ForQuestionAnswering"]
-XFCrossLayerAttentionForMultipleChoice = _family["ForMultipleChoice"]
-XFCrossLayerAttentionForCausalLM = _family["ForCausalLM"]
-XFCrossLayerAttentionForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFCrossLayerAttentionConfig, "XFCrossLayerAttention", ALL_HEADS, INFO)

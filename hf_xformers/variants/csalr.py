@@ -39,11 +39,4 @@ INFO = VariantInfo(
     ),
 )
 
-_family = make_family(XFCSALRConfig, "XFCSALR", (*ENCODER_HEADS, "ForSeq2SeqLM"), INFO)
-XFCSALRModel = _family["Model"]
-XFCSALRForMaskedLM = _family["ForMaskedLM"]
-XFCSALRForSequenceClassification = _family["ForSequenceClassification"]
-XFCSALRForTokenClassification = _family["ForTokenClassification"]
-XFCSALRForQuestionAnswering = _family["ForQuestionAnswering"]
-XFCSALRForMultipleChoice = _family["ForMultipleChoice"]
-XFCSALRForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFCSALRConfig, "XFCSALR", (*ENCODER_HEADS, "ForSeq2SeqLM"), INFO)

@@ -56,12 +56,4 @@ INFO = VariantInfo(
     cite="zhao2021memory",
 )
 
-_family = make_family(XFDartsformerConfig, "XFDartsformer", ALL_HEADS, INFO)
-XFDartsformerModel = _family["Model"]
-XFDartsformerForMaskedLM = _family["ForMaskedLM"]
-XFDartsformerForSequenceClassification = _family["ForSequenceClassification"]
-XFDartsformerForTokenClassification = _family["ForTokenClassification"]
-XFDartsformerForQuestionAnswering = _family["ForQuestionAnswering"]
-XFDartsformerForMultipleChoice = _family["ForMultipleChoice"]
-XFDartsformerForCausalLM = _family["ForCausalLM"]
-XFDartsformerForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFDartsformerConfig, "XFDartsformer", ALL_HEADS, INFO)

@@ -82,13 +82,6 @@ INFO = VariantInfo(
 _family = make_family(
     XFDebertaConfig, "XFDeberta", (*ENCODER_HEADS, "ForReplacedTokenDetection", "ForReplacedTokenPreTraining"), INFO
 )
-XFDebertaModel = _family["Model"]
-XFDebertaForSequenceClassification = _family["ForSequenceClassification"]
-XFDebertaForTokenClassification = _family["ForTokenClassification"]
-XFDebertaForQuestionAnswering = _family["ForQuestionAnswering"]
-XFDebertaForMultipleChoice = _family["ForMultipleChoice"]
-XFDebertaForReplacedTokenDetection = _family["ForReplacedTokenDetection"]
-XFDebertaForReplacedTokenPreTraining = _family["ForReplacedTokenPreTraining"]
 
 
 _MaskedLM: Any = _family["ForMaskedLM"]

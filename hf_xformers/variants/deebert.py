@@ -46,7 +46,4 @@ INFO = VariantInfo(
     cite="xin2020deebert",
 )
 
-_family = make_family(XFDeebertConfig, "XFDeebert", ("Model", "ForMaskedLM", "ForSequenceClassification"), INFO)
-XFDeebertModel = _family["Model"]
-XFDeebertForMaskedLM = _family["ForMaskedLM"]
-XFDeebertForSequenceClassification = _family["ForSequenceClassification"]
+make_family(XFDeebertConfig, "XFDeebert", ("Model", "ForMaskedLM", "ForSequenceClassification"), INFO)

@@ -56,14 +56,4 @@ INFO = VariantInfo(
     cite="dai2024deepseekmoe",
 )
 
-_heads = (*ALL_HEADS, "ForMultiTokenPrediction")
-_family = make_family(XFDeepSeekMoEConfig, "XFDeepSeekMoE", _heads, INFO)
-XFDeepSeekMoEModel = _family["Model"]
-XFDeepSeekMoEForMaskedLM = _family["ForMaskedLM"]
-XFDeepSeekMoEForSequenceClassification = _family["ForSequenceClassification"]
-XFDeepSeekMoEForTokenClassification = _family["ForTokenClassification"]
-XFDeepSeekMoEForQuestionAnswering = _family["ForQuestionAnswering"]
-XFDeepSeekMoEForMultipleChoice = _family["ForMultipleChoice"]
-XFDeepSeekMoEForCausalLM = _family["ForCausalLM"]
-XFDeepSeekMoEForSeq2SeqLM = _family["ForSeq2SeqLM"]
-XFDeepSeekMoEForMultiTokenPrediction = _family["ForMultiTokenPrediction"]
+make_family(XFDeepSeekMoEConfig, "XFDeepSeekMoE", (*ALL_HEADS, "ForMultiTokenPrediction"), INFO)

@@ -47,12 +47,4 @@ INFO = VariantInfo(
     cite="mehta2021delight",
 )
 
-_family = make_family(XFDelightConfig, "XFDelight", ALL_HEADS, INFO)
-XFDelightModel = _family["Model"]
-XFDelightForMaskedLM = _family["ForMaskedLM"]
-XFDelightForSequenceClassification = _family["ForSequenceClassification"]
-XFDelightForTokenClassification = _family["ForTokenClassification"]
-XFDelightForQuestionAnswering = _family["ForQuestionAnswering"]
-XFDelightForMultipleChoice = _family["ForMultipleChoice"]
-XFDelightForCausalLM = _family["ForCausalLM"]
-XFDelightForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFDelightConfig, "XFDelight", ALL_HEADS, INFO)

@@ -49,9 +49,4 @@ INFO = VariantInfo(
     ),
 )
 
-_family = make_family(XFDeltaNetConfig, "XFDeltaNet", DECODER_HEADS, INFO)
-XFDeltaNetModel = _family["Model"]
-XFDeltaNetForCausalLM = _family["ForCausalLM"]
-XFDeltaNetForSequenceClassification = _family["ForSequenceClassification"]
-XFDeltaNetForTokenClassification = _family["ForTokenClassification"]
-XFDeltaNetForQuestionAnswering = _family["ForQuestionAnswering"]
+make_family(XFDeltaNetConfig, "XFDeltaNet", DECODER_HEADS, INFO)

@@ -57,9 +57,4 @@ INFO = VariantInfo(
     ),
 )
 
-_family = make_family(XFDeltaProductConfig, "XFDeltaProduct", DECODER_HEADS, INFO)
-XFDeltaProductModel = _family["Model"]
-XFDeltaProductForCausalLM = _family["ForCausalLM"]
-XFDeltaProductForSequenceClassification = _family["ForSequenceClassification"]
-XFDeltaProductForTokenClassification = _family["ForTokenClassification"]
-XFDeltaProductForQuestionAnswering = _family["ForQuestionAnswering"]
+make_family(XFDeltaProductConfig, "XFDeltaProduct", DECODER_HEADS, INFO)

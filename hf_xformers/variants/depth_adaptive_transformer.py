@@ -51,12 +51,9 @@ INFO = VariantInfo(
     cite="elbayad2020depth",
 )
 
-_family = make_family(
+make_family(
     XFDepthAdaptiveTransformerConfig,
     "XFDepthAdaptiveTransformer",
     ("Model", "ForSeq2SeqLM", "ForCausalLM"),
     INFO,
 )
-XFDepthAdaptiveTransformerModel = _family["Model"]
-XFDepthAdaptiveTransformerForSeq2SeqLM = _family["ForSeq2SeqLM"]
-XFDepthAdaptiveTransformerForCausalLM = _family["ForCausalLM"]

@@ -48,12 +48,4 @@ INFO = VariantInfo(
     cite="ye2025differential",
 )
 
-_family = make_family(XFDifferentialTransformerConfig, "XFDifferentialTransformer", ALL_HEADS, INFO)
-XFDifferentialTransformerModel = _family["Model"]
-XFDifferentialTransformerForMaskedLM = _family["ForMaskedLM"]
-XFDifferentialTransformerForSequenceClassification = _family["ForSequenceClassification"]
-XFDifferentialTransformerForTokenClassification = _family["ForTokenClassification"]
-XFDifferentialTransformerForQuestionAnswering = _family["ForQuestionAnswering"]
-XFDifferentialTransformerForMultipleChoice = _family["ForMultipleChoice"]
-XFDifferentialTransformerForCausalLM = _family["ForCausalLM"]
-XFDifferentialTransformerForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFDifferentialTransformerConfig, "XFDifferentialTransformer", ALL_HEADS, INFO)

@@ -38,12 +38,4 @@ INFO = VariantInfo(
     cite="li2018multihead",
 )
 
-_family = make_family(XFDisagreementRegularizationConfig, "XFDisagreementRegularization", ALL_HEADS, INFO)
-XFDisagreementRegularizationModel = _family["Model"]
-XFDisagreementRegularizationForMaskedLM = _family["ForMaskedLM"]
-XFDisagreementRegularizationForSequenceClassification = _family["ForSequenceClassification"]
-XFDisagreementRegularizationForTokenClassification = _family["ForTokenClassification"]
-XFDisagreementRegularizationForQuestionAnswering = _family["ForQuestionAnswering"]
-XFDisagreementRegularizationForMultipleChoice = _family["ForMultipleChoice"]
-XFDisagreementRegularizationForCausalLM = _family["ForCausalLM"]
-XFDisagreementRegularizationForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFDisagreementRegularizationConfig, "XFDisagreementRegularization", ALL_HEADS, INFO)

@@ -37,12 +37,4 @@ INFO = VariantInfo(
     ),
 )
 
-_family = make_family(XFDpfpConfig, "XFDpfp", ALL_HEADS, INFO)
-XFDpfpModel = _family["Model"]
-XFDpfpForMaskedLM = _family["ForMaskedLM"]
-XFDpfpForSequenceClassification = _family["ForSequenceClassification"]
-XFDpfpForTokenClassification = _family["ForTokenClassification"]
-XFDpfpForQuestionAnswering = _family["ForQuestionAnswering"]
-XFDpfpForMultipleChoice = _family["ForMultipleChoice"]
-XFDpfpForCausalLM = _family["ForCausalLM"]
-XFDpfpForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFDpfpConfig, "XFDpfp", ALL_HEADS, INFO)

@@ -32,12 +32,4 @@ INFO = VariantInfo(
     ),
 )
 
-_family = make_family(XFDynamicTanhConfig, "XFDynamicTanh", ALL_HEADS, INFO)
-XFDynamicTanhModel = _family["Model"]
-XFDynamicTanhForMaskedLM = _family["ForMaskedLM"]
-XFDynamicTanhForSequenceClassification = _family["ForSequenceClassification"]
-XFDynamicTanhForTokenClassification = _family["ForTokenClassification"]
-XFDynamicTanhForQuestionAnswering = _family["ForQuestionAnswering"]
-XFDynamicTanhForMultipleChoice = _family["ForMultipleChoice"]
-XFDynamicTanhForCausalLM = _family["ForCausalLM"]
-XFDynamicTanhForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFDynamicTanhConfig, "XFDynamicTanh", ALL_HEADS, INFO)

@@ -63,18 +63,9 @@ INFO = VariantInfo(
     cite="clark2020electra",
 )
 
-_family = make_family(
+make_family(
     XFElectraConfig,
     "XFElectra",
     (*ENCODER_HEADS, "ForReplacedTokenDetection", "ForReplacedTokenPreTraining", "ForCausalLM"),
     INFO,
 )
-XFElectraModel = _family["Model"]
-XFElectraForMaskedLM = _family["ForMaskedLM"]
-XFElectraForSequenceClassification = _family["ForSequenceClassification"]
-XFElectraForTokenClassification = _family["ForTokenClassification"]
-XFElectraForQuestionAnswering = _family["ForQuestionAnswering"]
-XFElectraForMultipleChoice = _family["ForMultipleChoice"]
-XFElectraForReplacedTokenDetection = _family["ForReplacedTokenDetection"]
-XFElectraForReplacedTokenPreTraining = _family["ForReplacedTokenPreTraining"]
-XFElectraForCausalLM = _family["ForCausalLM"]

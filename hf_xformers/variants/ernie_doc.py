@@ -58,12 +58,4 @@ INFO = VariantInfo(
     cite="ding2021erniedoc",
 )
 
-_family = make_family(XFErnieDocConfig, "XFErnieDoc", (*ENCODER_HEADS, "ForSegmentReordering", "ForCausalLM"), INFO)
-XFErnieDocModel = _family["Model"]
-XFErnieDocForMaskedLM = _family["ForMaskedLM"]
-XFErnieDocForSequenceClassification = _family["ForSequenceClassification"]
-XFErnieDocForTokenClassification = _family["ForTokenClassification"]
-XFErnieDocForQuestionAnswering = _family["ForQuestionAnswering"]
-XFErnieDocForMultipleChoice = _family["ForMultipleChoice"]
-XFErnieDocForSegmentReordering = _family["ForSegmentReordering"]
-XFErnieDocForCausalLM = _family["ForCausalLM"]
+make_family(XFErnieDocConfig, "XFErnieDoc", (*ENCODER_HEADS, "ForSegmentReordering", "ForCausalLM"), INFO)

@@ -57,12 +57,4 @@ INFO = VariantInfo(
     ),
 )
 
-_family = make_family(XFETCConfig, "XFETC", (*ENCODER_HEADS, "ForSeq2SeqLM", "ForContrastivePrediction"), INFO)
-XFETCModel = _family["Model"]
-XFETCForMaskedLM = _family["ForMaskedLM"]
-XFETCForSequenceClassification = _family["ForSequenceClassification"]
-XFETCForTokenClassification = _family["ForTokenClassification"]
-XFETCForQuestionAnswering = _family["ForQuestionAnswering"]
-XFETCForMultipleChoice = _family["ForMultipleChoice"]
-XFETCForSeq2SeqLM = _family["ForSeq2SeqLM"]
-XFETCForContrastivePrediction = _family["ForContrastivePrediction"]
+make_family(XFETCConfig, "XFETC", (*ENCODER_HEADS, "ForSeq2SeqLM", "ForContrastivePrediction"), INFO)

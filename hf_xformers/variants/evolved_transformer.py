@@ -50,12 +50,4 @@ INFO = VariantInfo(
     cite="so2019evolved",
 )
 
-_family = make_family(XFEvolvedTransformerConfig, "XFEvolvedTransformer", ALL_HEADS, INFO)
-XFEvolvedTransformerModel = _family["Model"]
-XFEvolvedTransformerForMaskedLM = _family["ForMaskedLM"]
-XFEvolvedTransformerForSequenceClassification = _family["ForSequenceClassification"]
-XFEvolvedTransformerForTokenClassification = _family["ForTokenClassification"]
-XFEvolvedTransformerForQuestionAnswering = _family["ForQuestionAnswering"]
-XFEvolvedTransformerForMultipleChoice = _family["ForMultipleChoice"]
-XFEvolvedTransformerForCausalLM = _family["ForCausalLM"]
-XFEvolvedTransformerForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFEvolvedTransformerConfig, "XFEvolvedTransformer", ALL_HEADS, INFO)

@@ -35,12 +35,4 @@ INFO = VariantInfo(
     ),
 )
 
-_family = make_family(XFExpertPrototypingConfig, "XFExpertPrototyping", ALL_HEADS, INFO)
-XFExpertPrototypingModel = _family["Model"]
-XFExpertPrototypingForMaskedLM = _family["ForMaskedLM"]
-XFExpertPrototypingForSequenceClassification = _family["ForSequenceClassification"]
-XFExpertPrototypingForTokenClassification = _family["ForTokenClassification"]
-XFExpertPrototypingForQuestionAnswering = _family["ForQuestionAnswering"]
-XFExpertPrototypingForMultipleChoice = _family["ForMultipleChoice"]
-XFExpertPrototypingForCausalLM = _family["ForCausalLM"]
-XFExpertPrototypingForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFExpertPrototypingConfig, "XFExpertPrototyping", ALL_HEADS, INFO)

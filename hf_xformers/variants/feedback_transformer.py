@@ -47,9 +47,4 @@ INFO = VariantInfo(
     cite="fan2020addressing",
 )
 
-_family = make_family(XFFeedbackTransformerConfig, "XFFeedbackTransformer", DECODER_HEADS, INFO)
-XFFeedbackTransformerModel = _family["Model"]
-XFFeedbackTransformerForCausalLM = _family["ForCausalLM"]
-XFFeedbackTransformerForSequenceClassification = _family["ForSequenceClassification"]
-XFFeedbackTransformerForTokenClassification = _family["ForTokenClassification"]
-XFFeedbackTransformerForQuestionAnswering = _family["ForQuestionAnswering"]
+make_family(XFFeedbackTransformerConfig, "XFFeedbackTransformer", DECODER_HEADS, INFO)

@@ -40,12 +40,4 @@ INFO = VariantInfo(
     ),
 )
 
-_family = make_family(XFFloaterConfig, "XFFloater", ALL_HEADS, INFO)
-XFFloaterModel = _family["Model"]
-XFFloaterForMaskedLM = _family["ForMaskedLM"]
-XFFloaterForSequenceClassification = _family["ForSequenceClassification"]
-XFFloaterForTokenClassification = _family["ForTokenClassification"]
-XFFloaterForQuestionAnswering = _family["ForQuestionAnswering"]
-XFFloaterForMultipleChoice = _family["ForMultipleChoice"]
-XFFloaterForCausalLM = _family["ForCausalLM"]
-XFFloaterForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFFloaterConfig, "XFFloater", ALL_HEADS, INFO)

@@ -45,9 +45,4 @@ INFO = VariantInfo(
     cite="lin2025forgetting",
 )
 
-_family = make_family(XFForgettingTransformerConfig, "XFForgettingTransformer", DECODER_HEADS, INFO)
-XFForgettingTransformerModel = _family["Model"]
-XFForgettingTransformerForCausalLM = _family["ForCausalLM"]
-XFForgettingTransformerForSequenceClassification = _family["ForSequenceClassification"]
-XFForgettingTransformerForTokenClassification = _family["ForTokenClassification"]
-XFForgettingTransformerForQuestionAnswering = _family["ForQuestionAnswering"]
+make_family(XFForgettingTransformerConfig, "XFForgettingTransformer", DECODER_HEADS, INFO)

@@ -49,13 +49,4 @@ INFO = VariantInfo(
     cite="dai2020funnel",
 )
 
-_family = make_family(
-    XFFunnelTransformerConfig, "XFFunnelTransformer", (*ENCODER_HEADS, "ForReplacedTokenDetection"), INFO
-)
-XFFunnelTransformerModel = _family["Model"]
-XFFunnelTransformerForMaskedLM = _family["ForMaskedLM"]
-XFFunnelTransformerForSequenceClassification = _family["ForSequenceClassification"]
-XFFunnelTransformerForTokenClassification = _family["ForTokenClassification"]
-XFFunnelTransformerForQuestionAnswering = _family["ForQuestionAnswering"]
-XFFunnelTransformerForMultipleChoice = _family["ForMultipleChoice"]
-XFFunnelTransformerForReplacedTokenDetection = _family["ForReplacedTokenDetection"]
+make_family(XFFunnelTransformerConfig, "XFFunnelTransformer", (*ENCODER_HEADS, "ForReplacedTokenDetection"), INFO)

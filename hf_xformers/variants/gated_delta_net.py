@@ -54,9 +54,4 @@ INFO = VariantInfo(
     ),
 )
 
-_family = make_family(XFGatedDeltaNetConfig, "XFGatedDeltaNet", DECODER_HEADS, INFO)
-XFGatedDeltaNetModel = _family["Model"]
-XFGatedDeltaNetForCausalLM = _family["ForCausalLM"]
-XFGatedDeltaNetForSequenceClassification = _family["ForSequenceClassification"]
-XFGatedDeltaNetForTokenClassification = _family["ForTokenClassification"]
-XFGatedDeltaNetForQuestionAnswering = _family["ForQuestionAnswering"]
+make_family(XFGatedDeltaNetConfig, "XFGatedDeltaNet", DECODER_HEADS, INFO)

@@ -39,12 +39,4 @@ INFO = VariantInfo(
     ),
 )
 
-_family = make_family(XFGaussianTransformerConfig, "XFGaussianTransformer", ALL_HEADS, INFO)
-XFGaussianTransformerModel = _family["Model"]
-XFGaussianTransformerForMaskedLM = _family["ForMaskedLM"]
-XFGaussianTransformerForSequenceClassification = _family["ForSequenceClassification"]
-XFGaussianTransformerForTokenClassification = _family["ForTokenClassification"]
-XFGaussianTransformerForQuestionAnswering = _family["ForQuestionAnswering"]
-XFGaussianTransformerForMultipleChoice = _family["ForMultipleChoice"]
-XFGaussianTransformerForCausalLM = _family["ForCausalLM"]
-XFGaussianTransformerForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFGaussianTransformerConfig, "XFGaussianTransformer", ALL_HEADS, INFO)

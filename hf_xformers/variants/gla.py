@@ -50,9 +50,4 @@ INFO = VariantInfo(
     ),
 )
 
-_family = make_family(XFGlaConfig, "XFGla", DECODER_HEADS, INFO)
-XFGlaModel = _family["Model"]
-XFGlaForCausalLM = _family["ForCausalLM"]
-XFGlaForSequenceClassification = _family["ForSequenceClassification"]
-XFGlaForTokenClassification = _family["ForTokenClassification"]
-XFGlaForQuestionAnswering = _family["ForQuestionAnswering"]
+make_family(XFGlaConfig, "XFGla", DECODER_HEADS, INFO)

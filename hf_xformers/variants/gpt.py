@@ -35,10 +35,4 @@ INFO = VariantInfo(
     cite="radford2018improving",
 )
 
-_family = make_family(XFGPTConfig, "XFGPT", (*DECODER_HEADS, "ForBidirectionalLM"), INFO)
-XFGPTModel = _family["Model"]
-XFGPTForCausalLM = _family["ForCausalLM"]
-XFGPTForSequenceClassification = _family["ForSequenceClassification"]
-XFGPTForTokenClassification = _family["ForTokenClassification"]
-XFGPTForQuestionAnswering = _family["ForQuestionAnswering"]
-XFGPTForBidirectionalLM = _family["ForBidirectionalLM"]
+make_family(XFGPTConfig, "XFGPT", (*DECODER_HEADS, "ForBidirectionalLM"), INFO)

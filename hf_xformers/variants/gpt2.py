@@ -58,9 +58,4 @@ INFO = VariantInfo(
     cite="radford2019language",
 )
 
-_family = make_family(XFGPT2Config, "XFGPT2", DECODER_HEADS, INFO)
-XFGPT2Model = _family["Model"]
-XFGPT2ForCausalLM = _family["ForCausalLM"]
-XFGPT2ForSequenceClassification = _family["ForSequenceClassification"]
-XFGPT2ForTokenClassification = _family["ForTokenClassification"]
-XFGPT2ForQuestionAnswering = _family["ForQuestionAnswering"]
+make_family(XFGPT2Config, "XFGPT2", DECODER_HEADS, INFO)

@@ -136,9 +136,4 @@ INFO = VariantInfo(
     "`first_layer`). The sizes are those of its 125M model.",
 )
 
-_family = make_family(XFGPT3AlternatingConfig, "XFGPT3Alternating", DECODER_HEADS, INFO)
-XFGPT3AlternatingModel = _family["Model"]
-XFGPT3AlternatingForCausalLM = _family["ForCausalLM"]
-XFGPT3AlternatingForSequenceClassification = _family["ForSequenceClassification"]
-XFGPT3AlternatingForTokenClassification = _family["ForTokenClassification"]
-XFGPT3AlternatingForQuestionAnswering = _family["ForQuestionAnswering"]
+make_family(XFGPT3AlternatingConfig, "XFGPT3Alternating", DECODER_HEADS, INFO)

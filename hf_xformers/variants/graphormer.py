@@ -48,10 +48,4 @@ INFO = VariantInfo(
     ),
 )
 
-_family = make_family(XFGraphormerConfig, "XFGraphormer", ENCODER_HEADS, INFO)
-XFGraphormerModel = _family["Model"]
-XFGraphormerForMaskedLM = _family["ForMaskedLM"]
-XFGraphormerForSequenceClassification = _family["ForSequenceClassification"]
-XFGraphormerForTokenClassification = _family["ForTokenClassification"]
-XFGraphormerForQuestionAnswering = _family["ForQuestionAnswering"]
-XFGraphormerForMultipleChoice = _family["ForMultipleChoice"]
+make_family(XFGraphormerConfig, "XFGraphormer", ENCODER_HEADS, INFO)

@@ -37,12 +37,4 @@ INFO = VariantInfo(
     ),
 )
 
-_family = make_family(XFGShardMoEConfig, "XFGShardMoE", ALL_HEADS, INFO)
-XFGShardMoEModel = _family["Model"]
-XFGShardMoEForMaskedLM = _family["ForMaskedLM"]
-XFGShardMoEForSequenceClassification = _family["ForSequenceClassification"]
-XFGShardMoEForTokenClassification = _family["ForTokenClassification"]
-XFGShardMoEForQuestionAnswering = _family["ForQuestionAnswering"]
-XFGShardMoEForMultipleChoice = _family["ForMultipleChoice"]
-XFGShardMoEForCausalLM = _family["ForCausalLM"]
-XFGShardMoEForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFGShardMoEConfig, "XFGShardMoE", ALL_HEADS, INFO)

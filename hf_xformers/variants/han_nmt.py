@@ -55,8 +55,4 @@ INFO = VariantInfo(
     cite="miculicich2018document",
 )
 
-_family = make_family(XFHanNmtConfig, "XFHanNmt", SEQ2SEQ_HEADS, INFO)
-XFHanNmtModel = _family["Model"]
-XFHanNmtForSeq2SeqLM = _family["ForSeq2SeqLM"]
-XFHanNmtForSequenceClassification = _family["ForSequenceClassification"]
-XFHanNmtForQuestionAnswering = _family["ForQuestionAnswering"]
+make_family(XFHanNmtConfig, "XFHanNmt", SEQ2SEQ_HEADS, INFO)

@@ -42,12 +42,4 @@ INFO = VariantInfo(
     ),
 )
 
-_family = make_family(XFHardCodedGaussianConfig, "XFHardCodedGaussian", ALL_HEADS, INFO)
-XFHardCodedGaussianModel = _family["Model"]
-XFHardCodedGaussianForMaskedLM = _family["ForMaskedLM"]
-XFHardCodedGaussianForSequenceClassification = _family["ForSequenceClassification"]
-XFHardCodedGaussianForTokenClassification = _family["ForTokenClassification"]
-XFHardCodedGaussianForQuestionAnswering = _family["ForQuestionAnswering"]
-XFHardCodedGaussianForMultipleChoice = _family["ForMultipleChoice"]
-XFHardCodedGaussianForCausalLM = _family["ForCausalLM"]
-XFHardCodedGaussianForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFHardCodedGaussianConfig, "XFHardCodedGaussian", ALL_HEADS, INFO)

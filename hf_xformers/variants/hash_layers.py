@@ -35,12 +35,4 @@ INFO = VariantInfo(
     ),
 )
 
-_family = make_family(XFHashLayersConfig, "XFHashLayers", ALL_HEADS, INFO)
-XFHashLayersModel = _family["Model"]
-XFHashLayersForMaskedLM = _family["ForMaskedLM"]
-XFHashLayersForSequenceClassification = _family["ForSequenceClassification"]
-XFHashLayersForTokenClassification = _family["ForTokenClassification"]
-XFHashLayersForQuestionAnswering = _family["ForQuestionAnswering"]
-XFHashLayersForMultipleChoice = _family["ForMultipleChoice"]
-XFHashLayersForCausalLM = _family["ForCausalLM"]
-XFHashLayersForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFHashLayersConfig, "XFHashLayers", ALL_HEADS, INFO)

@@ -52,9 +52,4 @@ INFO = VariantInfo(
     ),
 )
 
-_family = make_family(XFHgrn2Config, "XFHgrn2", DECODER_HEADS, INFO)
-XFHgrn2Model = _family["Model"]
-XFHgrn2ForCausalLM = _family["ForCausalLM"]
-XFHgrn2ForSequenceClassification = _family["ForSequenceClassification"]
-XFHgrn2ForTokenClassification = _family["ForTokenClassification"]
-XFHgrn2ForQuestionAnswering = _family["ForQuestionAnswering"]
+make_family(XFHgrn2Config, "XFHgrn2", DECODER_HEADS, INFO)

@@ -47,10 +47,4 @@ INFO = VariantInfo(
     cite="wu2021hi",
 )
 
-_family = make_family(XFHiTransformerConfig, "XFHiTransformer", ENCODER_HEADS, INFO)
-XFHiTransformerModel = _family["Model"]
-XFHiTransformerForMaskedLM = _family["ForMaskedLM"]
-XFHiTransformerForSequenceClassification = _family["ForSequenceClassification"]
-XFHiTransformerForTokenClassification = _family["ForTokenClassification"]
-XFHiTransformerForQuestionAnswering = _family["ForQuestionAnswering"]
-XFHiTransformerForMultipleChoice = _family["ForMultipleChoice"]
+make_family(XFHiTransformerConfig, "XFHiTransformer", ENCODER_HEADS, INFO)

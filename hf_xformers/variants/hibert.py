@@ -56,11 +56,4 @@ INFO = VariantInfo(
     cite="zhang2019hibert",
 )
 
-_family = make_family(XFHibertConfig, "XFHibert", (*ENCODER_HEADS, "ForMaskedSentences"), INFO)
-XFHibertModel = _family["Model"]
-XFHibertForMaskedLM = _family["ForMaskedLM"]
-XFHibertForSequenceClassification = _family["ForSequenceClassification"]
-XFHibertForTokenClassification = _family["ForTokenClassification"]
-XFHibertForQuestionAnswering = _family["ForQuestionAnswering"]
-XFHibertForMultipleChoice = _family["ForMultipleChoice"]
-XFHibertForMaskedSentences = _family["ForMaskedSentences"]
+make_family(XFHibertConfig, "XFHibert", (*ENCODER_HEADS, "ForMaskedSentences"), INFO)

@@ -60,8 +60,4 @@ INFO = VariantInfo(
     cite="liu2019hierarchical",
 )
 
-_family = make_family(XFHiersummConfig, "XFHiersumm", SEQ2SEQ_HEADS, INFO)
-XFHiersummModel = _family["Model"]
-XFHiersummForSeq2SeqLM = _family["ForSeq2SeqLM"]
-XFHiersummForSequenceClassification = _family["ForSequenceClassification"]
-XFHiersummForQuestionAnswering = _family["ForQuestionAnswering"]
+make_family(XFHiersummConfig, "XFHiersumm", SEQ2SEQ_HEADS, INFO)

@@ -76,13 +76,10 @@ INFO = VariantInfo(
     cite="chen2020generative",
 )
 
-_family = make_family(
+make_family(
     XFImageGPTConfig,
     "XFImageGPT",
     ("Model", "ForCausalLM", "ForSequenceClassification"),
     INFO,
     further={"ForSequenceClassification": "AutoModelForImageClassification"},
 )
-XFImageGPTModel = _family["Model"]
-XFImageGPTForCausalLM = _family["ForCausalLM"]
-XFImageGPTForSequenceClassification = _family["ForSequenceClassification"]

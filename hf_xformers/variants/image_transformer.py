@@ -50,18 +50,10 @@ INFO = VariantInfo(
     ),
 )
 
-_family = make_family(
+make_family(
     XFImageTransformerConfig,
     "XFImageTransformer",
     ALL_HEADS,
     INFO,
     further={"ForSequenceClassification": "AutoModelForImageClassification"},
 )
-XFImageTransformerModel = _family["Model"]
-XFImageTransformerForMaskedLM = _family["ForMaskedLM"]
-XFImageTransformerForSequenceClassification = _family["ForSequenceClassification"]
-XFImageTransformerForTokenClassification = _family["ForTokenClassification"]
-XFImageTransformerForQuestionAnswering = _family["ForQuestionAnswering"]
-XFImageTransformerForMultipleChoice = _family["ForMultipleChoice"]
-XFImageTransformerForCausalLM = _family["ForCausalLM"]
-XFImageTransformerForSeq2SeqLM = _family["ForSeq2SeqLM"]

@@ -39,13 +39,4 @@ INFO = VariantInfo(
     ),
 )
 
-_family = make_family(
-    XFImprovedClusteredAttentionConfig, "XFImprovedClusteredAttention", (*ENCODER_HEADS, "ForSeq2SeqLM"), INFO
-)
-XFImprovedClusteredAttentionModel = _family["Model"]
-XFImprovedClusteredAttentionForMaskedLM = _family["ForMaskedLM"]
-XFImprovedClusteredAttentionForSequenceClassification = _family["ForSequenceClassification"]
-XFImprovedClusteredAttentionForTokenClassification = _family["ForTokenClassification"]
-XFImprovedClusteredAttentionForQuestionAnswering = _family["ForQuestionAnswering"]
-XFImprovedClusteredAttentionForMultipleChoice = _family["ForMultipleChoice"]
-XFImprovedClusteredAttentionForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFImprovedClusteredAttentionConfig, "XFImprovedClusteredAttention", (*ENCODER_HEADS, "ForSeq2SeqLM"), INFO)

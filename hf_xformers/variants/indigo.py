@@ -62,10 +62,6 @@ INFO = VariantInfo(
 )
 
 _family = make_family(XFIndigoConfig, "XFIndigo", DECODER_HEADS, INFO)
-XFIndigoModel = _family["Model"]
-XFIndigoForSequenceClassification = _family["ForSequenceClassification"]
-XFIndigoForTokenClassification = _family["ForTokenClassification"]
-XFIndigoForQuestionAnswering = _family["ForQuestionAnswering"]
 
 
 _CausalLM: Any = _family["ForCausalLM"]

@@ -53,13 +53,4 @@ INFO = VariantInfo(
     ),
 )
 
-_HEADS = (*ENCODER_HEADS, "ForSeq2SeqLM", "ForTimeSeriesPrediction")
-_family = make_family(XFInformerConfig, "XFInformer", _HEADS, INFO)
-XFInformerModel = _family["Model"]
-XFInformerForMaskedLM = _family["ForMaskedLM"]
-XFInformerForSequenceClassification = _family["ForSequenceClassification"]
-XFInformerForTokenClassification = _family["ForTokenClassification"]
-XFInformerForQuestionAnswering = _family["ForQuestionAnswering"]
-XFInformerForMultipleChoice = _family["ForMultipleChoice"]
-XFInformerForSeq2SeqLM = _family["ForSeq2SeqLM"]
-XFInformerForTimeSeriesPrediction = _family["ForTimeSeriesPrediction"]
+make_family(XFInformerConfig, "XFInformer", (*ENCODER_HEADS, "ForSeq2SeqLM", "ForTimeSeriesPrediction"), INFO)

@@ -51,9 +51,4 @@ INFO = VariantInfo(
     ),
 )
 
-_family = make_family(XFKimiDeltaAttentionConfig, "XFKimiDeltaAttention", DECODER_HEADS, INFO)
-XFKimiDeltaAttentionModel = _family["Model"]
-XFKimiDeltaAttentionForCausalLM = _family["ForCausalLM"]
-XFKimiDeltaAttentionForSequenceClassification = _family["ForSequenceClassification"]
-XFKimiDeltaAttentionForTokenClassification = _family["ForTokenClassification"]
-XFKimiDeltaAttentionForQuestionAnswering = _family["ForQuestionAnswering"]
+make_family(XFKimiDeltaAttentionConfig, "XFKimiDeltaAttention", DECODER_HEADS, INFO)

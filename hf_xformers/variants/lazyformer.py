@@ -38,12 +38,4 @@ INFO = VariantInfo(
     ),
 )
 
-_family = make_family(XFLazyFormerConfig, "XFLazyFormer", ALL_HEADS, INFO)
-XFLazyFormerModel = _family["Model"]
-XFLazyFormerForMaskedLM = _family["ForMaskedLM"]
-XFLazyFormerForSequenceClassification = _family["ForSequenceClassification"]
-XFLazyFormerForTokenClassification = _family["ForTokenClassification"]
-XFLazyFormerForQuestionAnswering = _family["ForQuestionAnswering"]
-XFLazyFormerForMultipleChoice = _family["ForMultipleChoice"]
-XFLazyFormerForCausalLM = _family["ForCausalLM"]
-XFLazyFormerForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFLazyFormerConfig, "XFLazyFormer", ALL_HEADS, INFO)

@@ -37,12 +37,4 @@ INFO = VariantInfo(
     ),
 )
 
-_family = make_family(XFLearnableSinusoidalConfig, "XFLearnableSinusoidal", ALL_HEADS, INFO)
-XFLearnableSinusoidalModel = _family["Model"]
-XFLearnableSinusoidalForMaskedLM = _family["ForMaskedLM"]
-XFLearnableSinusoidalForSequenceClassification = _family["ForSequenceClassification"]
-XFLearnableSinusoidalForTokenClassification = _family["ForTokenClassification"]
-XFLearnableSinusoidalForQuestionAnswering = _family["ForQuestionAnswering"]
-XFLearnableSinusoidalForMultipleChoice = _family["ForMultipleChoice"]
-XFLearnableSinusoidalForCausalLM = _family["ForCausalLM"]
-XFLearnableSinusoidalForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFLearnableSinusoidalConfig, "XFLearnableSinusoidal", ALL_HEADS, INFO)

@@ -51,9 +51,4 @@ INFO = VariantInfo(
     ),
 )
 
-_family = make_family(XFLightningAttentionConfig, "XFLightningAttention", DECODER_HEADS, INFO)
-XFLightningAttentionModel = _family["Model"]
-XFLightningAttentionForCausalLM = _family["ForCausalLM"]
-XFLightningAttentionForSequenceClassification = _family["ForSequenceClassification"]
-XFLightningAttentionForTokenClassification = _family["ForTokenClassification"]
-XFLightningAttentionForQuestionAnswering = _family["ForQuestionAnswering"]
+make_family(XFLightningAttentionConfig, "XFLightningAttention", DECODER_HEADS, INFO)

@@ -42,12 +42,4 @@ INFO = VariantInfo(
     notes="There are no attention probabilities, so `attention_probs_dropout_prob` has no effect.",
 )
 
-_family = make_family(XFLinearTransformerConfig, "XFLinearTransformer", ALL_HEADS, INFO)
-XFLinearTransformerModel = _family["Model"]
-XFLinearTransformerForMaskedLM = _family["ForMaskedLM"]
-XFLinearTransformerForSequenceClassification = _family["ForSequenceClassification"]
-XFLinearTransformerForTokenClassification = _family["ForTokenClassification"]
-XFLinearTransformerForQuestionAnswering = _family["ForQuestionAnswering"]
-XFLinearTransformerForMultipleChoice = _family["ForMultipleChoice"]
-XFLinearTransformerForCausalLM = _family["ForCausalLM"]
-XFLinearTransformerForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFLinearTransformerConfig, "XFLinearTransformer", ALL_HEADS, INFO)

@@ -39,11 +39,4 @@ INFO = VariantInfo(
     ),
 )
 
-_family = make_family(XFLinformerConfig, "XFLinformer", (*ENCODER_HEADS, "ForSeq2SeqLM"), INFO)
-XFLinformerModel = _family["Model"]
-XFLinformerForMaskedLM = _family["ForMaskedLM"]
-XFLinformerForSequenceClassification = _family["ForSequenceClassification"]
-XFLinformerForTokenClassification = _family["ForTokenClassification"]
-XFLinformerForQuestionAnswering = _family["ForQuestionAnswering"]
-XFLinformerForMultipleChoice = _family["ForMultipleChoice"]
-XFLinformerForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFLinformerConfig, "XFLinformer", (*ENCODER_HEADS, "ForSeq2SeqLM"), INFO)

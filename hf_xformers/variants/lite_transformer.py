@@ -46,12 +46,4 @@ INFO = VariantInfo(
     cite="wu2020lite",
 )
 
-_family = make_family(XFLiteTransformerConfig, "XFLiteTransformer", ALL_HEADS, INFO)
-XFLiteTransformerModel = _family["Model"]
-XFLiteTransformerForMaskedLM = _family["ForMaskedLM"]
-XFLiteTransformerForSequenceClassification = _family["ForSequenceClassification"]
-XFLiteTransformerForTokenClassification = _family["ForTokenClassification"]
-XFLiteTransformerForQuestionAnswering = _family["ForQuestionAnswering"]
-XFLiteTransformerForMultipleChoice = _family["ForMultipleChoice"]
-XFLiteTransformerForCausalLM = _family["ForCausalLM"]
-XFLiteTransformerForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFLiteTransformerConfig, "XFLiteTransformer", ALL_HEADS, INFO)

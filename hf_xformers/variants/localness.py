@@ -47,12 +47,4 @@ INFO = VariantInfo(
     ),
 )
 
-_family = make_family(XFLocalnessConfig, "XFLocalness", ALL_HEADS, INFO)
-XFLocalnessModel = _family["Model"]
-XFLocalnessForMaskedLM = _family["ForMaskedLM"]
-XFLocalnessForSequenceClassification = _family["ForSequenceClassification"]
-XFLocalnessForTokenClassification = _family["ForTokenClassification"]
-XFLocalnessForQuestionAnswering = _family["ForQuestionAnswering"]
-XFLocalnessForMultipleChoice = _family["ForMultipleChoice"]
-XFLocalnessForCausalLM = _family["ForCausalLM"]
-XFLocalnessForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFLocalnessConfig, "XFLocalness", ALL_HEADS, INFO)

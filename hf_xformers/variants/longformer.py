@@ -57,12 +57,4 @@ INFO = VariantInfo(
     ),
 )
 
-_family = make_family(XFLongformerConfig, "XFLongformer", ALL_HEADS, INFO)
-XFLongformerModel = _family["Model"]
-XFLongformerForMaskedLM = _family["ForMaskedLM"]
-XFLongformerForSequenceClassification = _family["ForSequenceClassification"]
-XFLongformerForTokenClassification = _family["ForTokenClassification"]
-XFLongformerForQuestionAnswering = _family["ForQuestionAnswering"]
-XFLongformerForMultipleChoice = _family["ForMultipleChoice"]
-XFLongformerForCausalLM = _family["ForCausalLM"]
-XFLongformerForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFLongformerConfig, "XFLongformer", ALL_HEADS, INFO)

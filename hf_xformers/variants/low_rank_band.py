@@ -35,12 +35,4 @@ INFO = VariantInfo(
     ),
 )
 
-_family = make_family(XFLowRankBandConfig, "XFLowRankBand", ALL_HEADS, INFO)
-XFLowRankBandModel = _family["Model"]
-XFLowRankBandForMaskedLM = _family["ForMaskedLM"]
-XFLowRankBandForSequenceClassification = _family["ForSequenceClassification"]
-XFLowRankBandForTokenClassification = _family["ForTokenClassification"]
-XFLowRankBandForQuestionAnswering = _family["ForQuestionAnswering"]
-XFLowRankBandForMultipleChoice = _family["ForMultipleChoice"]
-XFLowRankBandForCausalLM = _family["ForCausalLM"]
-XFLowRankBandForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFLowRankBandConfig, "XFLowRankBand", ALL_HEADS, INFO)

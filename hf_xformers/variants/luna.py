@@ -36,12 +36,4 @@ INFO = VariantInfo(
     ),
 )
 
-_family = make_family(XFLunaConfig, "XFLuna", ALL_HEADS, INFO)
-XFLunaModel = _family["Model"]
-XFLunaForMaskedLM = _family["ForMaskedLM"]
-XFLunaForSequenceClassification = _family["ForSequenceClassification"]
-XFLunaForTokenClassification = _family["ForTokenClassification"]
-XFLunaForQuestionAnswering = _family["ForQuestionAnswering"]
-XFLunaForMultipleChoice = _family["ForMultipleChoice"]
-XFLunaForCausalLM = _family["ForCausalLM"]
-XFLunaForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFLunaConfig, "XFLuna", ALL_HEADS, INFO)

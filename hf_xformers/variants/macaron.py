@@ -29,12 +29,4 @@ INFO = VariantInfo(
     cite="lu2019understanding",
 )
 
-_family = make_family(XFMacaronConfig, "XFMacaron", ALL_HEADS, INFO)
-XFMacaronModel = _family["Model"]
-XFMacaronForMaskedLM = _family["ForMaskedLM"]
-XFMacaronForSequenceClassification = _family["ForSequenceClassification"]
-XFMacaronForTokenClassification = _family["ForTokenClassification"]
-XFMacaronForQuestionAnswering = _family["ForQuestionAnswering"]
-XFMacaronForMultipleChoice = _family["ForMultipleChoice"]
-XFMacaronForCausalLM = _family["ForCausalLM"]
-XFMacaronForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFMacaronConfig, "XFMacaron", ALL_HEADS, INFO)

@@ -52,9 +52,4 @@ INFO = VariantInfo(
     ),
 )
 
-_family = make_family(XFMamba2Config, "XFMamba2", DECODER_HEADS, INFO)
-XFMamba2Model = _family["Model"]
-XFMamba2ForCausalLM = _family["ForCausalLM"]
-XFMamba2ForSequenceClassification = _family["ForSequenceClassification"]
-XFMamba2ForTokenClassification = _family["ForTokenClassification"]
-XFMamba2ForQuestionAnswering = _family["ForQuestionAnswering"]
+make_family(XFMamba2Config, "XFMamba2", DECODER_HEADS, INFO)

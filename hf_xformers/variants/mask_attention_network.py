@@ -49,12 +49,4 @@ INFO = VariantInfo(
     cite="fan2021mask",
 )
 
-_family = make_family(XFMaskAttentionNetworkConfig, "XFMaskAttentionNetwork", ALL_HEADS, INFO)
-XFMaskAttentionNetworkModel = _family["Model"]
-XFMaskAttentionNetworkForMaskedLM = _family["ForMaskedLM"]
-XFMaskAttentionNetworkForSequenceClassification = _family["ForSequenceClassification"]
-XFMaskAttentionNetworkForTokenClassification = _family["ForTokenClassification"]
-XFMaskAttentionNetworkForQuestionAnswering = _family["ForQuestionAnswering"]
-XFMaskAttentionNetworkForMultipleChoice = _family["ForMultipleChoice"]
-XFMaskAttentionNetworkForCausalLM = _family["ForCausalLM"]
-XFMaskAttentionNetworkForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFMaskAttentionNetworkConfig, "XFMaskAttentionNetwork", ALL_HEADS, INFO)

@@ -84,13 +84,4 @@ INFO = VariantInfo(
     cite="shoeybi2019megatron",
 )
 
-_family = make_family(XFMegatronConfig, "XFMegatron", (*ENCODER_HEADS, *SENTENCE_PAIR_HEADS, "ForCausalLM"), INFO)
-XFMegatronModel = _family["Model"]
-XFMegatronForMaskedLM = _family["ForMaskedLM"]
-XFMegatronForSequenceClassification = _family["ForSequenceClassification"]
-XFMegatronForTokenClassification = _family["ForTokenClassification"]
-XFMegatronForQuestionAnswering = _family["ForQuestionAnswering"]
-XFMegatronForMultipleChoice = _family["ForMultipleChoice"]
-XFMegatronForNextSentencePrediction = _family["ForNextSentencePrediction"]
-XFMegatronForPreTraining = _family["ForPreTraining"]
-XFMegatronForCausalLM = _family["ForCausalLM"]
+make_family(XFMegatronConfig, "XFMegatron", (*ENCODER_HEADS, *SENTENCE_PAIR_HEADS, "ForCausalLM"), INFO)

@@ -42,12 +42,4 @@ INFO = VariantInfo(
     cite="wu2022memformer",
 )
 
-_family = make_family(XFMemformerConfig, "XFMemformer", ALL_HEADS, INFO)
-XFMemformerModel = _family["Model"]
-XFMemformerForMaskedLM = _family["ForMaskedLM"]
-XFMemformerForSequenceClassification = _family["ForSequenceClassification"]
-XFMemformerForTokenClassification = _family["ForTokenClassification"]
-XFMemformerForQuestionAnswering = _family["ForQuestionAnswering"]
-XFMemformerForMultipleChoice = _family["ForMultipleChoice"]
-XFMemformerForCausalLM = _family["ForCausalLM"]
-XFMemformerForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFMemformerConfig, "XFMemformer", ALL_HEADS, INFO)

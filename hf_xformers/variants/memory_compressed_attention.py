@@ -35,12 +35,4 @@ INFO = VariantInfo(
     ),
 )
 
-_family = make_family(XFMemoryCompressedAttentionConfig, "XFMemoryCompressedAttention", ALL_HEADS, INFO)
-XFMemoryCompressedAttentionModel = _family["Model"]
-XFMemoryCompressedAttentionForMaskedLM = _family["ForMaskedLM"]
-XFMemoryCompressedAttentionForSequenceClassification = _family["ForSequenceClassification"]
-XFMemoryCompressedAttentionForTokenClassification = _family["ForTokenClassification"]
-XFMemoryCompressedAttentionForQuestionAnswering = _family["ForQuestionAnswering"]
-XFMemoryCompressedAttentionForMultipleChoice = _family["ForMultipleChoice"]
-XFMemoryCompressedAttentionForCausalLM = _family["ForCausalLM"]
-XFMemoryCompressedAttentionForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFMemoryCompressedAttentionConfig, "XFMemoryCompressedAttention", ALL_HEADS, INFO)

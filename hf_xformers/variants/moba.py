@@ -44,12 +44,4 @@ INFO = VariantInfo(
     cite="lu2025moba",
 )
 
-_family = make_family(XFMobaConfig, "XFMoba", ALL_HEADS, INFO)
-XFMobaModel = _family["Model"]
-XFMobaForMaskedLM = _family["ForMaskedLM"]
-XFMobaForSequenceClassification = _family["ForSequenceClassification"]
-XFMobaForTokenClassification = _family["ForTokenClassification"]
-XFMobaForQuestionAnswering = _family["ForQuestionAnswering"]
-XFMobaForMultipleChoice = _family["ForMultipleChoice"]
-XFMobaForCausalLM = _family["ForCausalLM"]
-XFMobaForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFMobaConfig, "XFMoba", ALL_HEADS, INFO)

@@ -47,12 +47,4 @@ INFO = VariantInfo(
     cite="deepseek2024v2",
 )
 
-_family = make_family(XFMultiHeadLatentAttentionConfig, "XFMultiHeadLatentAttention", ALL_HEADS, INFO)
-XFMultiHeadLatentAttentionModel = _family["Model"]
-XFMultiHeadLatentAttentionForMaskedLM = _family["ForMaskedLM"]
-XFMultiHeadLatentAttentionForSequenceClassification = _family["ForSequenceClassification"]
-XFMultiHeadLatentAttentionForTokenClassification = _family["ForTokenClassification"]
-XFMultiHeadLatentAttentionForQuestionAnswering = _family["ForQuestionAnswering"]
-XFMultiHeadLatentAttentionForMultipleChoice = _family["ForMultipleChoice"]
-XFMultiHeadLatentAttentionForCausalLM = _family["ForCausalLM"]
-XFMultiHeadLatentAttentionForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFMultiHeadLatentAttentionConfig, "XFMultiHeadLatentAttention", ALL_HEADS, INFO)

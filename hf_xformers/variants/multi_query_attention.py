@@ -33,12 +33,4 @@ INFO = VariantInfo(
     cite="shazeer2019fast",
 )
 
-_family = make_family(XFMultiQueryAttentionConfig, "XFMultiQueryAttention", ALL_HEADS, INFO)
-XFMultiQueryAttentionModel = _family["Model"]
-XFMultiQueryAttentionForMaskedLM = _family["ForMaskedLM"]
-XFMultiQueryAttentionForSequenceClassification = _family["ForSequenceClassification"]
-XFMultiQueryAttentionForTokenClassification = _family["ForTokenClassification"]
-XFMultiQueryAttentionForQuestionAnswering = _family["ForQuestionAnswering"]
-XFMultiQueryAttentionForMultipleChoice = _family["ForMultipleChoice"]
-XFMultiQueryAttentionForCausalLM = _family["ForCausalLM"]
-XFMultiQueryAttentionForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFMultiQueryAttentionConfig, "XFMultiQueryAttention", ALL_HEADS, INFO)

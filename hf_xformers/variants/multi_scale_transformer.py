@@ -38,12 +38,4 @@ INFO = VariantInfo(
     ),
 )
 
-_family = make_family(XFMultiScaleTransformerConfig, "XFMultiScaleTransformer", ALL_HEADS, INFO)
-XFMultiScaleTransformerModel = _family["Model"]
-XFMultiScaleTransformerForMaskedLM = _family["ForMaskedLM"]
-XFMultiScaleTransformerForSequenceClassification = _family["ForSequenceClassification"]
-XFMultiScaleTransformerForTokenClassification = _family["ForTokenClassification"]
-XFMultiScaleTransformerForQuestionAnswering = _family["ForQuestionAnswering"]
-XFMultiScaleTransformerForMultipleChoice = _family["ForMultipleChoice"]
-XFMultiScaleTransformerForCausalLM = _family["ForCausalLM"]
-XFMultiScaleTransformerForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFMultiScaleTransformerConfig, "XFMultiScaleTransformer", ALL_HEADS, INFO)

@@ -34,9 +34,4 @@ INFO = VariantInfo(
     cite="huang2019music",
 )
 
-_family = make_family(XFMusicTransformerConfig, "XFMusicTransformer", DECODER_HEADS, INFO)
-XFMusicTransformerModel = _family["Model"]
-XFMusicTransformerForCausalLM = _family["ForCausalLM"]
-XFMusicTransformerForSequenceClassification = _family["ForSequenceClassification"]
-XFMusicTransformerForTokenClassification = _family["ForTokenClassification"]
-XFMusicTransformerForQuestionAnswering = _family["ForQuestionAnswering"]
+make_family(XFMusicTransformerConfig, "XFMusicTransformer", DECODER_HEADS, INFO)

@@ -48,9 +48,4 @@ INFO = VariantInfo(
     cite="yuan2025native",
 )
 
-_family = make_family(XFNativeSparseAttentionConfig, "XFNativeSparseAttention", DECODER_HEADS, INFO)
-XFNativeSparseAttentionModel = _family["Model"]
-XFNativeSparseAttentionForCausalLM = _family["ForCausalLM"]
-XFNativeSparseAttentionForSequenceClassification = _family["ForSequenceClassification"]
-XFNativeSparseAttentionForTokenClassification = _family["ForTokenClassification"]
-XFNativeSparseAttentionForQuestionAnswering = _family["ForQuestionAnswering"]
+make_family(XFNativeSparseAttentionConfig, "XFNativeSparseAttention", DECODER_HEADS, INFO)

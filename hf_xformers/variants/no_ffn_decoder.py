@@ -41,8 +41,4 @@ INFO = VariantInfo(
     cite="yang2020sublayer",
 )
 
-_family = make_family(XFNoFFNDecoderConfig, "XFNoFFNDecoder", SEQ2SEQ_HEADS, INFO)
-XFNoFFNDecoderModel = _family["Model"]
-XFNoFFNDecoderForSeq2SeqLM = _family["ForSeq2SeqLM"]
-XFNoFFNDecoderForSequenceClassification = _family["ForSequenceClassification"]
-XFNoFFNDecoderForQuestionAnswering = _family["ForQuestionAnswering"]
+make_family(XFNoFFNDecoderConfig, "XFNoFFNDecoder", SEQ2SEQ_HEADS, INFO)

@@ -36,11 +36,4 @@ INFO = VariantInfo(
     ),
 )
 
-_family = make_family(XFNystromformerConfig, "XFNystromformer", (*ENCODER_HEADS, "ForSeq2SeqLM"), INFO)
-XFNystromformerModel = _family["Model"]
-XFNystromformerForMaskedLM = _family["ForMaskedLM"]
-XFNystromformerForSequenceClassification = _family["ForSequenceClassification"]
-XFNystromformerForTokenClassification = _family["ForTokenClassification"]
-XFNystromformerForQuestionAnswering = _family["ForQuestionAnswering"]
-XFNystromformerForMultipleChoice = _family["ForMultipleChoice"]
-XFNystromformerForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFNystromformerConfig, "XFNystromformer", (*ENCODER_HEADS, "ForSeq2SeqLM"), INFO)

@@ -46,7 +46,4 @@ INFO = VariantInfo(
     cite="zhou2020pabee",
 )
 
-_family = make_family(XFPabeeConfig, "XFPabee", ("Model", "ForMaskedLM", "ForSequenceClassification"), INFO)
-XFPabeeModel = _family["Model"]
-XFPabeeForMaskedLM = _family["ForMaskedLM"]
-XFPabeeForSequenceClassification = _family["ForSequenceClassification"]
+make_family(XFPabeeConfig, "XFPabee", ("Model", "ForMaskedLM", "ForSequenceClassification"), INFO)

@@ -38,12 +38,4 @@ INFO = VariantInfo(
     ),
 )
 
-_family = make_family(XFPerformerConfig, "XFPerformer", ALL_HEADS, INFO)
-XFPerformerModel = _family["Model"]
-XFPerformerForMaskedLM = _family["ForMaskedLM"]
-XFPerformerForSequenceClassification = _family["ForSequenceClassification"]
-XFPerformerForTokenClassification = _family["ForTokenClassification"]
-XFPerformerForQuestionAnswering = _family["ForQuestionAnswering"]
-XFPerformerForMultipleChoice = _family["ForMultipleChoice"]
-XFPerformerForCausalLM = _family["ForCausalLM"]
-XFPerformerForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFPerformerConfig, "XFPerformer", ALL_HEADS, INFO)

@@ -52,12 +52,4 @@ INFO = VariantInfo(
     ),
 )
 
-_family = make_family(XFPerformerV1Config, "XFPerformerV1", ALL_HEADS, INFO)
-XFPerformerV1Model = _family["Model"]
-XFPerformerV1ForMaskedLM = _family["ForMaskedLM"]
-XFPerformerV1ForSequenceClassification = _family["ForSequenceClassification"]
-XFPerformerV1ForTokenClassification = _family["ForTokenClassification"]
-XFPerformerV1ForQuestionAnswering = _family["ForQuestionAnswering"]
-XFPerformerV1ForMultipleChoice = _family["ForMultipleChoice"]
-XFPerformerV1ForCausalLM = _family["ForCausalLM"]
-XFPerformerV1ForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFPerformerV1Config, "XFPerformerV1", ALL_HEADS, INFO)

@@ -39,12 +39,4 @@ INFO = VariantInfo(
     ),
 )
 
-_family = make_family(XFPoolingformerConfig, "XFPoolingformer", ALL_HEADS, INFO)
-XFPoolingformerModel = _family["Model"]
-XFPoolingformerForMaskedLM = _family["ForMaskedLM"]
-XFPoolingformerForSequenceClassification = _family["ForSequenceClassification"]
-XFPoolingformerForTokenClassification = _family["ForTokenClassification"]
-XFPoolingformerForQuestionAnswering = _family["ForQuestionAnswering"]
-XFPoolingformerForMultipleChoice = _family["ForMultipleChoice"]
-XFPoolingformerForCausalLM = _family["ForCausalLM"]
-XFPoolingformerForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFPoolingformerConfig, "XFPoolingformer", ALL_HEADS, INFO)

@@ -47,12 +47,4 @@ INFO = VariantInfo(
     ),
 )
 
-_family = make_family(XFPowerNormConfig, "XFPowerNorm", ALL_HEADS, INFO)
-XFPowerNormModel = _family["Model"]
-XFPowerNormForMaskedLM = _family["ForMaskedLM"]
-XFPowerNormForSequenceClassification = _family["ForSequenceClassification"]
-XFPowerNormForTokenClassification = _family["ForTokenClassification"]
-XFPowerNormForQuestionAnswering = _family["ForQuestionAnswering"]
-XFPowerNormForMultipleChoice = _family["ForMultipleChoice"]
-XFPowerNormForCausalLM = _family["ForCausalLM"]
-XFPowerNormForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFPowerNormConfig, "XFPowerNorm", ALL_HEADS, INFO)

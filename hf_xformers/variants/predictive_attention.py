@@ -37,12 +37,4 @@ INFO = VariantInfo(
     ),
 )
 
-_family = make_family(XFPredictiveAttentionConfig, "XFPredictiveAttention", ALL_HEADS, INFO)
-XFPredictiveAttentionModel = _family["Model"]
-XFPredictiveAttentionForMaskedLM = _family["ForMaskedLM"]
-XFPredictiveAttentionForSequenceClassification = _family["ForSequenceClassification"]
-XFPredictiveAttentionForTokenClassification = _family["ForTokenClassification"]
-XFPredictiveAttentionForQuestionAnswering = _family["ForQuestionAnswering"]
-XFPredictiveAttentionForMultipleChoice = _family["ForMultipleChoice"]
-XFPredictiveAttentionForCausalLM = _family["ForCausalLM"]
-XFPredictiveAttentionForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFPredictiveAttentionConfig, "XFPredictiveAttention", ALL_HEADS, INFO)

@@ -39,12 +39,4 @@ INFO = VariantInfo(
     ),
 )
 
-_family = make_family(XFProductKeyMemoryConfig, "XFProductKeyMemory", ALL_HEADS, INFO)
-XFProductKeyMemoryModel = _family["Model"]
-XFProductKeyMemoryForMaskedLM = _family["ForMaskedLM"]
-XFProductKeyMemoryForSequenceClassification = _family["ForSequenceClassification"]
-XFProductKeyMemoryForTokenClassification = _family["ForTokenClassification"]
-XFProductKeyMemoryForQuestionAnswering = _family["ForQuestionAnswering"]
-XFProductKeyMemoryForMultipleChoice = _family["ForMultipleChoice"]
-XFProductKeyMemoryForCausalLM = _family["ForCausalLM"]
-XFProductKeyMemoryForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFProductKeyMemoryConfig, "XFProductKeyMemory", ALL_HEADS, INFO)

@@ -33,12 +33,4 @@ INFO = VariantInfo(
     cite="wang2019rtransformer",
 )
 
-_family = make_family(XFRTransformerConfig, "XFRTransformer", ALL_HEADS, INFO)
-XFRTransformerModel = _family["Model"]
-XFRTransformerForMaskedLM = _family["ForMaskedLM"]
-XFRTransformerForSequenceClassification = _family["ForSequenceClassification"]
-XFRTransformerForTokenClassification = _family["ForTokenClassification"]
-XFRTransformerForQuestionAnswering = _family["ForQuestionAnswering"]
-XFRTransformerForMultipleChoice = _family["ForMultipleChoice"]
-XFRTransformerForCausalLM = _family["ForCausalLM"]
-XFRTransformerForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFRTransformerConfig, "XFRTransformer", ALL_HEADS, INFO)

@@ -34,12 +34,4 @@ INFO = VariantInfo(
     ),
 )
 
-_family = make_family(XFRealFormerConfig, "XFRealFormer", ALL_HEADS, INFO)
-XFRealFormerModel = _family["Model"]
-XFRealFormerForMaskedLM = _family["ForMaskedLM"]
-XFRealFormerForSequenceClassification = _family["ForSequenceClassification"]
-XFRealFormerForTokenClassification = _family["ForTokenClassification"]
-XFRealFormerForQuestionAnswering = _family["ForQuestionAnswering"]
-XFRealFormerForMultipleChoice = _family["ForMultipleChoice"]
-XFRealFormerForCausalLM = _family["ForCausalLM"]
-XFRealFormerForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFRealFormerConfig, "XFRealFormer", ALL_HEADS, INFO)

@@ -51,9 +51,4 @@ INFO = VariantInfo(
     cite="yoshida2020adding",
 )
 
-_family = make_family(XFRecurrentPretrainedLMConfig, "XFRecurrentPretrainedLM", DECODER_HEADS, INFO)
-XFRecurrentPretrainedLMModel = _family["Model"]
-XFRecurrentPretrainedLMForCausalLM = _family["ForCausalLM"]
-XFRecurrentPretrainedLMForSequenceClassification = _family["ForSequenceClassification"]
-XFRecurrentPretrainedLMForTokenClassification = _family["ForTokenClassification"]
-XFRecurrentPretrainedLMForQuestionAnswering = _family["ForQuestionAnswering"]
+make_family(XFRecurrentPretrainedLMConfig, "XFRecurrentPretrainedLM", DECODER_HEADS, INFO)

@@ -47,12 +47,4 @@ INFO = VariantInfo(
     ),
 )
 
-_family = make_family(XFReformerConfig, "XFReformer", ALL_HEADS, INFO)
-XFReformerModel = _family["Model"]
-XFReformerForMaskedLM = _family["ForMaskedLM"]
-XFReformerForSequenceClassification = _family["ForSequenceClassification"]
-XFReformerForTokenClassification = _family["ForTokenClassification"]
-XFReformerForQuestionAnswering = _family["ForQuestionAnswering"]
-XFReformerForMultipleChoice = _family["ForMultipleChoice"]
-XFReformerForCausalLM = _family["ForCausalLM"]
-XFReformerForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFReformerConfig, "XFReformer", ALL_HEADS, INFO)

@@ -47,9 +47,4 @@ INFO = VariantInfo(
     ),
 )
 
-_family = make_family(XFRetNetConfig, "XFRetNet", DECODER_HEADS, INFO)
-XFRetNetModel = _family["Model"]
-XFRetNetForCausalLM = _family["ForCausalLM"]
-XFRetNetForSequenceClassification = _family["ForSequenceClassification"]
-XFRetNetForTokenClassification = _family["ForTokenClassification"]
-XFRetNetForQuestionAnswering = _family["ForQuestionAnswering"]
+make_family(XFRetNetConfig, "XFRetNet", DECODER_HEADS, INFO)

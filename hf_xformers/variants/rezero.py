@@ -32,12 +32,4 @@ INFO = VariantInfo(
     cite="bachlechner2021rezero",
 )
 
-_family = make_family(XFReZeroConfig, "XFReZero", ALL_HEADS, INFO)
-XFReZeroModel = _family["Model"]
-XFReZeroForMaskedLM = _family["ForMaskedLM"]
-XFReZeroForSequenceClassification = _family["ForSequenceClassification"]
-XFReZeroForTokenClassification = _family["ForTokenClassification"]
-XFReZeroForQuestionAnswering = _family["ForQuestionAnswering"]
-XFReZeroForMultipleChoice = _family["ForMultipleChoice"]
-XFReZeroForCausalLM = _family["ForCausalLM"]
-XFReZeroForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFReZeroConfig, "XFReZero", ALL_HEADS, INFO)

@@ -38,12 +38,4 @@ INFO = VariantInfo(
     ),
 )
 
-_family = make_family(XFRfaConfig, "XFRfa", ALL_HEADS, INFO)
-XFRfaModel = _family["Model"]
-XFRfaForMaskedLM = _family["ForMaskedLM"]
-XFRfaForSequenceClassification = _family["ForSequenceClassification"]
-XFRfaForTokenClassification = _family["ForTokenClassification"]
-XFRfaForQuestionAnswering = _family["ForQuestionAnswering"]
-XFRfaForMultipleChoice = _family["ForMultipleChoice"]
-XFRfaForCausalLM = _family["ForCausalLM"]
-XFRfaForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFRfaConfig, "XFRfa", ALL_HEADS, INFO)

@@ -45,11 +45,4 @@ INFO = VariantInfo(
     cite="liu2019roberta",
 )
 
-_family = make_family(XFRobertaConfig, "XFRoberta", (*ENCODER_HEADS, "ForCausalLM"), INFO)
-XFRobertaModel = _family["Model"]
-XFRobertaForMaskedLM = _family["ForMaskedLM"]
-XFRobertaForSequenceClassification = _family["ForSequenceClassification"]
-XFRobertaForTokenClassification = _family["ForTokenClassification"]
-XFRobertaForQuestionAnswering = _family["ForQuestionAnswering"]
-XFRobertaForMultipleChoice = _family["ForMultipleChoice"]
-XFRobertaForCausalLM = _family["ForCausalLM"]
+make_family(XFRobertaConfig, "XFRoberta", (*ENCODER_HEADS, "ForCausalLM"), INFO)

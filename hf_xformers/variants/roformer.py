@@ -38,12 +38,4 @@ INFO = VariantInfo(
     ),
 )
 
-_family = make_family(XFRoformerConfig, "XFRoformer", ALL_HEADS, INFO)
-XFRoformerModel = _family["Model"]
-XFRoformerForMaskedLM = _family["ForMaskedLM"]
-XFRoformerForSequenceClassification = _family["ForSequenceClassification"]
-XFRoformerForTokenClassification = _family["ForTokenClassification"]
-XFRoformerForQuestionAnswering = _family["ForQuestionAnswering"]
-XFRoformerForMultipleChoice = _family["ForMultipleChoice"]
-XFRoformerForCausalLM = _family["ForCausalLM"]
-XFRoformerForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFRoformerConfig, "XFRoformer", ALL_HEADS, INFO)

@@ -37,12 +37,4 @@ INFO = VariantInfo(
     cite="li2019information",
 )
 
-_family = make_family(XFRoutingAggregationConfig, "XFRoutingAggregation", ALL_HEADS, INFO)
-XFRoutingAggregationModel = _family["Model"]
-XFRoutingAggregationForMaskedLM = _family["ForMaskedLM"]
-XFRoutingAggregationForSequenceClassification = _family["ForSequenceClassification"]
-XFRoutingAggregationForTokenClassification = _family["ForTokenClassification"]
-XFRoutingAggregationForQuestionAnswering = _family["ForQuestionAnswering"]
-XFRoutingAggregationForMultipleChoice = _family["ForMultipleChoice"]
-XFRoutingAggregationForCausalLM = _family["ForCausalLM"]
-XFRoutingAggregationForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFRoutingAggregationConfig, "XFRoutingAggregation", ALL_HEADS, INFO)

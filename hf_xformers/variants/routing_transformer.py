@@ -45,12 +45,4 @@ INFO = VariantInfo(
     ),
 )
 
-_family = make_family(XFRoutingTransformerConfig, "XFRoutingTransformer", ALL_HEADS, INFO)
-XFRoutingTransformerModel = _family["Model"]
-XFRoutingTransformerForMaskedLM = _family["ForMaskedLM"]
-XFRoutingTransformerForSequenceClassification = _family["ForSequenceClassification"]
-XFRoutingTransformerForTokenClassification = _family["ForTokenClassification"]
-XFRoutingTransformerForQuestionAnswering = _family["ForQuestionAnswering"]
-XFRoutingTransformerForMultipleChoice = _family["ForMultipleChoice"]
-XFRoutingTransformerForCausalLM = _family["ForCausalLM"]
-XFRoutingTransformerForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFRoutingTransformerConfig, "XFRoutingTransformer", ALL_HEADS, INFO)

@@ -40,12 +40,4 @@ INFO = VariantInfo(
     ),
 )
 
-_family = make_family(XFSACConfig, "XFSAC", ALL_HEADS, INFO)
-XFSACModel = _family["Model"]
-XFSACForMaskedLM = _family["ForMaskedLM"]
-XFSACForSequenceClassification = _family["ForSequenceClassification"]
-XFSACForTokenClassification = _family["ForTokenClassification"]
-XFSACForQuestionAnswering = _family["ForQuestionAnswering"]
-XFSACForMultipleChoice = _family["ForMultipleChoice"]
-XFSACForCausalLM = _family["ForCausalLM"]
-XFSACForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFSACConfig, "XFSAC", ALL_HEADS, INFO)

@@ -32,9 +32,4 @@ INFO = VariantInfo(
     cite="press2020improving",
 )
 
-_family = make_family(XFSandwichConfig, "XFSandwich", DECODER_HEADS, INFO)
-XFSandwichModel = _family["Model"]
-XFSandwichForCausalLM = _family["ForCausalLM"]
-XFSandwichForSequenceClassification = _family["ForSequenceClassification"]
-XFSandwichForTokenClassification = _family["ForTokenClassification"]
-XFSandwichForQuestionAnswering = _family["ForQuestionAnswering"]
+make_family(XFSandwichConfig, "XFSandwich", DECODER_HEADS, INFO)

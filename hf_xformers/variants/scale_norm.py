@@ -43,12 +43,4 @@ INFO = VariantInfo(
     ),
 )
 
-_family = make_family(XFScaleNormConfig, "XFScaleNorm", ALL_HEADS, INFO)
-XFScaleNormModel = _family["Model"]
-XFScaleNormForMaskedLM = _family["ForMaskedLM"]
-XFScaleNormForSequenceClassification = _family["ForSequenceClassification"]
-XFScaleNormForTokenClassification = _family["ForTokenClassification"]
-XFScaleNormForQuestionAnswering = _family["ForQuestionAnswering"]
-XFScaleNormForMultipleChoice = _family["ForMultipleChoice"]
-XFScaleNormForCausalLM = _family["ForCausalLM"]
-XFScaleNormForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFScaleNormConfig, "XFScaleNorm", ALL_HEADS, INFO)

@@ -38,11 +38,4 @@ INFO = VariantInfo(
     ),
 )
 
-_family = make_family(XFSetTransformerConfig, "XFSetTransformer", (*ENCODER_HEADS, "ForSeq2SeqLM"), INFO)
-XFSetTransformerModel = _family["Model"]
-XFSetTransformerForMaskedLM = _family["ForMaskedLM"]
-XFSetTransformerForSequenceClassification = _family["ForSequenceClassification"]
-XFSetTransformerForTokenClassification = _family["ForTokenClassification"]
-XFSetTransformerForQuestionAnswering = _family["ForQuestionAnswering"]
-XFSetTransformerForMultipleChoice = _family["ForMultipleChoice"]
-XFSetTransformerForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFSetTransformerConfig, "XFSetTransformer", (*ENCODER_HEADS, "ForSeq2SeqLM"), INFO)

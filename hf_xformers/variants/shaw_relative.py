@@ -41,12 +41,4 @@ INFO = VariantInfo(
     cite="shaw2018self",
 )
 
-_family = make_family(XFShawRelativeConfig, "XFShawRelative", ALL_HEADS, INFO)
-XFShawRelativeModel = _family["Model"]
-XFShawRelativeForMaskedLM = _family["ForMaskedLM"]
-XFShawRelativeForSequenceClassification = _family["ForSequenceClassification"]
-XFShawRelativeForTokenClassification = _family["ForTokenClassification"]
-XFShawRelativeForQuestionAnswering = _family["ForQuestionAnswering"]
-XFShawRelativeForMultipleChoice = _family["ForMultipleChoice"]
-XFShawRelativeForCausalLM = _family["ForCausalLM"]
-XFShawRelativeForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFShawRelativeConfig, "XFShawRelative", ALL_HEADS, INFO)

@@ -36,12 +36,4 @@ INFO = VariantInfo(
     ),
 )
 
-_family = make_family(XFSinkhornTransformerConfig, "XFSinkhornTransformer", ALL_HEADS, INFO)
-XFSinkhornTransformerModel = _family["Model"]
-XFSinkhornTransformerForMaskedLM = _family["ForMaskedLM"]
-XFSinkhornTransformerForSequenceClassification = _family["ForSequenceClassification"]
-XFSinkhornTransformerForTokenClassification = _family["ForTokenClassification"]
-XFSinkhornTransformerForQuestionAnswering = _family["ForQuestionAnswering"]
-XFSinkhornTransformerForMultipleChoice = _family["ForMultipleChoice"]
-XFSinkhornTransformerForCausalLM = _family["ForCausalLM"]
-XFSinkhornTransformerForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFSinkhornTransformerConfig, "XFSinkhornTransformer", ALL_HEADS, INFO)

@@ -43,11 +43,4 @@ INFO = VariantInfo(
     cite="joshi2020spanbert",
 )
 
-_family = make_family(XFSpanBertConfig, "XFSpanBert", (*ENCODER_HEADS, "ForSpanBoundary"), INFO)
-XFSpanBertModel = _family["Model"]
-XFSpanBertForMaskedLM = _family["ForMaskedLM"]
-XFSpanBertForSequenceClassification = _family["ForSequenceClassification"]
-XFSpanBertForTokenClassification = _family["ForTokenClassification"]
-XFSpanBertForQuestionAnswering = _family["ForQuestionAnswering"]
-XFSpanBertForMultipleChoice = _family["ForMultipleChoice"]
-XFSpanBertForSpanBoundary = _family["ForSpanBoundary"]
+make_family(XFSpanBertConfig, "XFSpanBert", (*ENCODER_HEADS, "ForSpanBoundary"), INFO)

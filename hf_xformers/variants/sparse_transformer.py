@@ -55,12 +55,4 @@ INFO = VariantInfo(
     ),
 )
 
-_family = make_family(XFSparseTransformerConfig, "XFSparseTransformer", ALL_HEADS, INFO)
-XFSparseTransformerModel = _family["Model"]
-XFSparseTransformerForMaskedLM = _family["ForMaskedLM"]
-XFSparseTransformerForSequenceClassification = _family["ForSequenceClassification"]
-XFSparseTransformerForTokenClassification = _family["ForTokenClassification"]
-XFSparseTransformerForQuestionAnswering = _family["ForQuestionAnswering"]
-XFSparseTransformerForMultipleChoice = _family["ForMultipleChoice"]
-XFSparseTransformerForCausalLM = _family["ForCausalLM"]
-XFSparseTransformerForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFSparseTransformerConfig, "XFSparseTransformer", ALL_HEADS, INFO)

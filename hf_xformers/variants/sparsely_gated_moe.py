@@ -34,12 +34,4 @@ INFO = VariantInfo(
     ),
 )
 
-_family = make_family(XFSparselyGatedMoEConfig, "XFSparselyGatedMoE", ALL_HEADS, INFO)
-XFSparselyGatedMoEModel = _family["Model"]
-XFSparselyGatedMoEForMaskedLM = _family["ForMaskedLM"]
-XFSparselyGatedMoEForSequenceClassification = _family["ForSequenceClassification"]
-XFSparselyGatedMoEForTokenClassification = _family["ForTokenClassification"]
-XFSparselyGatedMoEForQuestionAnswering = _family["ForQuestionAnswering"]
-XFSparselyGatedMoEForMultipleChoice = _family["ForMultipleChoice"]
-XFSparselyGatedMoEForCausalLM = _family["ForCausalLM"]
-XFSparselyGatedMoEForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFSparselyGatedMoEConfig, "XFSparselyGatedMoE", ALL_HEADS, INFO)

@@ -53,11 +53,4 @@ INFO = VariantInfo(
     ),
 )
 
-_family = make_family(XFStarTransformerConfig, "XFStarTransformer", (*ENCODER_HEADS, "ForSeq2SeqLM"), INFO)
-XFStarTransformerModel = _family["Model"]
-XFStarTransformerForMaskedLM = _family["ForMaskedLM"]
-XFStarTransformerForSequenceClassification = _family["ForSequenceClassification"]
-XFStarTransformerForTokenClassification = _family["ForTokenClassification"]
-XFStarTransformerForQuestionAnswering = _family["ForQuestionAnswering"]
-XFStarTransformerForMultipleChoice = _family["ForMultipleChoice"]
-XFStarTransformerForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFStarTransformerConfig, "XFStarTransformer", (*ENCODER_HEADS, "ForSeq2SeqLM"), INFO)

@@ -56,12 +56,4 @@ INFO = VariantInfo(
     ),
 )
 
-_family = make_family(XFSwitchTransformerConfig, "XFSwitchTransformer", ALL_HEADS, INFO)
-XFSwitchTransformerModel = _family["Model"]
-XFSwitchTransformerForMaskedLM = _family["ForMaskedLM"]
-XFSwitchTransformerForSequenceClassification = _family["ForSequenceClassification"]
-XFSwitchTransformerForTokenClassification = _family["ForTokenClassification"]
-XFSwitchTransformerForQuestionAnswering = _family["ForQuestionAnswering"]
-XFSwitchTransformerForMultipleChoice = _family["ForMultipleChoice"]
-XFSwitchTransformerForCausalLM = _family["ForCausalLM"]
-XFSwitchTransformerForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFSwitchTransformerConfig, "XFSwitchTransformer", ALL_HEADS, INFO)

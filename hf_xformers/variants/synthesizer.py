@@ -37,12 +37,4 @@ INFO = VariantInfo(
     ),
 )
 
-_family = make_family(XFSynthesizerConfig, "XFSynthesizer", ALL_HEADS, INFO)
-XFSynthesizerModel = _family["Model"]
-XFSynthesizerForMaskedLM = _family["ForMaskedLM"]
-XFSynthesizerForSequenceClassification = _family["ForSequenceClassification"]
-XFSynthesizerForTokenClassification = _family["ForTokenClassification"]
-XFSynthesizerForQuestionAnswering = _family["ForQuestionAnswering"]
-XFSynthesizerForMultipleChoice = _family["ForMultipleChoice"]
-XFSynthesizerForCausalLM = _family["ForCausalLM"]
-XFSynthesizerForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFSynthesizerConfig, "XFSynthesizer", ALL_HEADS, INFO)

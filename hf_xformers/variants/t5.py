@@ -73,8 +73,4 @@ INFO = VariantInfo(
     cite="raffel2020exploring",
 )
 
-_family = make_family(XFT5Config, "XFT5", SEQ2SEQ_HEADS, INFO)
-XFT5Model = _family["Model"]
-XFT5ForSeq2SeqLM = _family["ForSeq2SeqLM"]
-XFT5ForSequenceClassification = _family["ForSequenceClassification"]
-XFT5ForQuestionAnswering = _family["ForQuestionAnswering"]
+make_family(XFT5Config, "XFT5", SEQ2SEQ_HEADS, INFO)

@@ -30,12 +30,4 @@ INFO = VariantInfo(
     cite="shazeer2020talking",
 )
 
-_family = make_family(XFTalkingHeadsConfig, "XFTalkingHeads", ALL_HEADS, INFO)
-XFTalkingHeadsModel = _family["Model"]
-XFTalkingHeadsForMaskedLM = _family["ForMaskedLM"]
-XFTalkingHeadsForSequenceClassification = _family["ForSequenceClassification"]
-XFTalkingHeadsForTokenClassification = _family["ForTokenClassification"]
-XFTalkingHeadsForQuestionAnswering = _family["ForQuestionAnswering"]
-XFTalkingHeadsForMultipleChoice = _family["ForMultipleChoice"]
-XFTalkingHeadsForCausalLM = _family["ForCausalLM"]
-XFTalkingHeadsForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFTalkingHeadsConfig, "XFTalkingHeads", ALL_HEADS, INFO)

@@ -51,7 +51,4 @@ INFO = VariantInfo(
     cite="yan2019tener",
 )
 
-_family = make_family(XFTenerConfig, "XFTener", ("Model", "ForMaskedLM", "ForTokenClassification"), INFO)
-XFTenerModel = _family["Model"]
-XFTenerForMaskedLM = _family["ForMaskedLM"]
-XFTenerForTokenClassification = _family["ForTokenClassification"]
+make_family(XFTenerConfig, "XFTener", ("Model", "ForMaskedLM", "ForTokenClassification"), INFO)

@@ -45,9 +45,4 @@ INFO = VariantInfo(
     cite="li2021accelerating",
 )
 
-_family = make_family(
-    XFTokenEarlyExitConfig, "XFTokenEarlyExit", ("Model", "ForMaskedLM", "ForTokenClassification"), INFO
-)
-XFTokenEarlyExitModel = _family["Model"]
-XFTokenEarlyExitForMaskedLM = _family["ForMaskedLM"]
-XFTokenEarlyExitForTokenClassification = _family["ForTokenClassification"]
+make_family(XFTokenEarlyExitConfig, "XFTokenEarlyExit", ("Model", "ForMaskedLM", "ForTokenClassification"), INFO)

@@ -42,8 +42,4 @@ INFO = VariantInfo(
     cite="vaswani2017attention",
 )
 
-_family = make_family(XFTransformerConfig, "XFTransformer", SEQ2SEQ_HEADS, INFO)
-XFTransformerModel = _family["Model"]
-XFTransformerForSeq2SeqLM = _family["ForSeq2SeqLM"]
-XFTransformerForSequenceClassification = _family["ForSequenceClassification"]
-XFTransformerForQuestionAnswering = _family["ForQuestionAnswering"]
+make_family(XFTransformerConfig, "XFTransformer", SEQ2SEQ_HEADS, INFO)

@@ -48,6 +48,4 @@ INFO = VariantInfo(
     cite="han2021transformer",
 )
 
-_family = make_family(XFTransformerInTransformerConfig, "XFTransformerInTransformer", IMAGE_HEADS, INFO)
-XFTransformerInTransformerModel = _family["Model"]
-XFTransformerInTransformerForImageClassification = _family["ForImageClassification"]
+make_family(XFTransformerInTransformerConfig, "XFTransformerInTransformer", IMAGE_HEADS, INFO)

@@ -48,12 +48,4 @@ INFO = VariantInfo(
     ),
 )
 
-_family = make_family(XFTransformerOnADietConfig, "XFTransformerOnADiet", ALL_HEADS, INFO)
-XFTransformerOnADietModel = _family["Model"]
-XFTransformerOnADietForMaskedLM = _family["ForMaskedLM"]
-XFTransformerOnADietForSequenceClassification = _family["ForSequenceClassification"]
-XFTransformerOnADietForTokenClassification = _family["ForTokenClassification"]
-XFTransformerOnADietForQuestionAnswering = _family["ForQuestionAnswering"]
-XFTransformerOnADietForMultipleChoice = _family["ForMultipleChoice"]
-XFTransformerOnADietForCausalLM = _family["ForCausalLM"]
-XFTransformerOnADietForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFTransformerOnADietConfig, "XFTransformerOnADiet", ALL_HEADS, INFO)

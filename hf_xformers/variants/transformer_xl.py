@@ -53,9 +53,4 @@ INFO = VariantInfo(
     cite="dai2019transformerxl",
 )
 
-_family = make_family(XFTransformerXLConfig, "XFTransformerXL", DECODER_HEADS, INFO)
-XFTransformerXLModel = _family["Model"]
-XFTransformerXLForCausalLM = _family["ForCausalLM"]
-XFTransformerXLForSequenceClassification = _family["ForSequenceClassification"]
-XFTransformerXLForTokenClassification = _family["ForTokenClassification"]
-XFTransformerXLForQuestionAnswering = _family["ForQuestionAnswering"]
+make_family(XFTransformerXLConfig, "XFTransformerXL", DECODER_HEADS, INFO)

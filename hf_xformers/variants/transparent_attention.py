@@ -49,8 +49,4 @@ INFO = VariantInfo(
     cite="bapna2018training",
 )
 
-_family = make_family(XFTransparentAttentionConfig, "XFTransparentAttention", SEQ2SEQ_HEADS, INFO)
-XFTransparentAttentionModel = _family["Model"]
-XFTransparentAttentionForSeq2SeqLM = _family["ForSeq2SeqLM"]
-XFTransparentAttentionForSequenceClassification = _family["ForSequenceClassification"]
-XFTransparentAttentionForQuestionAnswering = _family["ForQuestionAnswering"]
+make_family(XFTransparentAttentionConfig, "XFTransparentAttention", SEQ2SEQ_HEADS, INFO)

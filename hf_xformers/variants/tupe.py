@@ -32,12 +32,4 @@ INFO = VariantInfo(
     cite="ke2021rethinking",
 )
 
-_family = make_family(XFTupeConfig, "XFTupe", ALL_HEADS, INFO)
-XFTupeModel = _family["Model"]
-XFTupeForMaskedLM = _family["ForMaskedLM"]
-XFTupeForSequenceClassification = _family["ForSequenceClassification"]
-XFTupeForTokenClassification = _family["ForTokenClassification"]
-XFTupeForQuestionAnswering = _family["ForQuestionAnswering"]
-XFTupeForMultipleChoice = _family["ForMultipleChoice"]
-XFTupeForCausalLM = _family["ForCausalLM"]
-XFTupeForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFTupeConfig, "XFTupe", ALL_HEADS, INFO)

@@ -59,12 +59,4 @@ INFO = VariantInfo(
     cite="dong2019unilm",
 )
 
-_family = make_family(XFUniLMConfig, "XFUniLM", (*ENCODER_HEADS, "ForPreTraining", "ForClozeWriting"), INFO)
-XFUniLMModel = _family["Model"]
-XFUniLMForMaskedLM = _family["ForMaskedLM"]
-XFUniLMForSequenceClassification = _family["ForSequenceClassification"]
-XFUniLMForTokenClassification = _family["ForTokenClassification"]
-XFUniLMForQuestionAnswering = _family["ForQuestionAnswering"]
-XFUniLMForMultipleChoice = _family["ForMultipleChoice"]
-XFUniLMForPreTraining = _family["ForPreTraining"]
-XFUniLMForClozeWriting = _family["ForClozeWriting"]
+make_family(XFUniLMConfig, "XFUniLM", (*ENCODER_HEADS, "ForPreTraining", "ForClozeWriting"), INFO)

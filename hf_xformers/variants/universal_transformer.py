@@ -48,12 +48,4 @@ INFO = VariantInfo(
     cite="dehghani2019universal",
 )
 
-_family = make_family(XFUniversalTransformerConfig, "XFUniversalTransformer", ALL_HEADS, INFO)
-XFUniversalTransformerModel = _family["Model"]
-XFUniversalTransformerForMaskedLM = _family["ForMaskedLM"]
-XFUniversalTransformerForSequenceClassification = _family["ForSequenceClassification"]
-XFUniversalTransformerForTokenClassification = _family["ForTokenClassification"]
-XFUniversalTransformerForQuestionAnswering = _family["ForQuestionAnswering"]
-XFUniversalTransformerForMultipleChoice = _family["ForMultipleChoice"]
-XFUniversalTransformerForCausalLM = _family["ForCausalLM"]
-XFUniversalTransformerForSeq2SeqLM = _family["ForSeq2SeqLM"]
+make_family(XFUniversalTransformerConfig, "XFUniversalTransformer", ALL_HEADS, INFO)

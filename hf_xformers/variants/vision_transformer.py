@@ -40,7 +40,4 @@ INFO = VariantInfo(
     cite="dosovitskiy2021image",
 )
 
-_family = make_family(XFVisionTransformerConfig, "XFVisionTransformer", (*IMAGE_HEADS, "ForMaskedImageModeling"), INFO)
-XFVisionTransformerModel = _family["Model"]
-XFVisionTransformerForImageClassification = _family["ForImageClassification"]
-XFVisionTransformerForMaskedImageModeling = _family["ForMaskedImageModeling"]
+make_family(XFVisionTransformerConfig, "XFVisionTransformer", (*IMAGE_HEADS, "ForMaskedImageModeling"), INFO)

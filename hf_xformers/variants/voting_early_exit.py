@@ -47,9 +47,4 @@ INFO = VariantInfo(
     cite="sun2021early",
 )
 
-_family = make_family(
-    XFVotingEarlyExitConfig, "XFVotingEarlyExit", ("Model", "ForMaskedLM", "ForSequenceClassification"), INFO
-)
-XFVotingEarlyExitModel = _family["Model"]
-XFVotingEarlyExitForMaskedLM = _family["ForMaskedLM"]
-XFVotingEarlyExitForSequenceClassification = _family["ForSequenceClassification"]
+make_family(XFVotingEarlyExitConfig, "XFVotingEarlyExit", ("Model", "ForMaskedLM", "ForSequenceClassification"), INFO)

@@ -66,10 +66,4 @@ INFO = VariantInfo(
     cite="yang2019xlnet",
 )
 
-_family = make_family(XFXLNetConfig, "XFXLNet", ENCODER_HEADS, INFO)
-XFXLNetModel = _family["Model"]
-XFXLNetForMaskedLM = _family["ForMaskedLM"]
-XFXLNetForSequenceClassification = _family["ForSequenceClassification"]
-XFXLNetForTokenClassification = _family["ForTokenClassification"]
-XFXLNetForQuestionAnswering = _family["ForQuestionAnswering"]
-XFXLNetForMultipleChoice = _family["ForMultipleChoice"]
+make_family(XFXLNetConfig, "XFXLNet", ENCODER_HEADS, INFO)
