@@ -19,6 +19,7 @@ import argparse
 import json
 import multiprocessing
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -32,11 +33,14 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.cache_utils import Cache
 
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+
 import hf_xformers  # noqa: F401  (registers the variants)
+from examples.batch_plan import measure_batch_costs, plan_batches
 from hf_xformers.benchmark.measure import Bystanders
 from hf_xformers.core.cache import stateful_part
 from hf_xformers.data import train_tokenizer
-from hf_xformers.inference import fuse_projections, measure_batch_costs, plan_batches
+from hf_xformers.inference import fuse_projections
 from hf_xformers.modeling_base import XFormerPreTrainedModel
 
 VOCABULARY, LONGEST = 8000, 512

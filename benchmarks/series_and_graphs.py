@@ -17,6 +17,7 @@ import csv
 import datetime
 import json
 import math
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -31,7 +32,10 @@ from measure import write_results
 from seeds import together, trained
 from transformers import AutoModelForSequenceClassification
 
-from hf_xformers.data.graphs import Graph, GraphCollator, ring_graphs
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+
+from examples.graphs import ring_graphs
+from hf_xformers.data.graphs import Graph, GraphCollator
 from hf_xformers.variants.graphormer import XFGraphormerConfig
 
 COLUMNS = ["data", "model", "parameters", "metric", "seeds", "held out", "spread", "baseline", "of"]

@@ -48,7 +48,6 @@ class TokenEmbedding(nn.Module):
         factor = math.sqrt(config.hidden_size) if spec.scale is True else float(spec.scale or 1.0)
         self.factor = factor if spec.scales_given else None  # of what a lookup gives, and of given vectors
         self.scale = 1.0 if spec.scales_given else factor  # of a lookup alone
-        self.max_types = config.type_vocab_size
         # No padding index: a seq2seq decoder may start with the padding token, whose vector must learn.
         self.tokens = self.word_vectors(config)
         self.types = nn.Embedding(config.type_vocab_size, config.hidden_size) if config.type_vocab_size else None

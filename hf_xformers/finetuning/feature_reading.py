@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..inference.batch_plan import BatchCosts, measure_batch_costs
 from . import loading
 
 POOLINGS = ("first", "mean", "last", "none")
@@ -54,15 +53,6 @@ class FeatureOptions:
     format: str = field(default="parquet", metadata={"help": "parquet or safetensors."})
     rows_per_file: int = field(default=2048, metadata={"help": "Texts of a file; a resumed run continues by files."})
     batch_size: int = field(default=16, metadata={"help": "Texts of a batch; those of like lengths are together."})
-    plan_batches: bool = field(
-        default=False,
-        metadata={
-            "help": (
-                "Measure first how long batches of several sizes take, and put texts together such that all are done"
-                " soonest, with at most --batch_size in a batch; features are the same."
-            )
-        },
-    )
     max_length: int | None = field(
         default=None, metadata={"help": "Tokens of a text. Default: 256, at most what positions cover."}
     )
@@ -212,7 +202,6 @@ class Reader:
         on_cpu = options.use_cpu or not torch.cuda.is_available()
         self.model = model.eval().requires_grad_(False).to("cpu" if on_cpu else "cuda")
         self.count = len(self.states(self.batch([[""]]))[0])
-        self._costs: BatchCosts | None = None
         self.choice = LayerChoice(
             options.layers, self.count, options.mix_scores, options.normalize, apart=options.learn_mix
         )
@@ -222,24 +211,6 @@ class Reader:
         columns = [list(column) for column in zip(*texts)]
         made = self.tokenizer(*columns, truncation=True, max_length=self.max_length, padding=True, return_tensors="pt")
         return {name: value.to(self.model.device) for name, value in made.items()}
-
-    def tokenized(self, texts: Sequence[Sequence[str]]) -> list[list[int]]:
-        """Ids of each row, without padding."""
-        columns = [list(column) for column in zip(*texts)]
-        return self.tokenizer(*columns, truncation=True, max_length=self.max_length)["input_ids"]
-
-    def costs(self, longest: int, batch: int) -> BatchCosts:
-        """Seconds of batches of up to `batch` texts of up to `longest` tokens, measured once and kept until there are
-        longer ones."""
-        if self._costs is None or self._costs.lengths[-1] < longest:
-            token = self.tokenizer.pad_token_id or 0
-
-            def run(length: int, count: int) -> None:
-                ids = torch.full((count, length), token, device=self.model.device)
-                self.states({"input_ids": ids, "attention_mask": torch.ones_like(ids)})[0][-1].sum().item()
-
-            self._costs = measure_batch_costs(run, _doubled(longest, 8), _doubled(batch, 1))
-        return self._costs
 
     def states(self, batch: Mapping[str, Tensor]) -> tuple[list[Tensor], Tensor]:
         """([B, T, D] of the embedding and every layer, [B, T] real tokens). The last is what heads read.
@@ -257,14 +228,6 @@ class Reader:
                 " take a model of another type"
             )
         return [*(state.float() for state in found[:-1]), out.last_hidden_state.float()], mask.bool()
-
-
-def _doubled(last: int, first: int) -> list[int]:
-    """first, twice that, and so on, up to `last`."""
-    found = [min(first, last)]
-    while found[-1] < last:
-        found.append(min(2 * found[-1], last))
-    return found
 
 
 def _length(given: int | None, config: Any) -> int:

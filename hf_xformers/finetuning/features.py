@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ..core.pooling import pool
 from ..core.saved_files import read_object, write_json
-from ..inference.batch_plan import plan_batches
 from . import loading
 from .feature_reading import FeatureOptions, LayerChoice, Reader, ScalarMix
 from .image_features import read_images, reads_images
@@ -117,7 +116,7 @@ def _remove(folder: Path) -> None:
 
 
 def _request(options: FeatureOptions, texts: Mapping[str, list[list[str]]]) -> dict[str, Any]:
-    ignored = ("output", "batch_size", "plan_batches", "probe", "probe_l2", "overwrite", "use_cpu", "progress")
+    ignored = ("output", "batch_size", "probe", "probe_l2", "overwrite", "use_cpu", "progress")
     request = {name: value for name, value in asdict(options).items() if name not in ignored}
     if options.learn_mix:
         del request["mix_scores"]  # where learning begins, and nothing of the files
@@ -150,7 +149,7 @@ def read_rows(
 ) -> dict[str, list[Tensor]]:
     """By column the features of every row, in order: [D], or [tokens, D] without pooling."""
     found: dict[str, list[Any]] = {name: [None] * len(rows) for name in reader.choice.columns}
-    for chosen in _batches(reader, rows, options):
+    for chosen in _batches(rows, options):
         states, mask = reader.states(reader.batch([rows[index] for index in chosen]))
         with torch.no_grad():
             columns = reader.choice.read([state.cpu() for state in states])
@@ -163,12 +162,9 @@ def read_rows(
     return found
 
 
-def _batches(reader: Reader, rows: Sequence[list[str]], options: FeatureOptions) -> list[list[int]]:
-    """Which rows are read together: those of like lengths, or those that a plan joins; longest first, so that what
-    does not fit into memory fails at once."""
-    if options.plan_batches:
-        lengths = [max(len(ids), 1) for ids in reader.tokenized(rows)]
-        return plan_batches(lengths, reader.costs(max(lengths), options.batch_size), options.batch_size)[::-1]
+def _batches(rows: Sequence[list[str]], options: FeatureOptions) -> list[list[int]]:
+    """Which rows are read together: those of like lengths; longest first, so that what does not fit into memory fails
+    at once."""
     order = sorted(range(len(rows)), key=lambda index: -sum(map(len, rows[index])))
     return [order[start : start + options.batch_size] for start in range(0, len(order), options.batch_size)]
 

@@ -113,8 +113,6 @@ def read_images(
     for name in ("text_column", "text_pair_column", "tokenizer", "max_length"):
         if getattr(options, name) is not None:
             raise ValueError(f"--{name} is about text, and {options.model!r} reads images; leave it out")
-    if options.plan_batches:
-        raise ValueError("--plan_batches is about texts of several lengths, and images have one; leave it out")
     splits = load_images(source)
     columns = splits["train"].column_names
     wanted = (options.image_column,) if options.image_column is not None else IMAGES

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trained models in use: the three projections of attention as one, layers compiled one by one, and padded batches of
-texts of like lengths.
+"""Trained models in use: the three projections of attention as one, layers compiled one by one, and vectors of parts
+of a text.
 
 What transformers brings works by itself: `torch.compile`, caches of several types, assistants, and continuous batching
 (`model.generate_batch`). Names are imported when they are first used.
@@ -11,10 +11,6 @@ from __future__ import annotations
 from ..core.lazy import lazily
 
 _NAMES = {
-    "BatchCosts": "batch_plan",
-    "measure_batch_costs": "batch_plan",
-    "plan_batches": "batch_plan",
-    "run_in_batches": "batch_plan",
     "compile_layers": "compiled_layers",
     "fuse_projections": "fused_projections",
     "late_chunks": "late_chunking",

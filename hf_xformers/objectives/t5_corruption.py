@@ -20,8 +20,6 @@ from .seq2seq import Seq2SeqCollator
 from .span_corruption import apply_noise as replace_spans
 from .span_corruption import sentinel_ids
 
-WHOLE_TEXT = ("bert_style", "mass_style", "deshuffle")  # the decoder writes all of it
-
 
 @dataclass
 class CorruptionNoise:

@@ -220,10 +220,10 @@ TECHNIQUES = (
         "Batches chosen by length",
         "",
         "dynamic programming over sorted lengths",
-        "`plan_batches(lengths, cost, max_batch)`, `hf-xformers features --plan_batches`",
+        "`plan_batches(lengths, cost, max_batch)` of `examples/batch_plan.py`",
         (
-            "tests/inference/test_batch_plan.py::test_no_set_partition_is_better",
-            "tests/inference/test_batch_plan.py::test_results_do_not_depend_on_the_plan",
+            "tests/examples/test_batch_plan.py::test_no_set_partition_is_better",
+            "tests/examples/test_batch_plan.py::test_results_do_not_depend_on_the_plan",
         ),
         "random sets of six lengths against all 203 partitions; BERT",
         "encoders",

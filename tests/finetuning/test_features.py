@@ -65,30 +65,6 @@ def test_columns_against_the_model(kind, how, places, tmp_path):
             torch.testing.assert_close(rows[index][name], pooled, rtol=1e-4, atol=1e-5)
 
 
-def test_planned_batches(places, tmp_path, monkeypatch):
-    """With measured costs, or any: the same features, in other batches."""
-    assert features(places, tmp_path / "plain", layers=["last"]) == 0
-    batches, states = [], module.Reader.states
-
-    def watched(self, batch):
-        batches.append(tuple(batch["input_ids"].shape))
-        return states(self, batch)
-
-    monkeypatch.setattr(module.Reader, "states", watched)
-    assert features(places, tmp_path / "measured", "--plan_batches", layers=["last"], batch_size=4) == 0
-    assert max(rows for rows, _ in batches) == 4
-    batches.clear()
-    monkeypatch.setattr(module.Reader, "costs", lambda *given: lambda length, batch: length * batch)
-    assert features(places, tmp_path / "alone", "--plan_batches", layers=["last"]) == 0
-    assert {rows for rows, _ in batches} == {1}, "nothing is saved by company"
-    for split in ("train", "validation"):
-        expected = list(read_features(tmp_path / "plain", split))
-        for name in ("measured", "alone"):
-            for found, row in zip(read_features(tmp_path / name, split), expected, strict=True):
-                assert found["row"] == row["row"]
-                torch.testing.assert_close(found["last"], row["last"], rtol=1e-4, atol=1e-5)
-
-
 def test_an_encoder_decoder_is_read_by_its_encoder(places, tmp_path):
     assert features(places, tmp_path / "out", model="t5", layers=["last"]) == 0
     states = by_hand(places["t5"], sentences(40, 0)[3][0], decoder=True)

@@ -93,7 +93,6 @@ def test_what_is_refused(places, tmp_path, capsys):
         return " ".join(capsys.readouterr().err.split())
 
     assert "--text_column is about text" in said(text_column="text")
-    assert "--plan_batches is about texts" in said("--plan_batches")
     assert "no column of images; name one of" in said(image_column="nowhere")
     assert "the train split has no column 'kind'" in said(probe="kind")
     for path in (places / "image_gpt").glob("preprocessor_config.json"):

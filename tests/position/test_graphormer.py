@@ -6,9 +6,10 @@ import random
 import pytest
 import torch
 
+from examples.graphs import ring_graphs
 from hf_xformers import XFormerConfig
 from hf_xformers.core.graph_inputs import NO_EDGE, UNREACHABLE
-from hf_xformers.data.graphs import Graph, GraphCollator, ring_graphs, shortest_paths
+from hf_xformers.data.graphs import Graph, GraphCollator, shortest_paths
 from hf_xformers.position.base import PositionTables
 from hf_xformers.variants import family
 from tests.attention.score_helpers import HEADS, make_context, small_blocks, vectors

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from hf_xformers.inference import BatchCosts, measure_batch_costs, plan_batches, run_in_batches
+from examples.batch_plan import BatchCosts, measure_batch_costs, plan_batches, run_in_batches
 from tests.common.cases import CASES
 from tests.helpers import close, pad, tokens
 
