@@ -24,7 +24,7 @@ class CallReader:
     """Reads a call whose rows are not whole texts, and which therefore moves no tokens."""
 
     def keeps_cache(self, given: bool) -> bool:
-        """Whether such a call may fill a cache. given: there is one; raises `ValueError` where it cannot go on."""
+        """Whether such a call may fill a cache. given: there is one; raises `ValueError` where it cannot continue."""
         return True
 
     def read(
