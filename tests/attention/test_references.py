@@ -21,7 +21,7 @@ from hf_xformers.ops.score_terms import window as window_attention
 from hf_xformers.position.base import CallBias, Turns
 from hf_xformers.position.rotary import RotaryPosition, RotarySpec
 from hf_xformers.position.t5_relative_bias import T5RelativeBias, T5RelativeBiasSpec
-from tests.attention.references import COMPILED, REFERENCES
+from tests.attention.references import COMPILED, REFERENCES, TRACED
 from tests.attention.references.table import turned
 from tests.attention.score_helpers import (
     GEOMETRY,
@@ -430,10 +430,9 @@ def test_model(name):
             close(found[row, real], alone, 1e-8)
 
 
-@pytest.mark.parametrize("name", COMPILED)
-def test_compiled(name):
-    """One graph of both passes, with padding."""
-    causal, states, mask = COMPILED[name], vectors(2, 9), MASK[[0, 1], :9].clone()
+def compilable(name, causal):
+    """The first layer, and a function of states [2, 9, D], of which four are padding."""
+    mask = MASK[[0, 1], :9].clone()
     mask[1, 5:] = False
     layers = torch.nn.ModuleList(built(name, causal)[:1])
 
@@ -441,15 +440,34 @@ def test_compiled(name):
         context = make_context(9, causal, padding_mask=mask, positions=positions_of(mask))
         return run_layers(layers, x, context)[-1].output[:, :5]
 
+    return layers, run
+
+
+@pytest.fixture
+def fresh_compiler():
     torch._dynamo.reset()
-    found = []
     with small_blocks(5):
-        for function in (torch.compile(run, backend="aot_eager", fullgraph=True, dynamic=False), run):
-            given = states.clone().requires_grad_()
-            output = function(given)
-            parameters = [given, *layers.parameters()]
-            slopes = torch.autograd.grad(output.sin().sum(), parameters, allow_unused=True)
-            found.append([output, *(slope for slope in slopes if slope is not None)])
+        yield
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled(name, fresh_compiler):
+    """One graph of both passes, with padding."""
+    layers, run = compilable(name, COMPILED[name])
+    found = []
+    for function in (torch.compile(run, backend="aot_eager", fullgraph=True, dynamic=False), run):
+        given = vectors(2, 9).requires_grad_()
+        output = function(given)
+        parameters = [given, *layers.parameters()]
+        slopes = torch.autograd.grad(output.sin().sum(), parameters, allow_unused=True)
+        found.append([output, *(slope for slope in slopes if slope is not None)])
     for one, other in zip(*found, strict=True):
         close(one, other, 1e-8)
+
+
+@pytest.mark.parametrize("name", TRACED)
+@torch.no_grad()
+def test_traced(name, fresh_compiler):
+    _, run = compilable(name, TRACED[name])
+    close(torch.compile(run, backend="eager", fullgraph=True, dynamic=False)(vectors(2, 9)), run(vectors(2, 9)))

@@ -383,15 +383,15 @@ AUTO = HEADS
 @functools.cache
 def _below_heads(name: str) -> tuple[Any, ...]:
     return tuple(
-        (tower.stack.type, tower.embedding.type, tower.is_decoder, tower.layer(0).attention.max_global_tokens)
+        (tower.stack.type, tower.is_decoder, tower.layer(0).attention.max_global_tokens)
         for tower in config_class(name)().tower_configs()
     )
 
 
 def _tested_heads() -> list[tuple[str, str]]:
-    """Each head on whatever hands it vectors: heads depend on the stack, the embedding, the direction and the tokens
-    that may be global, and on nothing else of the layers. Of families that are alike in those, the first is tested
-    with all heads."""
+    """Each head on whatever hands it vectors: heads depend on the stack, the direction and the tokens that may be
+    global, and on nothing else of the layers (`test_vocabulary.py` has those that share tables with the embedding). Of
+    families that are alike in those, the first is tested with all heads."""
     found, seen = [], set()
     for name, head in FAMILY_HEADS:
         if (_below_heads(name), head) not in seen:
@@ -404,26 +404,30 @@ TESTED_HEADS = _tested_heads()
 
 
 def _parts(case: Case) -> frozenset[Any]:
+    parts = {part if part[0] not in ATTENTION else (*part[:2], part[3]) for part in components(case)}
     stacks = {("stack", tower.stack.type, case.shape) for tower in case.preset.tower_configs()}
-    return components(case) | stacks | {("field", name) for name in json.loads(case.fields) if name not in SLOTS}
+    return parts | stacks | {("field", name) for name in json.loads(case.fields) if name not in SLOTS}
 
 
-# Few of the cases: each component with each of its settings in an encoder and in a decoder, each stack in each shape,
-# and each further field of the mixes. Families are made of these, and differ in their defaults alone:
-# `test_families.py` has those.
+# Few of the cases: each component with each of its settings (of attention, `tests/attention/references` has them) in
+# an encoder and in a decoder, each stack in each shape, and each further field of the mixes. Families are made of
+# these, and differ in their defaults alone: `test_families.py` has those.
+ATTENTION = ("attention", "cross_attention")
 PARTS = covering(CASES, _parts)
 
 
-def _components() -> list[Case]:
+def _components(cases: list[Case]) -> list[Case]:
     """Each component once, in one tower if there is such a case: for what direction and settings do not change."""
-    names = {case: {part[:2] for part in components(case)} for case in CASES}
-    alone = covering([case for case in CASES if case.shape != "seq2seq"], names.__getitem__)
+    names = {case: {part[:2] for part in components(case)} for case in cases}
+    alone = covering([case for case in cases if case.shape != "seq2seq"], names.__getitem__)
     shown = set[Any]().union(*map(names.__getitem__, alone))
-    return alone + covering([case for case in CASES if case.shape == "seq2seq"], lambda case: names[case] - shown)
+    return alone + covering([case for case in cases if case.shape == "seq2seq"], lambda case: names[case] - shown)
 
 
-COMPONENTS = _components()
+COMPONENTS = _components(CASES)
+CAUSAL = _components([case for case in CASES if case.causal])
 
 each_part = pytest.mark.parametrize("case", PARTS, ids=str)
 each_causal_part = pytest.mark.parametrize("case", [case for case in PARTS if case.causal], ids=str)
+each_causal_component = pytest.mark.parametrize("case", CAUSAL, ids=str)
 each_component = pytest.mark.parametrize("case", COMPONENTS, ids=str)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.common.cases import CASES, PARTS, components, covering, each_causal_part
+from tests.common.cases import CASES, PARTS, components, covering, each_causal_component, each_causal_part
 from tests.helpers import close, pad, tokens
 
 LENGTH = 13
@@ -29,7 +29,7 @@ def test_causality(case):
             assert (output[:, place] - expected[:, place]).abs().max() > 1e-6
 
 
-@each_causal_part
+@each_causal_component
 def test_gradient_causality(case):
     """No gradient flows from an output to a later input."""
     model, ids = case.shared(), tokens(1, 7)
@@ -40,21 +40,6 @@ def test_gradient_causality(case):
         output = model(input_ids=ids, decoder_inputs_embeds=vectors).logits
     (slope,) = torch.autograd.grad(output[:, 3].sum(), vectors)
     assert (slope[:, 4:] == 0).all() and (slope[:, 3] != 0).any()
-
-
-@each_causal_part
-def test_prefixes(case):
-    """Every prefix gives what it gives inside the longer text: odd lengths, 1 among them."""
-    model, ids = case.shared(), tokens(2, LENGTH)
-    with torch.no_grad():
-        if case.shape == "decoder":
-            expected = case.run(model, ids)
-            for length in (1, 2, 7):
-                close(case.run(model, ids[:, :length]), expected[:, :length])
-        else:
-            expected = model(input_ids=ids, decoder_input_ids=ids).logits
-            for length in (1, 2, 7):
-                close(model(input_ids=ids, decoder_input_ids=ids[:, :length]).logits, expected[:, :length])
 
 
 @pytest.mark.parametrize("case", [case for case in PARTS if case.shape != "decoder"], ids=str)
@@ -109,7 +94,7 @@ def test_cached_equals_full(case, pieces=None):
             close(output[mask.bool()], real)
 
 
-@each_causal_part
+@each_causal_component
 def test_cached_after_padding_anywhere(case):
     """Texts are continued from a cache wherever their padding stands: behind a text, or between virtual tokens and
     it, as peft puts them."""
@@ -143,7 +128,7 @@ def continue_a_padded_text(case, behind):
             close(found[row][mask[row].bool()], run(row, alone[None], use_cache=False).logits[0])
 
 
-@each_causal_part
+@each_causal_component
 def test_greedy_generation(case):
     """`generate`, with and without a cache, writes what a full pass over the text itself finds likeliest at each
     place (later tokens do not change that, as the tests above show), for each text of a padded batch."""
@@ -171,7 +156,7 @@ def test_greedy_generation(case):
         assert torch.equal(written, logits.argmax(-1))
 
 
-@each_causal_part
+@each_causal_component
 def test_what_steps_record(case):
     """States and weights of as many layers in each step, whose last are those of the whole text."""
     model, ids = case.shared(implementation="eager"), tokens(1, 9)
@@ -190,7 +175,7 @@ def test_what_steps_record(case):
             close(found[-1], expected[-1][:, begin:end])
 
 
-@each_causal_part
+@each_causal_component
 def test_beam_search(case):
     """Beams reorder the cache."""
     model = case.shared()

@@ -78,7 +78,7 @@ def test_attention_weights(case):
                 assert (matrix.triu(1) == 0).all(), f"{name}: weight on later tokens"
 
 
-@each_part
+@each_component
 def test_hidden_states(case):
     """The input of every step and the last one's output, which is what the head reads."""
     model, ids = case.shared(), tokens(2, 7)
@@ -125,7 +125,7 @@ def test_what_is_recorded_stands_where_its_tokens_do(case):
                     close(entry[:, :13, :13][:, real][:, :, real], own[:, :count, :count])
 
 
-@each_part
+@each_component
 def test_inputs_embeds(case):
     """Token vectors in place of ids."""
     model = case.shared()

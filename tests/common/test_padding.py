@@ -25,7 +25,7 @@ def test_padding_changes_nothing(case):
         close_gradients(gradients(model, valid), expected_gradients)
 
 
-@each_part
+@each_component
 def test_padding_between_tokens(case):
     """Tokens are counted, not slots: real ones give what they give side by side (peft puts virtual tokens before a
     text and its padding)."""
@@ -69,7 +69,7 @@ def test_rows_of_padding_alone(case):
             assert gradient.isfinite().all(), name
 
 
-@each_part
+@each_component
 def test_half_precision(case):
     """bfloat16 is finite, padded rows included, and near float32."""
     ids, mask = pad([tokens(9), tokens(4, seed=1)], 9, "right")

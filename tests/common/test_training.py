@@ -8,7 +8,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 
 from hf_xformers.blocks.base import XFormerLayer
 from tests.common.cases import CASES, components, covering, each_component, each_part
-from tests.helpers import NO_DROPOUT, aligned, close, close_gradients, pad, tokens
+from tests.helpers import NO_DROPOUT, close, close_gradients, pad, tokens
 
 ADAPTED = ("q_proj", "v_proj")
 CANONICAL = ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "gate_proj", "down_proj")
@@ -36,7 +36,7 @@ def parameter_gradients(model, ids, mask):
     return loss.detach(), {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
-@each_part
+@each_component
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 def test_gradient_checkpointing(case):
     """Both kinds run every layer twice and give the gradients of the plain pass."""
@@ -81,8 +81,8 @@ def test_state_moves_once(case):
 
 
 @each_component
-def test_training(case, tmp_path):
-    """Every parameter gets a gradient, the loss falls on a fixed batch, and the trained model comes back as it was."""
+def test_training(case):
+    """Every parameter gets a gradient, and the loss falls on a fixed batch."""
     model = case.build(strong=False, dtype=torch.float32, **NO_DROPOUT).train()
     ids, mask = pad([tokens(9), tokens(5, seed=1), tokens(7, seed=2)], 9, "right")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -96,13 +96,6 @@ def test_training(case, tmp_path):
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < losses[0] - 0.25, losses  # nats; the start is that of a uniform guess
-    model.eval()
-    model.save_pretrained(tmp_path)
-    loaded = type(model).from_pretrained(tmp_path)
-    with torch.no_grad():
-        assert torch.equal(case.run(aligned(loaded), ids, mask), case.run(model, ids, mask))
-    for (name, one), (_, other) in zip(model.state_dict().items(), loaded.state_dict().items(), strict=True):
-        assert torch.equal(one, other), name
 
 
 @each_component
@@ -174,11 +167,12 @@ def test_a_batch_counts_by_its_share_of_the_step(case):
         close(2 * found[1], found[0])
 
 
-ADAPTED_SLOTS = ("attention", "cross_attention", "feedforward", "block", "stack")
+ADAPTED_SLOTS = ("feedforward", "block", "stack")
 
 
 def adapted_parts(case):
-    """Each component that has projections or runs what has them, and each shape: adapters find them by their names."""
+    """Each component that has projections or runs what has them, and each shape: adapters find them by their names
+    (tests/adapters has those of attention)."""
     return {(slot, name) for slot, name, _, _ in components(case) if slot in ADAPTED_SLOTS} | {case.shape}
 
 

@@ -14,8 +14,15 @@ def table_parts(case):
     return tables | {(slot, name) for slot, name, _, _ in parts if slot == "stack"}
 
 
-each_case = pytest.mark.parametrize("case", covering(CASES, table_parts), ids=str)
-tied_or_not = pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def tables_alone(case):
+    return {part for part in table_parts(case) if part[0] != "stack"}
+
+
+EACH = [(case, True) for case in covering(CASES, table_parts)]
+EACH += [(case, False) for case in covering(CASES, tables_alone)]
+each_case = pytest.mark.parametrize(
+    "case, tied", EACH, ids=lambda given: {True: "tied", False: "untied"}.get(given, str(given))
+)
 
 
 def pairs(model):
@@ -39,7 +46,6 @@ def has_one_table(model):
 
 
 @each_case
-@tied_or_not
 def test_tying(case, tied, tmp_path):
     model = case.build(dtype=torch.float32, tie_word_embeddings=tied, **NO_DROPOUT)
     assert is_tied(model) == tied and has_one_table(model)
@@ -56,7 +62,6 @@ def test_tying(case, tied, tmp_path):
 
 
 @each_case
-@tied_or_not
 def test_resizing(case, tied, tmp_path):
     """More or fewer tokens: old ones keep their vectors and logits, and the result can be saved and loaded."""
     model = case.build(dtype=torch.float32, tie_word_embeddings=tied)

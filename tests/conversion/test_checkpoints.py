@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokeniz
 
 import hf_xformers
 from hf_xformers.conversion import checkpoint, convert_checkpoint, from_transformers, to_transformers
-from hf_xformers.conversion.swap import swap_checkpoint
+from hf_xformers.conversion.swap import swap_checkpoint, swap_components
 from tests.conversion.architectures import tiny
 
 LETTERS = [chr(ord("a") + index) for index in range(20)]
@@ -200,6 +200,23 @@ def test_pooler_in_a_masked_lm_checkpoint(tmp_path):
         report = convert_checkpoint(folder, tmp_path / f"{name}-ours")
         assert sorted(report.dropped) == [f"{prefix}.pooler.dense.bias", f"{prefix}.pooler.dense.weight"]
         assert torch.equal(from_transformers(folder, head="Model").pooler.dense.weight, pooler)
+
+
+@pytest.mark.parametrize("head", ["ForMaskedLM", "ForTokenClassification", "Model"])
+def test_another_head_needs_the_same_body(tmp_path, head):
+    """Of one of our folders: what only one of two heads has is new or left, what both have is missed."""
+    from_transformers(tiny("BertForMaskedLM").make()).save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    whole = load_file(path)
+    swap_components(tmp_path, head=head, max_length=20, measure=False)
+    name = "model.trunk.layers.0.attention.q_proj.weight"
+    for tensors, message in (
+        ({key: tensor for key, tensor in whole.items() if key != name}, "lacks .*q_proj.weight"),
+        ({**whole, "model.trunk.further": torch.ones(2)}, "holds, beyond what its config describes, .*trunk.further"),
+    ):
+        save_file(tensors, path, metadata={"format": "pt"})
+        with pytest.raises(ValueError, match=message):
+            swap_components(tmp_path, head=head, max_length=20, measure=False)
 
 
 # ---------------------------------------------------------------------------------------------------- failures

@@ -8,14 +8,10 @@ from transformers import StaticCache
 
 from hf_xformers import XFormerConfig, XFormerForCausalLM
 from hf_xformers.core.cache import make_cache, stateful_part
-from tests.common.cases import CASES
+from tests.common.cases import CASES, each_causal_component
 from tests.helpers import close, make_strong, pad, tokens
 
 CAUSAL = [case for case in CASES if case.causal]
-DECODERS = {case.name for case in CAUSAL if case.shape == "decoder"}
-# What decodes alone is not tried again under a memory.
-ONCE = [case for case in CAUSAL if case.shape == "decoder" or case.name not in DECODERS]
-each_once = pytest.mark.parametrize("case", ONCE, ids=str)
 
 
 def decoder_config(model):
@@ -95,7 +91,7 @@ def test_static_cache_stays_within_the_table(name):
             model(ids[:, :1], past_key_values=cache)
 
 
-@each_once
+@each_causal_component
 def test_static_cache(case, caplog, monkeypatch):
     """The same text as with a growing cache; a mechanism with another state takes its own and says so by name."""
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
@@ -122,7 +118,7 @@ def test_own_state_is_named(caplog, monkeypatch):
     said = []
     monkeypatch.setattr(generation.logger, "warning_once", said.append)
     for name, part in (("xf_performer", "attention 'performer'"), ("xf_cpe", "block 'cpe'"), ("xf_gpt2", None)):
-        model = next(case for case in ONCE if case.name == name).shared()
+        model = next(case for case in CAUSAL if case.name == name).shared()
         model.generate(tokens(1, 3), max_new_tokens=2, cache_implementation="static")
         assert not said if part is None else part in said.pop()
 
@@ -134,7 +130,7 @@ def test_weights_that_a_state_has_not_are_told_of(monkeypatch):
     monkeypatch.setattr(generation.logger, "warning_once", said.append)
     wanted = {"max_new_tokens": 3, "return_dict_in_generate": True, "output_attentions": True}
     for name, keeps_keys in (("xf_performer", False), ("xf_longformer", True)):
-        model = next(case for case in ONCE if case.name == name and case.shape == "decoder").shared()
+        model = next(case for case in CAUSAL if case.name == name and case.shape == "decoder").shared()
         for cached in (True, False):
             steps = model.generate(tokens(1, 3), use_cache=cached, **wanted).attentions
             whole = all(len(step) == model.config.num_hidden_layers for step in steps)
@@ -142,7 +138,8 @@ def test_weights_that_a_state_has_not_are_told_of(monkeypatch):
             assert bool(said) == (not whole) and all("use_cache=False" in said.pop() for _ in said[:])
 
 
-COMPILED = [case for case in ONCE if case.name in ("xf_gpt2", "xf_t5", "xf_longformer", "xf_realformer", "modern")]
+NAMES = ("xf_gpt2-decoder", "xf_t5-seq2seq", "xf_longformer-decoder", "xf_realformer-decoder")
+COMPILED = [case for case in CAUSAL if str(case) in NAMES]
 
 
 @pytest.mark.parametrize("case", COMPILED, ids=str)
@@ -173,7 +170,7 @@ def test_one_graph_for_every_step(case):
 def test_states_are_traced_twice():
     """With a state: the call that reads the text, and all steps after it, whose length is another each time."""
     torch._dynamo.reset()
-    model, ids = next(case for case in ONCE if case.name == "xf_performer").shared(), tokens(2, 9)
+    model, ids = next(case for case in CAUSAL if case.name == "xf_performer").shared(), tokens(2, 9)
     cache = make_cache(model.config)
     compiled, found = torch.compile(model, backend="eager"), []
     with torch.no_grad():
@@ -185,7 +182,7 @@ def test_states_are_traced_twice():
         close(torch.cat(found, dim=1), model(input_ids=ids).logits)
 
 
-@each_once
+@each_causal_component
 def test_bfloat16_generation(case):
     """Steps in bfloat16 score as the whole text does in bfloat16, up to its rounding."""
     reason = case.exception("half_precision")

@@ -1,12 +1,10 @@
 """transformers' own exporters: graphs of reading a prompt and of going on with a cache, at sizes not traced.
 
-Encoders, images and calls without a cache: `test_ours_export_*` of the conformance run."""
+Encoders, images, calls without a cache and ONNX: `test_ours_export_*` of the conformance run; ONNX with a cache:
+`test_step_export.py`."""
 
-import importlib.util
-
-import pytest
 import torch
-from transformers.exporters import DynamoConfig, DynamoExporter, OnnxConfig, OnnxExporter
+from transformers.exporters import DynamoConfig, DynamoExporter
 
 from hf_xformers.compat import CACHE
 from tests.common.cases import CASES
@@ -41,12 +39,3 @@ def test_decoding_with_a_cache():
     decode = exported(model, DynamoExporter, DynamoConfig)
     for prefix in (6, 4):
         going_on(model, decode, prefix)
-
-
-@pytest.mark.slow
-def test_onnx_decoding_with_a_cache():
-    for name in ("onnx", "onnxscript", "onnxruntime"):
-        if importlib.util.find_spec(name) is None:
-            pytest.skip(f"{name} is not installed: pip install hf_xformers[onnx]")
-    model = case_named("xf_gpt2-decoder").build(dtype=torch.float32, num_hidden_layers=1)
-    going_on(model, exported(model, OnnxExporter, OnnxConfig), 6)

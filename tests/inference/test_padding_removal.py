@@ -40,10 +40,10 @@ def test_indices():
 
 REMOVING = [case for case in READERS if allows(case)]
 # Layers are given the real tokens in one row, whatever the side was; what is around them and what numbers the tokens
-# sees it. So all are padded on both sides, and a cover of those parts on one.
+# sees it. So all components are padded on both sides, and a cover of those parts on one.
 AROUND = ("position", "stack", "block", "embedding", "head")
 ON_ONE_SIDE = covering(REMOVING, lambda case: {part[:2] for part in components(case) if part[0] in AROUND})
-SIDES = [(case, "both") for case in REMOVING]
+SIDES = [(case, "both") for case in covering(REMOVING, lambda case: {part[:2] for part in components(case)})]
 SIDES += [(case, side) for case in ON_ONE_SIDE for side in ("right", "left")]
 
 

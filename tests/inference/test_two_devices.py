@@ -8,12 +8,11 @@ from torch import nn
 
 from hf_xformers.core.context import LayerContext
 from hf_xformers.modeling_tower import XFormerTower
-from tests.common.cases import CASES, components, covering
+from tests.common.cases import CASES, COMPONENTS
 from tests.helpers import close, pad, tokens
 from tests.pretend_cuda import GPU, LOG, OnGPU, on_gpu, pretend_cuda
 
 HOST = torch.device("cpu")
-COVER = covering(CASES, lambda case: {(slot, name, is_decoder) for slot, name, _, is_decoder in components(case)})
 BORROWS = [case for case in CASES if case.name in ("shared_attention", "shared_feedforward")]
 
 
@@ -56,9 +55,9 @@ def run(case, model):
     return [logits.inner if isinstance(logits, OnGPU) else logits for logits in found]
 
 
-@pytest.mark.parametrize("case", [*COVER, *(case for case in BORROWS if case not in COVER)], ids=str)
+@pytest.mark.parametrize("case", [*COMPONENTS, *(case for case in BORROWS if case not in COMPONENTS)], ids=str)
 def test_the_call_s_context_goes_along(case, monkeypatch):
-    expected = run(case, case.build(dtype=torch.float32).eval())
+    expected = run(case, case.shared(torch.float32))
     with pretend_cuda(monkeypatch):
         model = divided(case.build(dtype=torch.float32).eval())
         LOG.clear()

@@ -81,7 +81,7 @@ def test_spans_and_orders():
     objective, runs, length = build_objective({"type": "permuted_lm", "perm_size": 16}), 300, 64
     special = torch.zeros(length, dtype=torch.bool)
     special[[0, length - 1]] = True
-    reversed_rows, firsts = 0, []
+    reversed_rows, at_the_beginning, firsts = 0, 0, []
     for seed in range(runs):
         noise = sample_noise(special, objective, torch.Generator().manual_seed(seed))
         assert int(noise.targets.sum()) == 10 and not noise.targets[special].any()
@@ -93,7 +93,11 @@ def test_spans_and_orders():
             torch.zeros(512, dtype=torch.bool), free, torch.Generator().manual_seed(seed)
         ).targets.tolist()
         start = chosen.index(True)
+        at_the_beginning += start == 0
         firsts.append(chosen[start:].index(False))
+    # The first span begins in one of 6 l places, the first token among them.
+    share = sum(60 / 137 / size / (6 * size) for size in range(1, 6))
+    assert abs(at_the_beginning / runs - share) < 4 * math.sqrt(share * (1 - share) / runs)
     assert abs(reversed_rows / runs - 0.5) < 4 * math.sqrt(0.25 / runs)
     # The first span is now and then lengthened by a neighbour; its law is that of the paper otherwise.
     assert abs(sum(size == 1 for size in firsts) / runs - 60 / 137) < 4 * math.sqrt(0.25 / runs)

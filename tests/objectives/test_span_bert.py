@@ -72,6 +72,7 @@ def test_batches(bert_tokenizer, side):
         collator.set_epoch(epoch)
         batch = collator(features)
         whole = torch.where(batch["labels"] == -100, batch["input_ids"], batch["labels"])
+        assert (batch["span_target_places"][batch["span_labels"] == -100] == 0).all()
         for index, row in enumerate(rows):
             assert whole[index][batch["attention_mask"][index].bool()].tolist() == row
             known = batch["span_labels"][index] != -100

@@ -4,7 +4,10 @@ import numpy as np
 import pytest
 import torch
 
+from hf_xformers import XFormerConfig
+from hf_xformers.training.building import language_objectives
 from hf_xformers.training.evaluation import perplexity, scored_beside, summarise, token_statistics
+from hf_xformers.training.scoring import choose_objective
 
 
 def literal(logits, labels, shift):
@@ -106,3 +109,17 @@ def test_half_precision_is_summed_in_float32():
 
 def test_perplexity_of_a_broken_model_is_a_number():
     assert math.isfinite(perplexity(1e9))
+
+
+def test_what_was_trained_is_evaluated():
+    """Where the model's head is that of the run's objective, or unknown; else the first objective of that head."""
+    known = language_objectives()
+    for name, objective in known.items():
+        config, other = XFormerConfig(), next(kind for kind in known.values() if kind.head != objective.head)
+        for head, expected in (
+            (f"XFormer{objective.head}", name),
+            (None, name),
+            (f"XFormer{other.head}", next(key for key, kind in known.items() if kind.head == other.head)),
+        ):
+            config.architectures = [head] if head else None
+            assert choose_objective(config, None, {}, {"objective": {"type": name}}).type == expected

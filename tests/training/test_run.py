@@ -1,12 +1,14 @@
 """What a run does with a folder: loses nothing that it may not, goes on where it was stopped, stages among it."""
 
 import dataclasses
+import inspect
 
 import pytest
 import torch
 from transformers import TrainingArguments
 
 from hf_xformers.training.loss_terms import Means
+from hf_xformers.training.pretraining import train
 from hf_xformers.training.run import Run
 
 
@@ -66,3 +68,8 @@ def test_means_are_over_batches():
     means.add({"a": torch.tensor(4.0)})
     means.add({"b": torch.tensor(1.0)}, batches=0)
     assert means.take(lambda value: value) == {"a": 3.0, "b": 3.0} and means.take(lambda value: value) == {}
+
+
+def test_the_end_of_a_run_is_that_of_its_processes_unless_told():
+    for ends in (train, Run.finish):
+        assert inspect.signature(ends).parameters["last"].default is True

@@ -1,6 +1,8 @@
 """One copy of what a student has not changed of its teacher, and what is said of memory before a run."""
 
 import copy
+from collections import namedtuple
+from types import SimpleNamespace
 
 import torch
 from torch import nn
@@ -9,7 +11,7 @@ from hf_xformers import XFormerForCausalLM
 from hf_xformers.training import memory
 from hf_xformers.training.distillation import Distillation, DistillationTrainer
 from hf_xformers.training.memory import memory_line
-from hf_xformers.training.partial_checkpoints import share_frozen
+from hf_xformers.training.partial_checkpoints import TrainedAlone, share_frozen
 from tests.training.runs import quiet, stacked
 from tests.training.test_distillation import config, rows
 
@@ -66,3 +68,18 @@ def test_memory_is_counted_once(monkeypatch):
         "memory: weights with the teacher's 20 MB, gradients 4 MB; optimizer states and activations come on top"
     )
     assert memory_line(student, [], "adamw_torch").startswith("memory: weights 16 MB, ")
+
+
+def test_what_a_checkpoint_leaves_out_is_not_missed():
+    class Loads:
+        def _issue_warnings_after_load(self, result):
+            self.missed = result.missing_keys
+
+    class Part(TrainedAlone, Loads):
+        model = nn.Linear(2, 2)
+        accelerator = SimpleNamespace(unwrap_model=lambda model: model)
+
+    part = Part()
+    part.model.weight.requires_grad_(False)
+    part._issue_warnings_after_load(namedtuple("Result", "missing_keys")(["weight", "bias"]))
+    assert part.missed == ["bias"]

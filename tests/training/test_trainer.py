@@ -10,6 +10,7 @@ from transformers import TrainerState
 from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerForMaskedLM
 from hf_xformers.core.losses import step_share, with_aux_losses
 from hf_xformers.training.callbacks import ExactSaves
+from hf_xformers.training.readers import Readers
 from hf_xformers.training.trainer import XFormerTrainer
 from tests.training.runs import plain_sgd, same_parameters, stacked, step_by_hand
 
@@ -273,3 +274,26 @@ def test_lines_of_a_task():
     assert log_line(logs, state) == "step 4/9, held out: accuracy 25.0%, exact match 12.35, f1 0.5"
     assert log_line(logs, state, {"f1": "macro f1"}).endswith("exact match 12.35, macro f1 0.5")
     assert log_line({"loss": 1.0, "grad_norm": 2.0, "epoch": 0.5}, state) == "step 4/9, loss 1.000, epoch 0.50"
+
+
+def test_evaluation_collates_as_training_does_unless_told(tmp_path):
+    for given in (None, lambda batch: stacked(batch)):
+        trainer = XFormerTrainer(
+            XFormerForMaskedLM(config()), plain_sgd(tmp_path), data_collator=stacked, eval_collator=given
+        )
+        assert trainer.eval_collator is (given or stacked) and trainer.data_collator is stacked
+
+
+def test_rows_that_fill_up_the_last_batch_count_nowhere(tmp_path, monkeypatch):
+    """Of 9 rows, two readers of batches of 4 have one and none left."""
+    for reader, real in ((0, 1), (1, 0)):
+        args = plain_sgd(tmp_path, per_device_train_batch_size=4)
+        trainer = XFormerTrainer(XFormerForMaskedLM(config()), args, data_collator=stacked, train_dataset=rows(9))
+        monkeypatch.setattr(XFormerTrainer, "_readers", Readers(2, reader, 1))
+        state = type(trainer.accelerator.gradient_state)
+        monkeypatch.setattr(state, "end_of_dataloader", True)
+        batches = [stacked(rows(4)), stacked(rows(4))]
+        trainer._leave_out_repeats(batches)
+        assert (batches[0]["labels"] != -100).any(1).all()
+        assert (batches[1]["labels"] != -100).any(1).tolist() == [row < real for row in range(4)]
+        assert batches[1]["attention_mask"].all(1).tolist() == [row < real for row in range(4)]
