@@ -393,7 +393,7 @@ def write(found: dict[str, list[dict[str, Any]]]) -> None:
     parts = ["# SmolLM2 with a constant state", NOTE, tables.about(where)]
     for title, rows in sections.items():
         columns = list(dict.fromkeys(key for row in rows for key in row))
-        parts += [f"## {title}", tables.table([shown(row) for row in rows], columns)]
+        parts += [f"## {title}", tables.folded([shown(row) for row in rows], columns, f"constant_state/{title}")]
     write_text(RESULTS / "constant_state.md", "\n\n".join(parts) + "\n")
 
 

@@ -88,7 +88,7 @@ class Rows:
         told = ", ".join(f"{name} {value}" for name, value in self.machine.items() if name != "device")
         text = f"# {title}\n\n{note}\n\nMeasured on {self.machine['device']}: {told}.\n\n"
         measured = [row for row in self.rows if "error" not in row and "note" not in row]
-        text += tables.table(measured, columns) + "\n"
+        text += tables.folded(measured, columns, self.path.stem) + "\n"
         failed: dict[str, list[str]] = {}
         for row in self.rows:
             if "error" in row:

@@ -247,7 +247,8 @@ def main() -> None:
     tables.write_json(folder / "linearization.json", {"machine": where, **sections})
     parts = ["# Linearization of a trained model", note, tables.about(where)]
     for title, rows in sections.items():
-        parts += [f"## {title}", tables.table([rounded(row) for row in rows], list(rows[0]))]
+        shown = tables.folded([rounded(row) for row in rows], list(rows[0]), f"linearization/{title}")
+        parts += [f"## {title}", shown]
     write_text(folder / "linearization.md", "\n\n".join(parts) + "\n")
 
 

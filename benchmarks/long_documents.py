@@ -222,7 +222,7 @@ def write(found: dict[str, Any]) -> None:
     for title in (RETRIEVAL, TIMING):
         rows = found.get(title, [])
         columns = list(dict.fromkeys(column for row in rows for column in row))
-        parts += [f"## {title}", tables.table(rows, columns)] if rows else []
+        parts += [f"## {title}", tables.folded(rows, columns, f"long_documents/{title}")] if rows else []
     write_text(RESULTS / "long_documents.md", "\n\n".join(parts) + "\n")
 
 

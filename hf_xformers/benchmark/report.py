@@ -18,24 +18,14 @@ from .plots import HINT, can_plot, plot_all
 from .runner import Comparison
 from .steps import HEADS, WIDTH
 from .sweep import SWEEP, best_of_sweep
-from .tables import about, table
+from .tables import about, folded
 from .tasks import TASKS
 
-SPEED = ("label", "variant", "shape", "tokens", "ms", "time ratio", "peak MiB", "memory ratio", "status")
+# Columns in order; those beyond the seventh are folded away.
+SPEED = ("label", "tokens", "ms", "time ratio", "peak MiB", "memory ratio", "status", "variant", "shape")
 QUALITY = (
-    "task",
-    "label",
-    "variant",
-    "shape",
-    "head",
-    "accuracy",
-    "chance accuracy",
-    "loss",
-    "chance loss",
-    "steps",
-    "seconds",
-    "parameters",
-    "status",
+    *("task", "label", "accuracy", "chance accuracy", "loss", "chance loss", "status"),
+    *("variant", "shape", "head", "steps", "seconds", "parameters"),
 )
 
 
@@ -54,7 +44,7 @@ def write_report(comparison: Comparison) -> list[str]:
     parts = ["# Comparison", about(comparison.machine, settings.dtype)]
     parts += ["\n".join(f"- `{entry.label}`: {entry}" for entry in comparison.entries)]
     if speed:
-        parts += [f"## Time and memory: {_what(settings)}", _speed_note(settings), table(map(_told, speed), SPEED)]
+        parts += [f"## Time and memory: {_what(settings)}", _speed_note(settings), folded(list(map(_told, speed)), SPEED)]
         parts += disturbed(speed)
     if quality:
         tasks = [f"- `{name}`: {TASKS[name].about}." for name in settings.tasks]
@@ -76,10 +66,10 @@ def write_report(comparison: Comparison) -> list[str]:
                 f"Each entry was trained at each width with learning rates {rates} and seeds {seeds}; a row has the"
                 " rate with the highest mean accuracy over seeds, and their lowest and highest. `state size`: numbers"
                 " that generation keeps of one row.",
-                table(best_of_sweep(quality), SWEEP),
+                folded(best_of_sweep(quality), SWEEP),
             ]
         else:
-            parts.append(table(map(_told, quality), QUALITY))
+            parts.append(folded(list(map(_told, quality)), QUALITY))
     failed = [row for row in (*speed, *quality, *maps) if row["status"] != "ok"]
     if failed:
         lines = [

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from ..core.saved_files import write_text
+from ..hub.result_tables import parted
 
 
 def table(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> str:
-    """A Markdown table; numbers with two decimals, or one digit that counts where these would be zeros, absent cells
-    empty."""
+    """A Markdown table; numbers with two decimals or two digits that count, absent cells empty."""
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     for row in rows:
         cells = (row.get(column) for column in columns)
@@ -25,8 +25,23 @@ def _cell(value: Any) -> str:
     if value is None:
         return ""
     if isinstance(value, float):
-        return f"{value:.2f}" if value == 0 or abs(value) >= 0.01 else f"{value:.1g}"
+        if value == 0 or 0.1 <= abs(value) < 1000:
+            return f"{value:.2f}"
+        return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.2g}"
     return str(value).replace("|", "\\|").replace("\n", " ")
+
+
+def folded(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], name: str = "") -> str:
+    """A Markdown table of at most seven columns, and below it, folded away, one of the others.
+
+    name: of the table in `hub/results.toml`, which says what comes first; else the first of `columns` do.
+    """
+    shown, others = parted([{column: row.get(column) for column in columns} for row in rows], name)
+    text = table(shown, list(shown[0]))
+    if others:
+        inside = table(others, list(others[0]))
+        text += f"\n\n<details><summary>Settings and further figures</summary>\n\n{inside}\n\n</details>"
+    return text
 
 
 def about(machine: Mapping[str, Any], dtype: str = "float32 unless said") -> str:
@@ -53,6 +68,6 @@ def write_results(
 ) -> Path:
     """Writes `<name>.json` and `<name>.md` to `folder`; returns the path of the latter."""
     write_json(folder / f"{name}.json", {"machine": machine, "rows": rows})
-    text = f"# {title}\n\n{note}\n\n{about(machine)}\n\n{table(rows, columns)}\n"
+    text = f"# {title}\n\n{note}\n\n{about(machine)}\n\n{folded(rows, columns, name)}\n"
     write_text(folder / f"{name}.md", text)
     return folder / f"{name}.md"

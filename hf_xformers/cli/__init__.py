@@ -13,35 +13,35 @@ from collections.abc import Sequence
 # sub-command -> (module of this folder, what it does); a module has `run(argv) -> exit code`. No module may have the
 # name of a built-in function that this file uses: importing a submodule binds its name here.
 COMMANDS = {
-    "list": ("listing", "variants and components: what they change, which shapes they fit"),
+    "list": ("listing", "show variants and components: what they change, which architectures they fit"),
     "pretrain": ("pretrain", "train a variant, or a free mix of components, on text"),
     "finetune": ("finetune", "train a saved model, or a variant, on a task: classify, tag, answer, translate, ..."),
-    "features": ("features", "hidden states of chosen layers of a model, to files; a linear probe on them"),
-    "predict": ("predict", "what a fine-tuned model says of new rows: labels, tags, answers, texts"),
-    "evaluate": ("evaluate", "loss and accuracy of a saved language model; the task's metrics of a fine-tuned one"),
+    "features": ("features", "write hidden states of chosen layers to files; train a linear probe on them"),
+    "predict": ("predict", "run a fine-tuned model on new rows: labels, tags, answers, texts"),
+    "evaluate": ("evaluate", "measure loss and accuracy of a language model, or a fine-tuned model's metrics"),
     "convert": (
         "convert",
         "turn a checkpoint of transformers into a variant, or back; swap components of a trained one",
     ),
     "uptrain": ("uptrain", "continue the pretraining of a model, with a teacher or without"),
     "linearize": ("linearize", "give a trained model attention whose state for generation does not grow, in stages"),
-    "distill": ("distill", "a small model that learns from a trained one: fewer layers, another width or mechanism"),
-    "prune": ("prune", "a trained model without some of its heads, layers or weights, and what that costs"),
-    "quantize": ("quantize", "weights in 8 or 4 bits, with what must not be quantized left as it is"),
+    "distill": ("distill", "train a small model on a large one's outputs: fewer layers, another width or mechanism"),
+    "prune": ("prune", "remove heads, layers or weights of a trained model, and measure what that costs"),
+    "quantize": ("quantize", "store weights in 8 or 4 bits, but for those that must not be quantized"),
     "search": ("search", "find the operations of a DARTSformer's layers by gradient descent"),
     "benchmark": ("benchmark", "compare variants: time, memory, and what they learn, compared with dense attention"),
-    "card": ("card", "the model card of a variant or of a checkpoint, with measured figures"),
-    "export": ("export", "a model as an ONNX graph, compared with it under onnxruntime"),
-    "bundle": ("bundle", "a checkpoint with the code that it needs, for users without this package"),
-    "new": ("new", "a file for a component, objective or task of yours, with its test and a stub of its card"),
+    "card": ("card", "write the model card of a variant or of a checkpoint, with measured figures"),
+    "export": ("export", "write a model as an ONNX graph, and compare both under onnxruntime"),
+    "bundle": ("bundle", "put the code that it needs into a checkpoint, for users without this package"),
+    "new": ("new", "begin a component, objective or task of your own: a file, its test, a stub of its card"),
     "push": ("push", "upload a checkpoint or an adapter to the Hub, with a card"),
 }
 DEBUG_VARIABLE = "HF_XFORMERS_DEBUG"
 
 _USAGE = """usage: hf-xformers [--version] [--debug] COMMAND ...
 
-Some hundred and twenty variants of the Transformer as Hugging Face models, with
-components that can be mixed.
+Variants of the Transformer as Hugging Face models, with components that can be
+mixed.
 
 {commands}
 
@@ -117,6 +117,7 @@ def _import_modules(arguments: Sequence[str]) -> list[str]:
         from ..core.rooms import IMPORTED, import_plugins
 
         sys.path.insert(0, os.getcwd())
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
         os.environ[IMPORTED] = ",".join(filter(None, [os.environ.get(IMPORTED), *modules]))
         import_plugins()
     return rest

@@ -79,6 +79,9 @@ def run(argv: Sequence[str]) -> int:
             "same most likely answer": movement.agreement,
             "states moved by": movement.states,
         }
+    if swaps and "attention" in dotted and arguments.max_length is None:
+        known = json.loads((Path(arguments.target).expanduser() / "config.json").read_text(encoding="utf-8"))
+        facts["longest text, tokens"] = f"{known['max_position_embeddings']:,}, as before (more: --max-length N)"
     print_facts("swapped" if swaps else "converted", facts)
     if swaps or not report.complete or report.notes:
         say(report.summary())

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import re
 import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ..core.components import did_you_mean
+from ..core.components import SLOTS, did_you_mean, field_aliases
 
 _NOTHING = (None, False, "", argparse.SUPPRESS)
 
@@ -86,6 +87,16 @@ def _shell_lines(command: str, width: int) -> str:
     return "  " + " \\\n    ".join(lines)
 
 
+def _of_a_component(option: str) -> str:
+    """The hint that an option is a field of components: " Did you mean --attention.window?"; nothing where it is not."""
+    field = option.removeprefix("--").replace("-", "_")
+    for slot, registry in SLOTS.items():
+        specs = [registry.get(name) for name in registry]
+        if any(field in {known.name for known in dataclasses.fields(spec)} | set(field_aliases(spec)) for spec in specs):
+            return f" Did you mean --{slot}.{field}?"
+    return ""
+
+
 class RefusingParser(argparse.ArgumentParser):
     """ArgumentParser that raises ValueError, the nearest known word first, where argparse would print its usage and
     exit."""
@@ -119,6 +130,8 @@ class RefusingParser(argparse.ArgumentParser):
             kind = "option" if unknown.startswith("-") else "argument"
             known = [*self._option_string_actions, *more]  # long names have much in common by chance
             hint = did_you_mean(unknown, known, cutoff=0.75) if kind == "option" else ""
+            if kind == "option" and not hint and "--attention" in known:
+                hint = _of_a_component(unknown)
             raise ValueError(f"there is no {kind} {unknown}.{hint.replace(chr(39), '')} See `{self.prog} --help`")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:

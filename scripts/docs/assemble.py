@@ -16,6 +16,7 @@ from . import api, drawing, notebooks, objectives, pictures, results, taxonomy, 
 from .charts import charts_of
 from .equations import with_equations
 from .figures import fill
+from .links import for_site
 from .markup import ROOT, Pages
 from .navigation import configuration
 
@@ -42,7 +43,8 @@ def everything() -> dict[str, bytes]:
     """Path -> content of all files that the site is built from."""
     text: dict[str, str] = dict(generated())
     for path in sorted(WRITTEN.rglob("*.md")):
-        text[str(path.relative_to(WRITTEN))] = fill(path.read_text(encoding="utf-8"))
+        name = str(path.relative_to(WRITTEN))
+        text[name] = for_site(fill(path.read_text(encoding="utf-8")), name)
     from_notebooks, shown = notebooks.pages()
     text |= from_notebooks
     files = {path: with_equations(page).encode() for path, page in text.items()}

@@ -1,6 +1,7 @@
 """Figures of the documentation's pages, from the files that the benchmarks wrote.
 
-    python -m scripts.docs.figures      writes them into docs/, behind their comments, for readers of the checkout
+    python -m scripts.docs.figures      writes them into docs/, behind their comments, for readers of the checkout, and
+                                        the start pages of model_cards/ and benchmarks/results/
 
 A page has no figure that was typed. It names one in a comment, and `fill` puts it in place of the comment, and of what
 was written behind it, when the pages are built:
@@ -13,7 +14,8 @@ What follows the kind is a file of benchmarks/results without `.json`, with `/NA
 called `rows`. Then come conditions on columns (`case=A / B` in a table: these rows, in this order, unless `sort` says
 another) and
 
-- result: `column`, whose value is shown; `as`: `percent`, or `times` (one divided by it);
+- result: `column`, whose value is shown; `as`: `percent`, or `times` (one divided by it); of several rows `count`,
+  `least` or `most`;
 - table: `columns`, with commas between them; `sort`, a column; `first`, how many rows; `links`, the folder of the zoo
   as the page sees it, to which variants then lead.
 
@@ -35,6 +37,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 # A figure in a page: the comment that names it and, where it was written, the figure and the comment that ends it.
 FIGURE = re.compile(r"<!--\s*(result|table|machine):\s*(.*?)\s*-->(?:((?!<!--).)*<!-- /\1 -->)?", flags=re.DOTALL)
+_OF_MANY = {"count": len, "least": min, "most": max}  # `as` of several rows
 _SHORT = {"length": "T", "time": "time ratio", "memory": "memory ratio"}
 _MINUS = "\N{EN DASH}"  # in a cell of which there is nothing to say
 
@@ -124,6 +127,9 @@ def _column(name: str, rows: Sequence[Mapping[str, Any]]) -> str:
 def _result(rows: Sequence[Mapping[str, Any]], options: dict[str, str]) -> str:
     column, form = options.pop("column", ""), options.pop("as", "")
     found = _chosen(rows, options)
+    if form in _OF_MANY:
+        column = _column(column, rows)
+        return _text(column, _OF_MANY[form]([row[column] for row in found if row.get(column) is not None]))
     if len(found) != 1:
         raise ValueError(f"{len(found)} rows fit, and a figure is that of one")
     column = _column(column, rows)
@@ -135,7 +141,7 @@ def _result(rows: Sequence[Mapping[str, Any]], options: dict[str, str]) -> str:
     if form == "times":
         return f"{1 / value:.1f} times"
     if form:
-        raise ValueError(f"as={form!r} is unknown; take percent or times")
+        raise ValueError(f"as={form!r} is unknown; take percent, times, {', '.join(_OF_MANY)}")
     return _text(column, value)
 
 
@@ -190,6 +196,8 @@ def _text(column: str, value: Any) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     if isinstance(value, float):
+        if value and abs(value) < 0.01:
+            return f"{value:.1g}"
         return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.2f}"
     return str(value)
 
@@ -206,7 +214,11 @@ def _machine(content: Mapping[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    for page in sorted((ROOT / "docs").rglob("*.md")):
-        if (text := written(page)) != page.read_text(encoding="utf-8"):
+    from .indexes import indexes
+
+    pages = {ROOT / path: text for path, text in indexes().items()}
+    pages |= {page: written(page) for page in sorted((ROOT / "docs").rglob("*.md"))}
+    for page, text in pages.items():
+        if not page.exists() or text != page.read_text(encoding="utf-8"):
             page.write_text(text, encoding="utf-8")
             print(page.relative_to(ROOT))

@@ -42,7 +42,7 @@ def number(value: float) -> str:
     """Two decimals; more for what would vanish there, none for what is large."""
     if value == 0 or 0.1 <= abs(value) < 1000:
         return f"{value:.2f}"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.2g}"
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.2g}"
 
 
 def code(text: Any) -> str:

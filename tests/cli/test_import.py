@@ -53,3 +53,14 @@ def test_an_installed_package_is_found_and_processes_inherit_the_option(folder):
     code = "from hf_xformers import XFormerConfig as C; print(C(feedforward='their_part'), C(feedforward='my_part'))"
     found = fresh(folder, "-c", code, also=str(folder / "site"), HF_XFORMERS_IMPORT="my_parts")
     assert found.returncode == 0 and "their_part" in found.stdout and "my_part" in found.stdout, found.stderr
+
+
+def test_processes_of_a_command_find_the_module_of_its_folder(folder):
+    """As those that `benchmark` starts, whose path does not begin with the folder."""
+    code = """if True:
+        import subprocess, sys
+        from hf_xformers.cli import main
+        main(["list", "--components", "feedforward.my_part", "--import", "my_parts"])
+        subprocess.run([sys.executable, "-P", "-c", "import my_parts"], check=True)"""
+    found = fresh(folder, "-c", code)
+    assert found.returncode == 0, found.stderr
