@@ -113,7 +113,7 @@ def write_roberta(folder: Path) -> None:
     tokenizer = train_tokenizer(texts, vocab_size=300, num_sentinels=0)
     sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
     special = dict(pad_token_id=tokenizer.pad_token_id, bos_token_id=None, eos_token_id=None)
-    config = RobertaConfig(vocab_size=len(tokenizer), max_position_embeddings=130, **sizes, **special)
+    config = RobertaConfig(vocab_size=len(tokenizer), max_position_embeddings=514, **sizes, **special)
     RobertaForMaskedLM(config).save_pretrained(folder / "roberta")
     tokenizer.save_pretrained(folder / "roberta")
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..core.components import SLOTS, did_you_mean
@@ -27,7 +27,12 @@ _EPILOG = """An entry of --variants is a variant, or LABEL=VARIANT; --set change
 
   --variants narrow=longformer,wide=longformer,mix=xformer \\
     --set narrow.attention.window=128 \\
-    --set mix.attention=performer --set mix.num_key_value_heads=2"""
+    --set mix.attention=performer --set mix.num_key_value_heads=2
+
+A component of yours, in my_attention.py:
+
+  --import my_attention --variants mine=xformer,longformer \\
+    --set mine.attention=my_attention"""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -270,6 +275,14 @@ def _lengths(text: str) -> list[int]:
     return lengths
 
 
+def _instead(name: str, known: Iterable[str]) -> str:
+    """How an unknown variant is given, if it is a component, or the nearest known one."""
+    slot = next((slot for slot, registry in SLOTS.items() if name in list(registry)), None)
+    if slot is not None:
+        return f" It is a component: write {name}=xformer and --set {name}.{slot}={name}."
+    return did_you_mean(name.removeprefix("xf_"), [entry.removeprefix("xf_") for entry in known])
+
+
 def read_entries(variants: str, changes: Sequence[str]) -> list[Entry]:
     """The entries of `--variants` with the changes of `--set`.
 
@@ -287,10 +300,9 @@ def read_entries(variants: str, changes: Sequence[str]) -> list[Entry]:
         name = (name if equals else label).strip()
         model_type = next((candidate for candidate in (name, f"xf_{name}") if candidate in known), None)
         if model_type is None:
-            short = [entry.removeprefix("xf_") for entry in known]
             raise ValueError(
-                f"argument --variants: there is no variant {name!r}.{did_you_mean(name.removeprefix('xf_'), short)}"
-                " `hf-xformers list` shows all of them"
+                f"argument --variants: there is no variant {name!r}.{_instead(name, known)} `hf-xformers list` shows"
+                " all of them"
             )
         label = label.strip() if equals else name.removeprefix("xf_")
         if label in chosen:

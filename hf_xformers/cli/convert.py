@@ -25,6 +25,7 @@ of this package, gets these in place of its own: weights that still have a meani
 a report says which, and how far the outputs moved. `hf-xformers uptrain` continues the training."""
 _SLOTS = tuple(slot for slot in SLOTS if slot != "head")  # --head is the class to make
 _GROUPS = (*_SLOTS, "decoder")
+_SAME = 1e-5  # movement that is rounding
 # Arguments of the functions below -> options.
 _OPTIONS = {
     "overwrite=True": "--overwrite",
@@ -85,6 +86,8 @@ def run(argv: Sequence[str]) -> int:
     print_facts("swapped" if swaps else "converted", facts)
     if swaps or not report.complete or report.notes:
         say(report.summary())
+    if movement is not None and "attention" in dotted and max(movement.kl_mean or 0, movement.states or 0) < _SAME:
+        say(f"Nothing moved in {movement.length} tokens; texts longer than what the new attention reads will move.")
     return 0
 
 

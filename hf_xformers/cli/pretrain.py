@@ -229,6 +229,12 @@ def report(
         "saved in": folder,
     }
     print_facts(title, facts)
+    loss, baseline = summary.get("eval_loss"), summary.get("eval_baseline_loss")
+    if loss is not None and baseline is not None and loss >= baseline:
+        say(
+            f"It predicts no better than {floor} so far: more steps, a higher rate or `--residual pre_ln` help (guide"
+            " Pretrain, a model that learns quickly)."
+        )
 
 
 def target_of(objective: Mapping[str, Any]) -> str:

@@ -45,6 +45,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "poolingformer": {"window1": 2, "window2": 8, "pool_kernel": 3, "pool_stride": 2},
     "reformer": {"chunk_length": 4, "num_hashes": 1},
     "routing_transformer": {"num_clusters": 4, "window_size": 4, "block_size": 4},
+    "sac": {"edges_per_node": 3},
     "set_transformer": {"num_inducing": 4},
     "sinkhorn_transformer": {"block_size": 4},
     "sparse_transformer": {"stride": 4},

@@ -86,6 +86,7 @@ def test_training_only(tmp_path, forked):
     "arguments, message",
     [
         (["--variants", "longfromer"], r"there is no variant 'longfromer'\. Did you mean 'longformer'\?"),
+        (["--variants", "lolcats"], "a component: write lolcats=xformer and --set lolcats.attention=lolcats"),
         (["--variants", ","], "argument --variants: ',' names nothing"),
         (["--variants", "a=bert,a=longformer"], "the label 'a' stands for two entries"),
         (["--variants", "dense=bert"], "the label 'dense' stands for two entries"),

@@ -9,8 +9,10 @@ the documentation that makes it, once.
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import shlex
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -43,6 +45,11 @@ PAGES = {
     for path in sorted(DOCS.rglob("*.md"))
     if path.relative_to(DOCS).parts[0] not in GENERATED
 }
+READS_A_MODULE = """import sys
+from hf_xformers.cli import _import_modules
+from hf_xformers.cli.benchmark import make_parser, read_entries
+options = make_parser().parse_args(_import_modules(sys.argv[1:]))
+read_entries(options.variants, options.set)"""
 _WRITES = re.compile(r"--(?:output_dir|to)[ =](\S+)")
 _EXTRAS = re.compile(r"^(\w+) = \[", flags=re.MULTILINE)
 
@@ -180,6 +187,10 @@ def read_command(arguments: list[str]) -> None:
     from hf_xformers.cli.several_tasks import split_tasks
 
     name, rest = arguments[0], arguments[1:]
+    if name == "benchmark" and "--import" in rest:  # what the module registers is not for this process
+        paths = {**os.environ, "PYTHONPATH": str(ROOT)}
+        subprocess.run([sys.executable, "-c", READS_A_MODULE, *rest], check=True, env=paths)
+        return
     if name == "benchmark":
         from hf_xformers.cli.benchmark import make_parser, read_entries
 

@@ -57,6 +57,16 @@ def test_tables_show_few_columns(name):
         assert re.search(rf"\| {re.escape(key)} \||note \"{re.escape(key)} of each", text), key
 
 
+@pytest.mark.parametrize("name", results.files())
+def test_tables_in_the_checkout_show_few_columns(name):
+    """With as many rows as there were; what is folded away stands in a table of its own."""
+    text = (results.FOLDER / f"{name}.md").read_text(encoding="utf-8")
+    open_tables = re.sub(r"<details>.*?</details>", "", text, flags=re.DOTALL)
+    lines = [line.replace("\\|", "") for line in open_tables.splitlines() if line.startswith("|")]
+    assert lines and all(line.count("|") - 1 <= MOST for line in lines)
+    assert not re.search(r"\d{10}", open_tables), "a figure that no one reads"
+
+
 def test_columns_that_are_named_first_exist():
     for place, known in result_tables().items():
         name, _, part = place.partition("/")
