@@ -44,7 +44,8 @@ def write_report(comparison: Comparison) -> list[str]:
     parts = ["# Comparison", about(comparison.machine, settings.dtype)]
     parts += ["\n".join(f"- `{entry.label}`: {entry}" for entry in comparison.entries)]
     if speed:
-        parts += [f"## Time and memory: {_what(settings)}", _speed_note(settings), folded(list(map(_told, speed)), SPEED)]
+        rows = folded(list(map(_told, speed)), SPEED)
+        parts += [f"## Time and memory: {_what(settings)}", _speed_note(settings), rows]
         parts += disturbed(speed)
     if quality:
         tasks = [f"- `{name}`: {TASKS[name].about}." for name in settings.tasks]

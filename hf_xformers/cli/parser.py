@@ -88,11 +88,16 @@ def _shell_lines(command: str, width: int) -> str:
 
 
 def _of_a_component(option: str) -> str:
-    """The hint that an option is a field of components: " Did you mean --attention.window?"; nothing where it is not."""
+    """The hint that an option is a field of components, " Did you mean --attention.window?"; else nothing."""
     field = option.removeprefix("--").replace("-", "_")
     for slot, registry in SLOTS.items():
         specs = [registry.get(name) for name in registry]
-        if any(field in {known.name for known in dataclasses.fields(spec)} | set(field_aliases(spec)) for spec in specs):
+        known = {
+            name
+            for spec in specs
+            for name in (*(each.name for each in dataclasses.fields(spec)), *field_aliases(spec))
+        }
+        if field in known:
             return f" Did you mean --{slot}.{field}?"
     return ""
 

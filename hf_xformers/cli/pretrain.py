@@ -204,7 +204,7 @@ def report(
     shares = {name: share_text(value) for name, value in summary.items() if name.endswith("accuracy")}
     target = target_of(summary["objective"])
     target = "color" if summary.get("reads") == "images" and target == "token" else target
-    baseline = "the median picture" if target == "patch" else f"{target} frequencies alone"
+    trivial = "the median picture" if target == "patch" else f"{target} frequencies alone"
     facts = {
         "variant": summary["variant"],
         "objective": summary["objective"]["type"],
@@ -214,7 +214,7 @@ def report(
         "training loss (last logged)": summary["train_loss"],
         "held-out loss before": summary.get("start_loss"),
         "held-out loss": summary.get("eval_loss"),
-        f"... of {baseline}": summary.get("eval_baseline_loss"),
+        f"... of {trivial}": summary.get("eval_baseline_loss"),
         "held-out perplexity": summary.get("eval_perplexity"),
         "held-out accuracy before": shares.get("start_accuracy"),
         "held-out accuracy": shares.get("eval_accuracy"),
@@ -232,7 +232,7 @@ def report(
     loss, baseline = summary.get("eval_loss"), summary.get("eval_baseline_loss")
     if loss is not None and baseline is not None and loss >= baseline:
         say(
-            f"It predicts no better than {floor} so far: more steps, a higher rate or `--residual pre_ln` help (guide"
+            f"It predicts no better than {trivial} so far: more steps, a higher rate or `--residual pre_ln` help (guide"
             " Pretrain, a model that learns quickly)."
         )
 

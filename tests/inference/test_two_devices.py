@@ -68,7 +68,7 @@ def test_the_call_s_context_goes_along(case, monkeypatch):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("case", [case for case in COVER if case.shape != "encoder"], ids=str)
+@pytest.mark.parametrize("case", [case for case in COMPONENTS if case.shape != "encoder"], ids=str)
 def test_caches_go_along(case, monkeypatch):
     """Text in pieces, padded on the left."""
 
