@@ -141,7 +141,7 @@ def _result(rows: Sequence[Mapping[str, Any]], options: dict[str, str]) -> str:
     if form == "times":
         return f"{1 / value:.1f} times"
     if form:
-        raise ValueError(f"as={form!r} is unknown; take percent, times, {', '.join(_OF_MANY)}")
+        raise ValueError(f"as={form!r} is unknown; take percent or times, or of several rows {', '.join(_OF_MANY)}")
     return _text(column, value)
 
 

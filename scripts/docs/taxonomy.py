@@ -12,7 +12,7 @@ INDEX, NAMES = "zoo/index.md", "zoo/names.md"
 _HEADING = {
     "attention": "Attention",
     "position": "Positions",
-    "normalization": "Normalisation",
+    "normalization": "Normalization",
     "feedforward": "Feed-forward",
     "architecture": "Architecture",
     "training": "Pretrained models",

@@ -279,7 +279,6 @@ def test_commands_allow_tf32_on_a_gpu_unless_told_not_to(flags, precision, monke
         (["distill", "--variant", "performer", "--teacher", "t"], ""),
         (["predict", "--max_rows", "5"], "Did you mean --max_eval_rows?"),
         (["pretrain", "--lerning_rate", "5"], "Did you mean --learning_rate?"),
-        (["convert", "--window", "5"], "Did you mean --attention.window?"),
         (["pretrain", "--window", "5"], "Did you mean --attention.window?"),
     ],
 )

@@ -21,6 +21,13 @@ def test_figures_of_a_row():
     assert fill(text) == f"{ratio:.2f}, {ratio * 100:.0f} %, {1 / row['memory ratio']:.1f} times."
 
 
+def test_figures_of_several_rows():
+    ratios = [row["time ratio"] for row in json.loads((RESULTS / "mechanisms.json").read_text())["rows"]]
+    marker = "<!-- result: mechanisms; column=time ratio; as={} -->"
+    shown = fill(" ".join(map(marker.format, ("count", "least", "most"))))
+    assert shown == f"{len(ratios)} {min(ratios):.2f} {max(ratios):.2f}"
+
+
 def test_tables():
     chosen = "case=luna / linear causal; columns=variant, case, time ratio, memory ratio"
     lines = fill(f"<!-- table: mechanisms; T=4096; {chosen}; links=zoo -->").splitlines()
