@@ -114,7 +114,7 @@ def test_a_cell_that_fails_stops_no_other(monkeypatch, tmp_path):
     write_report(comparison)
     text = (tmp_path / "results.md").read_text()
     assert "longformer (encoder), speed 16: out of memory. too | much" in text
-    assert "| performer | xf_performer | encoder | 16 | 16.00 | 0.50 | 16.00 | 1.00 | ok |" in text
+    assert "| performer | 16 | 16.00 | 0.50 | 16.00 | 1.00 | ok |" in text
 
 
 @pytest.mark.parametrize(("lengths", "told"), [((16, 32), True), ((32,), False)])
