@@ -88,16 +88,12 @@ def _shell_lines(command: str, width: int) -> str:
 
 
 def _of_a_component(option: str) -> str:
-    """The hint that an option is a field of components, " Did you mean --attention.window?"; else nothing."""
+    """The hint that an option is a field of components, or nothing."""
     field = option.removeprefix("--").replace("-", "_")
     for slot, registry in SLOTS.items():
         specs = [registry.get(name) for name in registry]
-        known = {
-            name
-            for spec in specs
-            for name in (*(each.name for each in dataclasses.fields(spec)), *field_aliases(spec))
-        }
-        if field in known:
+        names = {known.name for spec in specs for known in dataclasses.fields(spec)}
+        if field in names.union(*map(field_aliases, specs)):
             return f" Did you mean --{slot}.{field}?"
     return ""
 
