@@ -13,8 +13,9 @@ A component is a spec (a class under [`register`], whose typed fields are the se
 makes. `docs/guides/extend.md` goes through one; objectives have their own base classes in `hf_xformers.objectives`.
 """
 
-from .attention.shared.base import Attention, AttentionSpec, literal_softmax_attention
+from .attention.shared.base import Attention, literal_softmax_attention
 from .attention.shared.linear import state_layer
+from .attention.shared.spec import AttentionSpec
 from .blocks.base import BlockSpec, SublayerPlan, XFormerLayer
 from .configuration_xformer import XFormerConfig
 from .core.cache import RecurrentStateLayer, SlotStateLayer, appended

@@ -24,9 +24,10 @@ from ..ops.common.products import wide_products
 from ..ops.common.shifted_rows import shift_rows
 from ..ops.score_terms.attention import window_attention
 from ..position.base import CallBias
-from .shared.base import Attention, AttentionSpec
+from .shared.base import Attention
 from .shared.query_blocks import over_query_blocks, rows_at_once, shared_rows
 from .shared.spans import SpanCacheLayer, UnitClamp
+from .shared.spec import AttentionSpec
 
 TRIM = 64  # spans are rounded up to this many tokens, so that plans for them can be used again
 

@@ -16,8 +16,9 @@ from ..ops.common.products import wide_products, widened
 from ..ops.entmax import entmax, entmax_reference
 from ..ops.entmax_attention import entmax_attention, worth_tiles
 from ..ops.score_terms.attention import applies
-from .shared.base import Attention, AttentionSpec
+from .shared.base import Attention
 from .shared.query_blocks import SCORES_AT_ONCE, over_query_blocks, shared_rows
+from .shared.spec import AttentionSpec
 
 # The normalizer and its gradient have about this many numbers for each score at once; a block has as many rows fewer,
 # but so many at least that reading all keys is shared by them.

@@ -11,7 +11,8 @@ from ..core.components import bounded, register
 from ..core.context import LayerContext
 from ..core.hand_overs import HandOver
 from ..core.visibility import visible_pairs
-from .shared.base import Attention, AttentionSpec, literal_softmax_attention
+from .shared.base import Attention, literal_softmax_attention
+from .shared.spec import AttentionSpec
 
 
 class AllAttention(Attention):

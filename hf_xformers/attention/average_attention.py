@@ -14,8 +14,9 @@ from ..core.context import LayerContext, Sublayer, SublayerOutput
 from ..core.initialization import start_linear
 from ..core.visibility import visible_pairs
 from ..ops.common.segments import accumulation_dtype
-from .shared.base import Attention, AttentionSpec
+from .shared.base import Attention
 from .shared.linear import state_layer
+from .shared.spec import AttentionSpec
 
 
 class AverageAttention(Attention):

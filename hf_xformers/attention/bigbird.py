@@ -15,10 +15,10 @@ from ..core.context import LayerContext
 from ..ops.block_sparse import patterns
 from ..ops.block_sparse.patterns import Pattern
 from ..ops.common.real_tokens import first_real
-from .shared.base import AttentionSpec
 from .shared.block_sparse import BlockSparseAttention
 from .shared.global_tokens import GlobalTokens, given_globals
 from .shared.pattern_spec import traced_length_of_patterns
+from .shared.spec import AttentionSpec
 
 
 class BigBirdAttention(BlockSparseAttention):

@@ -28,8 +28,9 @@ from ..ops.binary_partition import (
     weigh,
 )
 from ..ops.common.products import wide_products
-from .shared.base import Attention, AttentionSpec
+from .shared.base import Attention
 from .shared.bucketed import FEW_QUERIES, BucketLayer
+from .shared.spec import AttentionSpec
 
 
 class TreeLayer(KeepsMore, BucketLayer):

@@ -16,8 +16,8 @@ from ..core.prepared import Carry, State, one_state
 from ..core.tasks import TASKS, TaskVector, check_one_text, task_numbers
 from ..ops.common.products import wide_products, widened
 from ..position.base import key_positions
-from .shared.base import AttentionSpec
 from .shared.block_scores import BlockScoresAttention, ScoreBlock
+from .shared.spec import AttentionSpec
 
 
 class ConditionalBlockAttention(BlockScoresAttention):

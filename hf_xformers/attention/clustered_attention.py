@@ -20,8 +20,9 @@ from ..ops.common.head_groups import over_head_groups
 from ..ops.common.products import wide_products
 from ..ops.common.row_lookup import take_rows
 from ..ops.landmarks import masked_softmax
-from .shared.base import Attention, AttentionSpec
+from .shared.base import Attention
 from .shared.multihead_block import masked_attention
+from .shared.spec import AttentionSpec
 
 
 class ClusteredAttention(Attention):

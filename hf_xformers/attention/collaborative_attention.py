@@ -14,8 +14,9 @@ from ..core.components import bounded, register
 from ..core.context import LayerContext, self_attention_cache
 from ..core.initialization import start_projections
 from ..ops.common.products import wide_products
-from .shared.base import AttentionSpec, cross_cache, given_memory
+from .shared.base import cross_cache, given_memory
 from .shared.block_scores import BlockScoresAttention, ScoreBlock
+from .shared.spec import AttentionSpec
 
 
 class CollaborativeAttention(BlockScoresAttention):

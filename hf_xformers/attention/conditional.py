@@ -18,7 +18,7 @@ from ..core.segment_memory import take_slots
 from ..normalization.base import NormSpec, norm_inputs
 from ..ops.common.real_tokens import real_first
 from .dense import DenseAttention
-from .shared.base import AttentionSpec
+from .shared.spec import AttentionSpec
 
 # Share of a row's tokens that may ask, above which all are computed: then no kernel needs a mask of pairs.
 WORTHWHILE = 0.75

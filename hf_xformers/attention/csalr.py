@@ -12,7 +12,8 @@ from torch import Tensor
 from ..core.components import bounded, register
 from ..core.context import LayerContext
 from ..ops.landmarks import landmark_attention, landmark_factors, ridge_solve
-from .shared.base import Attention, AttentionSpec
+from .shared.base import Attention
+from .shared.spec import AttentionSpec
 
 
 class CSALRAttention(Attention):

@@ -20,9 +20,10 @@ from ..ops.common.segments import accumulation_dtype
 from ..ops.linear.attention import LinearState, delta_rule, kernel_attention
 from ..ops.linear.feature_maps import normalized_elu, normalized_positive_features
 from ..ops.linear.feature_pullbacks import NormalizedDPFP, Rescaled
-from .shared.base import Attention, AttentionSpec
+from .shared.base import Attention
 from .shared.linear import state_layer
 from .shared.random_rows import RandomRows
+from .shared.spec import AttentionSpec
 from .shared.state_parts import affine_state_before
 
 # Added to sums of weights: what divides by them stays finite where a token has no feature in common with others.

@@ -26,8 +26,9 @@ from ..ops.common.products import wide_products
 from ..ops.score_terms.attention import applies
 from ..position.base import ScoreBias
 from ..position.score_terms import SelfAttentionTerms
-from .shared.base import Attention, AttentionSpec, literal_softmax_attention
+from .shared.base import Attention, literal_softmax_attention
 from .shared.query_blocks import visible_softmax
+from .shared.spec import AttentionSpec
 from .shared.term_blocks import attend_with_terms, weights_with_terms
 
 # Largest bias, in numbers over heads, to materialize at once for all layers and rows: 32 MiB in float32.

@@ -13,7 +13,8 @@ from ..core.context import LayerContext, SublayerOutput
 from ..ops.common.products import widened
 from ..ops.score_terms.terms import QueryBlock
 from ..position.score_terms import SelfAttentionTerms
-from .shared.base import Attention, AttentionSpec
+from .shared.base import Attention
+from .shared.spec import AttentionSpec
 from .shared.term_blocks import attend_with_terms, weights_with_terms
 
 

@@ -16,7 +16,7 @@ from ..ops.block_sparse import patterns
 from ..ops.block_sparse.patterns import Pattern
 from ..ops.common.real_tokens import real_first
 from .longformer import LongformerAttention
-from .shared.base import AttentionSpec
+from .shared.spec import AttentionSpec
 
 
 class EtcAttention(LongformerAttention):

@@ -15,7 +15,8 @@ from ..core.initialization import start_projections
 from ..core.prepared import State
 from ..ops.common.products import wide_products
 from ..ops.common.segments import accumulation_dtype
-from .shared.base import Attention, AttentionSpec
+from .shared.base import Attention
+from .shared.spec import AttentionSpec
 
 
 class FeedbackMemory(State):

@@ -20,8 +20,9 @@ from ..ops.common.constants import constant
 from ..ops.common.real_tokens import real_first, real_places
 from ..ops.common.segments import accumulation_dtype
 from ..ops.head_convolution import LEAST_TAPS, convolve_heads
-from .shared.base import Attention, AttentionSpec, cross_cache, given_memory
+from .shared.base import Attention, cross_cache, given_memory
 from .shared.linear import state_layer
+from .shared.spec import AttentionSpec
 from .shared.unread_input import check_unread_input, reads_memory
 
 # Beyond so many standard deviations a density is left out: exp(-32) is below what float64 keeps next to 1.

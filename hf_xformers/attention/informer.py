@@ -15,8 +15,9 @@ from ..core.context import LayerContext
 from ..ops.common.products import wide_products
 from ..ops.landmarks import masked_softmax
 from ..ops.prob_sparse import ActiveQueries, active_queries, mean_of_real, mean_so_far, measured
-from .shared.base import Attention, AttentionSpec, literal_softmax_attention
+from .shared.base import Attention, literal_softmax_attention
 from .shared.multihead_block import masked_attention
+from .shared.spec import AttentionSpec
 
 
 class InformerAttention(Attention):

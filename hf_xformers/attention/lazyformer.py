@@ -18,8 +18,9 @@ from ..core.prepared import Carry, one_state
 from ..core.visibility import visible_pairs
 from ..ops.common.products import wide_products
 from .dense import DenseAttention
-from .shared.base import AttentionSpec, cross_cache, given_memory
+from .shared.base import cross_cache, given_memory
 from .shared.score_chain import Link, ScoreChain
+from .shared.spec import AttentionSpec
 from .shared.unread_input import check_unread_input, reads_memory
 
 # Pairs of tokens up to which a map is kept for the layers that share it: 4 MiB for each head in float32.

@@ -20,8 +20,9 @@ from ..core.text_parts import TextParts
 from ..core.visibility import tokens_in_order
 from ..ops.common.real_tokens import real_first, real_places
 from ..ops.pooled_blocks import pooled_blocks
-from .shared.base import Attention, AttentionSpec, cross_cache, given_memory, literal_softmax_attention
+from .shared.base import Attention, cross_cache, given_memory, literal_softmax_attention
 from .shared.multihead_block import masked_attention
+from .shared.spec import AttentionSpec
 
 
 class Projection(State):

@@ -16,7 +16,7 @@ from ..ops.common.real_tokens import real_places
 from ..ops.score_terms.terms import QueryBlock
 from ..position.score_terms import SelfAttentionTerms
 from .dense import DenseAttention
-from .shared.base import AttentionSpec
+from .shared.spec import AttentionSpec
 from .shared.term_blocks import attend_with_terms, weights_with_terms
 
 # Tokens. A window as narrow as one token would leave no gradient to widen it.

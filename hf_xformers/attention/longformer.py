@@ -15,7 +15,6 @@ from ..core.sequence_parallel import SequenceForm, Unserved
 from ..ops.block_sparse import patterns
 from ..ops.block_sparse.patterns import Pattern
 from ..ops.common.real_tokens import from_first_real, is_first_real
-from .shared.base import AttentionSpec
 from .shared.block_sparse import BlockSparseAttention, Inputs
 from .shared.global_tokens import given_globals
 from .shared.pattern_spec import (
@@ -27,6 +26,7 @@ from .shared.pattern_spec import (
     traced_length_of_patterns,
     window_cache,
 )
+from .shared.spec import AttentionSpec
 from .shared.window_parts import form_of_window
 
 

@@ -17,8 +17,9 @@ from ..core.initialization import start_projections
 from ..core.visibility import mask_of_call, rows_can_be_empty, visible_pairs
 from ..ops.block_sparse import patterns
 from ..ops.block_sparse.patterns import Pattern
-from .shared.base import AttentionSpec, cross_cache, given_memory, literal_softmax_attention
+from .shared.base import cross_cache, given_memory, literal_softmax_attention
 from .shared.block_sparse import BlockSparseAttention
+from .shared.spec import AttentionSpec
 
 
 class LowRankBandAttention(BlockSparseAttention):

@@ -20,8 +20,9 @@ from ..ops.common.products import wide_products
 from ..ops.common.segments import accumulation_dtype
 from ..ops.linear.attention import LinearState, linear_attention
 from ..ops.linear.feature_maps import elu_plus_one
-from .shared.base import Attention, AttentionSpec, cross_cache, given_memory, literal_softmax_attention
+from .shared.base import Attention, cross_cache, given_memory, literal_softmax_attention
 from .shared.linear import state_layer
+from .shared.spec import AttentionSpec
 
 
 class PackedMemory(State):

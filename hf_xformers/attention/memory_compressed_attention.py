@@ -18,9 +18,10 @@ from ..ops.block_sparse import patterns
 from ..ops.block_sparse.patterns import Pattern
 from ..ops.common.real_tokens import from_first_real, real_first, real_places
 from ..ops.pooled_blocks import pooled_blocks
-from .shared.base import Attention, AttentionSpec, cross_cache, given_memory, literal_softmax_attention
+from .shared.base import Attention, cross_cache, given_memory, literal_softmax_attention
 from .shared.block_sparse import BlockSparseAttention
 from .shared.linear import state_layer
+from .shared.spec import AttentionSpec
 
 
 class MemoryCompressedState(SlotStateLayer):

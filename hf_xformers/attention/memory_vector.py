@@ -12,7 +12,8 @@ from transformers.cache_utils import Cache
 
 from ..core.components import register
 from ..core.context import LayerContext, Sublayer, SublayerOutput
-from .shared.base import AttentionSpec, given_memory
+from .shared.base import given_memory
+from .shared.spec import AttentionSpec
 from .shared.unread_input import check_unread_input, reads_memory
 
 

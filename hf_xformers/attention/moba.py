@@ -12,8 +12,9 @@ from ..core.prepared import Prepared
 from ..ops.chosen_blocks import Places, best_blocks, chosen_block_attention, chosen_block_mask
 from ..ops.common.products import wide_products, widened
 from ..ops.pooled_blocks import pooled_blocks
-from .shared.base import Attention, AttentionSpec, literal_softmax_attention
+from .shared.base import Attention, literal_softmax_attention
 from .shared.query_blocks import over_query_blocks, rows_at_once
+from .shared.spec import AttentionSpec
 
 
 class TokenPlaces(Prepared):

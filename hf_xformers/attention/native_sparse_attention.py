@@ -19,8 +19,9 @@ from ..ops.chosen_blocks import Places, best_blocks, chosen_block_attention, cho
 from ..ops.common.products import wide_products
 from ..ops.pooled_blocks import pooled_blocks
 from .moba import places_of
-from .shared.base import Attention, AttentionSpec, literal_softmax_attention
+from .shared.base import Attention, literal_softmax_attention
 from .shared.query_blocks import over_query_blocks, rows_at_once, visible_softmax
+from .shared.spec import AttentionSpec
 
 
 class NativeSparseAttention(Attention):

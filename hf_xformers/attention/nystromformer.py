@@ -15,7 +15,8 @@ from ..ops.common.products import wide_products
 from ..ops.head_convolution import convolve_heads
 from ..ops.landmarks import landmark_factors, masked_softmax
 from ..ops.nystrom import iterative_pinv, nystrom_attention
-from .shared.base import Attention, AttentionSpec
+from .shared.base import Attention
+from .shared.spec import AttentionSpec
 
 
 class HeadConvolution(nn.Conv2d):

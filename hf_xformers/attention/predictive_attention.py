@@ -20,8 +20,8 @@ from ..core.prepared import Carry, one_state
 from ..core.visibility import visible_pairs
 from ..ops.common.products import wide_products
 from ..ops.common.real_tokens import real_first
-from .shared.base import AttentionSpec
 from .shared.score_chain import Link, ScoreChain
+from .shared.spec import AttentionSpec
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"leaky_relu": F.leaky_relu, "relu": F.relu, "none": lambda x: x}
 

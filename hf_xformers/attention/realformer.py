@@ -16,8 +16,8 @@ from ..core.visibility import visible_pairs
 from ..ops.block_sparse.attention import block_sparse_attention
 from ..ops.block_sparse.patterns import full
 from ..ops.common.products import wide_products
-from .shared.base import AttentionSpec
 from .shared.score_chain import Link, ScoreChain
+from .shared.spec import AttentionSpec
 
 _ALL = full()
 

@@ -21,9 +21,10 @@ from ..core.visibility import visible_block
 from ..ops.chosen_keys import chosen_keys_attention, edges_mask
 from ..ops.common.derivatives import LITERAL, first_derivative_only
 from ..ops.common.products import autocast_state, wide_products, widened
-from .shared.base import Attention, AttentionSpec, literal_softmax_attention
+from .shared.base import Attention, literal_softmax_attention
 from .shared.bucketed import BucketLayer
 from .shared.query_blocks import rows_at_once
+from .shared.spec import AttentionSpec
 
 
 class CandidateLayer(KeepsMore, BucketLayer):

@@ -12,8 +12,9 @@ from transformers.cache_utils import Cache
 
 from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput
-from .shared.base import Attention, AttentionSpec
+from .shared.base import Attention
 from .shared.multihead_block import MultiheadBlock, masked_attention
+from .shared.spec import AttentionSpec
 
 
 class SetTransformerAttention(Attention):

@@ -20,8 +20,9 @@ from ..ops.common.head_groups import over_head_groups
 from ..ops.common.products import wide_products
 from ..ops.common.real_tokens import real_first, real_places
 from ..ops.sinkhorn import near_and_sorted, sinkhorn, sort_blocks, with_mass
-from .shared.base import Attention, AttentionSpec
+from .shared.base import Attention
 from .shared.bucketed import FEW_QUERIES, BucketLayer
+from .shared.spec import AttentionSpec
 
 logger = logging.get_logger(__name__)
 

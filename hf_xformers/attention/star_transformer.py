@@ -19,7 +19,8 @@ from ..core.prepared import Carry, Prepared, State, one_state
 from ..ops.common.head_groups import over_head_groups
 from ..ops.common.products import widened
 from ..ops.common.real_tokens import real_first, real_places
-from .shared.base import Attention, AttentionSpec, literal_softmax_attention
+from .shared.base import Attention, literal_softmax_attention
+from .shared.spec import AttentionSpec
 
 
 class Relay(State):

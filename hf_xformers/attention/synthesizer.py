@@ -19,8 +19,9 @@ from ..core.prepared import Prepared
 from ..core.visibility import mask_of_call, visible_pairs
 from ..ops.common.products import wide_products
 from ..ops.common.real_tokens import real_first, real_places
-from .shared.base import Attention, AttentionSpec
+from .shared.base import Attention
 from .shared.query_blocks import over_query_blocks, rows_at_once, shared_rows, visible_softmax
+from .shared.spec import AttentionSpec
 
 KINDS = ("dot", "dense", "random", "fixed_random", "factorized_dense", "factorized_random")
 # Kinds that are products of a vector of the query and one of the key, so that fused attention computes them.

@@ -15,8 +15,9 @@ from ..core.components import bounded, register
 from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..core.visibility import last_key, rows_can_be_empty, visible_block
 from ..ops.common.products import wide_products
-from .shared.base import Attention, AttentionSpec, given_memory
+from .shared.base import Attention, given_memory
 from .shared.query_blocks import over_query_blocks, rows_at_once, shared_rows, visible_softmax
+from .shared.spec import AttentionSpec
 
 DYNAMIC = ("x2l", "m2l", "x2w", "m2w")  # by query (x) or by key (m), to the scores (l) or to the weights (w)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..core.components import bounded, register
 from ..core.initialization import start_projections
 from ..core.segment_memory import SegmentCacheLayer
-from .shared.base import AttentionSpec
+from .shared.spec import AttentionSpec
 from .transformer_xl import TransformerXLAttention
 
 TABLE = "tener_table"

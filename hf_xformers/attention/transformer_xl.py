@@ -21,11 +21,12 @@ from ..core.segment_memory import MemoryLayout, SegmentCacheLayer, StepMemory, t
 from ..core.sequence_parallel import SequenceForm, Unserved
 from ..ops.common.products import wide_products
 from ..ops.common.relative_sinusoids import relative_sinusoids
-from .shared.base import Attention, AttentionSpec, KeyStates
+from .shared.base import Attention, KeyStates
 from .shared.query_blocks import visible_softmax
 from .shared.query_grid import Grid, PairsInSight, QueryGrid
 from .shared.relative_embeddings import DistanceTable, KeyTypes, RelativeEmbeddings, key_types
 from .shared.relative_terms import RelativeTerms, by_key_type, by_segment, count_usage
+from .shared.spec import AttentionSpec
 from .shared.term_blocks import attend_with_terms, blocks_of
 
 

@@ -19,7 +19,7 @@ from ...ops.common.real_tokens import real_first, real_places
 from ...ops.score_terms.attention import tile_attention
 from ...ops.score_terms.bucket_tiles import bucket_tiles
 from ...ops.score_terms.terms import ScoreTerms, Tiles
-from .base import AttentionSpec
+from .spec import AttentionSpec
 
 # Up to this many queries against a cache meet all keys at once; more of them run the whole sequence again.
 FEW_QUERIES = 16

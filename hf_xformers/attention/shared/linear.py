@@ -27,8 +27,9 @@ from ...ops.linear.attention import (
 )
 from ...ops.linear.kernels import guard
 from ...ops.linear.window import WindowState
-from .base import Attention, AttentionSpec, cross_cache, given_memory
+from .base import Attention, cross_cache, given_memory
 from .head_parts import Heads
+from .spec import AttentionSpec
 from .state_parts import state_before, state_of_all
 
 

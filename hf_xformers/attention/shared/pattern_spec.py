@@ -9,8 +9,8 @@ from ...core.cache import WindowLayer
 from ...ops.block_sparse import patterns
 from ...ops.block_sparse.exported import traced_length
 from ...ops.block_sparse.patterns import Pattern
-from .base import AttentionSpec
 from .block_sparse import BlockSparseAttention
+from .spec import AttentionSpec
 
 
 def of_layer(value, layer_idx: int):

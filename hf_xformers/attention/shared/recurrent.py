@@ -25,8 +25,9 @@ from ...ops.convolution.short import short_convolution
 from ...ops.linear.decayed_scan import decayed_scan
 from ...ops.linear.gated_delta import gated_delta_rule
 from ...ops.linear.reference import gated_recurrence_reference
-from .base import Attention, AttentionSpec
+from .base import Attention
 from .linear import state_layer
+from .spec import AttentionSpec
 
 _SHORTEST_STEP = 1e-4  # of a softplus time step at the start
 
