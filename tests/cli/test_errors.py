@@ -9,22 +9,11 @@ from pathlib import Path
 import pytest
 from transformers import BertConfig
 
-from hf_xformers.cli import file_errors, main
+from hf_xformers.cli import file_errors
+from tests.refused import refused
 from tests.training.runs import SHAPE, flags, pretrain
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def refused(capsys, *argv):
-    """The message of a command that must be refused."""
-    assert main(list(map(str, argv))) == 2
-    error = capsys.readouterr().err
-    lines = [line for line in error.splitlines() if "hf-xformers: error:" in line]
-    assert len(lines) == 1, error
-    assert "Traceback" not in error
-    message = lines[0].partition("error: ")[2]
-    assert error.rstrip().endswith(message)
-    return message
 
 
 CASES = {
@@ -260,5 +249,4 @@ def test_a_missing_package_of_an_extra_is_named(package, monkeypatch, capsys):
         raise ModuleNotFoundError(f"No module named '{package}.parts'", name=f"{package}.parts")
 
     monkeypatch.setattr("hf_xformers.cli._command", lambda name: run)
-    assert main(["pretrain"]) == 2
-    assert f"needs {package}, which is not installed: pip install 'hf_xformers[train]'" in capsys.readouterr().err
+    assert f"needs {package}, which is not installed: pip install 'hf_xformers[train]'" in refused(capsys, "pretrain")

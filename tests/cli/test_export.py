@@ -14,6 +14,7 @@ from hf_xformers.cli import main
 from hf_xformers.export.whole_text import TALKATIVE
 from hf_xformers.variants import config_class, family
 from tests.helpers import make_strong, pad, tiny_fields, tokens
+from tests.refused import refused
 
 
 def save(folder, variant="xf_bert", head="ForSequenceClassification", **fields):
@@ -22,12 +23,6 @@ def save(folder, variant="xf_bert", head="ForSequenceClassification", **fields):
     model = make_strong(family(variant)[head](cls(**tiny_fields(cls, **fields)))).eval()
     model.save_pretrained(folder)
     return model
-
-
-def refused(capsys, *argv):
-    capsys.readouterr()
-    assert main(["export", *map(str, argv)]) == 2
-    return capsys.readouterr().err
 
 
 def test_parity(tmp_path, capsys):
@@ -46,7 +41,7 @@ def test_parity(tmp_path, capsys):
     assert [path.name for path in file.parent.iterdir()] == ["model.onnx"]
 
     before = file.read_bytes()
-    message = refused(capsys, "--model", tmp_path / "model", "--output", file, "--tolerance", "1e-30")
+    message = refused(capsys, "export", "--model", tmp_path / "model", "--output", file, "--tolerance", "1e-30")
     assert "the graph does not compute this model and is not written" in message
     assert file.read_bytes() == before
     assert [path.name for path in file.parent.iterdir()] == ["model.onnx"]
@@ -100,7 +95,7 @@ def test_nothing_is_said_beside_the_result(tmp_path, capfd, monkeypatch):
 
     monkeypatch.setattr(torch.onnx, "export", talk)
     levels = {name: logging.getLogger(name).level for name in TALKATIVE}
-    message = refused(capfd, "--model", tmp_path / "model", "--output", tmp_path / "model.onnx")
+    message = refused(capfd, "export", "--model", tmp_path / "model", "--output", tmp_path / "model.onnx")
     assert "that is all" in message and "--fixed may give" in message and "a graph of many lines" not in message
     assert levels == {name: logging.getLogger(name).level for name in TALKATIVE}
 
@@ -111,7 +106,9 @@ def test_an_opset_that_the_exporter_does_not_reach(tmp_path, capsys, monkeypatch
     save(tmp_path / "model")
     program = SimpleNamespace(model=SimpleNamespace(opset_imports={"": 18}))
     monkeypatch.setattr(torch.onnx, "export", lambda *args, **options: program)
-    message = refused(capsys, "--model", tmp_path / "model", "--output", tmp_path / "model.onnx", "--opset", "9")
+    message = refused(
+        capsys, "export", "--model", tmp_path / "model", "--output", tmp_path / "model.onnx", "--opset", "9"
+    )
     assert "no ONNX graph of opset 9, but one of opset 18" in message
     assert not (tmp_path / "model.onnx").exists()
 
@@ -122,24 +119,26 @@ def test_refusals(tmp_path, capsys, monkeypatch):
     save(encoder)
     save(decoder, "xf_gpt2", "ForCausalLM")
     file = tmp_path / "model.onnx"
-    message = refused(capsys, "--model", decoder, "--output", file, "--length", 1)
+    message = refused(capsys, "export", "--model", decoder, "--output", file, "--length", 1)
     assert "got 2 x 1: raise --batch or --length" in message
     bigbird = tmp_path / "bigbird"
     save(bigbird, "xf_bigbird", "ForMaskedLM")
-    message = refused(capsys, "--model", bigbird, "--output", file)
+    message = refused(capsys, "export", "--model", bigbird, "--output", file)
     assert "give --length and --fixed" in message and "dynamic" not in message
-    assert "say which --head it has" in refused(capsys, "--model", encoder, "--output", file, "--head", "ForPoetry")
-    message = refused(capsys, "--model", encoder, "--output", encoder / "config.json" / "model.onnx")
+    assert "say which --head it has" in refused(
+        capsys, "export", "--model", encoder, "--output", file, "--head", "ForPoetry"
+    )
+    message = refused(capsys, "export", "--model", encoder, "--output", encoder / "config.json" / "model.onnx")
     assert "give a file in a folder that exists" in message
-    assert "There is no folder" in refused(capsys, "--model", tmp_path / "nothing", "--output", file)
+    assert "There is no folder" in refused(capsys, "export", "--model", tmp_path / "nothing", "--output", file)
     other.mkdir()
     (other / "config.json").write_text(json.dumps({"model_type": "bert"}))
-    assert "model of type 'bert'" in refused(capsys, "--model", other, "--output", file)
+    assert "model of type 'bert'" in refused(capsys, "export", "--model", other, "--output", file)
     (other / "adapter_config.json").write_text("{}")
-    assert "holds an adapter alone" in refused(capsys, "--model", other, "--output", file)
+    assert "holds an adapter alone" in refused(capsys, "export", "--model", other, "--output", file)
     weights = encoder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
-    assert "model.safetensors is cut off" in refused(capsys, "--model", encoder, "--output", file)
+    assert "model.safetensors is cut off" in refused(capsys, "export", "--model", encoder, "--output", file)
     assert not file.exists()
 
 
@@ -151,9 +150,9 @@ def test_missing_packages(tmp_path, capsys, monkeypatch):
         raise ImportError("ONNX graphs are made with onnx and onnxscript: pip install onnx onnxscript")
 
     monkeypatch.setattr(export, "export_onnx", absent)
-    assert "pip install onnx onnxscript" in refused(capsys, *argv)
+    assert "pip install onnx onnxscript" in refused(capsys, "export", *argv)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "pip install onnxruntime" in refused(capsys, *argv, "--check")
+    assert "pip install onnxruntime" in refused(capsys, "export", *argv, "--check")
 
 
 @pytest.mark.slow
@@ -173,8 +172,8 @@ def test_a_step_is_refused(tmp_path, capsys):
     pytest.importorskip("onnxscript")
     model = tmp_path / "model"
     save(model)
-    both = refused(capsys, "--model", model, "--output", tmp_path / "step.onnx", "--step", "--fixed")
+    both = refused(capsys, "export", "--model", model, "--output", tmp_path / "step.onnx", "--step", "--fixed")
     assert "--step makes a graph for any batch and length; leave --fixed out" in both
-    alone = refused(capsys, "--model", model, "--output", tmp_path / "step.onnx", "--step")
+    alone = refused(capsys, "export", "--model", model, "--output", tmp_path / "step.onnx", "--step")
     assert "generates nothing, step by step" in alone
     assert [path.name for path in tmp_path.iterdir()] == ["model"]

@@ -22,17 +22,7 @@ from tests.finetuning.task_data import (
     translation,
     write_lines,
 )
-
-
-def refused(capsys, *argv):
-    """The message of a command that must be refused."""
-    assert main(["finetune", *map(str, argv)]) == 2
-    error = capsys.readouterr().err
-    lines = [line for line in error.splitlines() if "hf-xformers: error:" in line]
-    assert len(lines) == 1, error
-    message = lines[0].partition("error: ")[2]
-    assert error.rstrip().endswith(message)
-    return message
+from tests.refused import refused
 
 
 def contents(folder):
@@ -121,15 +111,15 @@ REQUESTS = {
 def test_requests(case, data, tmp_path, capsys):
     options, words = REQUESTS[case]
     files = data[:1] if options.pop("one_file", False) else data
-    message = refused(capsys, *command("text-classification", files, tmp_path / "run", **options))
+    message = refused(capsys, "finetune", *command("text-classification", files, tmp_path / "run", **options))
     for word in words:
         assert word in message
     assert not (tmp_path / "run" / "model.safetensors").exists()
 
 
 def test_no_output_folder_and_no_task(data, capsys):
-    assert "--output_dir" in refused(capsys, "--task", "regression", "--variant", "bert", "--data", *data)
-    assert "--task" in refused(capsys, "--variant", "bert", "--data", *data, "--output_dir", "x")
+    assert "--output_dir" in refused(capsys, "finetune", "--task", "regression", "--variant", "bert", "--data", *data)
+    assert "--task" in refused(capsys, "finetune", "--variant", "bert", "--data", *data, "--output_dir", "x")
 
 
 # ------------------------------------------------------------------------------------------------ data
@@ -138,12 +128,12 @@ def test_no_output_folder_and_no_task(data, capsys):
 def test_a_csv_without_the_label_column(tmp_path, capsys):
     path = tmp_path / "train.csv"
     path.write_text("text,other\na day,1\nthe film,0\n")
-    message = refused(capsys, *command("text-classification", [str(path)], tmp_path / "run"))
+    message = refused(capsys, "finetune", *command("text-classification", [str(path)], tmp_path / "run"))
     assert "no column is the label" in message and "['text', 'other']" in message
     assert "--label_column" in message and "--column_names" in message
     path = tmp_path / "train.tsv"  # no header: the first row would be taken for one
     path.write_text("a day\t1\nthe film\t0\nit was\t0\n")
-    message = refused(capsys, *command("text-classification", [str(path)], tmp_path / "run"))
+    message = refused(capsys, "finetune", *command("text-classification", [str(path)], tmp_path / "run"))
     assert "['a day', '1']" in message and "--column_names" in message
 
 
@@ -151,7 +141,7 @@ def test_a_csv_without_the_label_column(tmp_path, capsys):
 def test_an_empty_split(empty, data, tmp_path, capsys):
     path = tmp_path / "dev.csv"
     path.write_text(empty)
-    message = refused(capsys, *command("text-classification", [data[0], str(path)], tmp_path / "run"))
+    message = refused(capsys, "finetune", *command("text-classification", [data[0], str(path)], tmp_path / "run"))
     assert "dev.csv" in message and ("header line and no rows" if empty else "empty (0 bytes)") in message
     assert "leave it out" in message
 
@@ -172,13 +162,15 @@ def test_an_empty_split(empty, data, tmp_path, capsys):
 def test_rows_of_classification(rows, words, tmp_path, capsys):
     path = write_lines(tmp_path / "train.jsonl", rows)
     options = {"validation_fraction": 0}
-    assert words in refused(capsys, *command("text-classification", [str(path)], tmp_path / "run", **options))
+    assert words in refused(
+        capsys, "finetune", *command("text-classification", [str(path)], tmp_path / "run", **options)
+    )
 
 
 def test_a_label_that_only_the_validation_rows_have(data, tmp_path, capsys):
     path = tmp_path / "dev.csv"
     path.write_text("text,label\na day,7\n")
-    message = refused(capsys, *command("text-classification", [data[0], str(path)], tmp_path / "run"))
+    message = refused(capsys, "finetune", *command("text-classification", [data[0], str(path)], tmp_path / "run"))
     assert "row 0 of the validation split has the label '7', which the training rows do not have (0, 1)" in message
 
 
@@ -187,20 +179,22 @@ def test_damaged_conll_and_unequal_parallel_files(tmp_path, capsys):
     tagging(tmp_path / "a")
     with (tmp_path / "a" / "train.conll").open("a") as file:
         file.write("word\n")
-    message = refused(capsys, *command("token-classification", [str(tmp_path / "a")], tmp_path / "run"))
+    message = refused(capsys, "finetune", *command("token-classification", [str(tmp_path / "a")], tmp_path / "run"))
     assert "is 'word', without a tag" in message and "line " in message
     (tmp_path / "b").mkdir()
     translation(tmp_path / "b")
     with (tmp_path / "b" / "val.en").open("a") as file:
         file.write("one more\n")
-    message = refused(capsys, *command("translation", [str(tmp_path / "b")], tmp_path / "run"))
+    message = refused(capsys, "finetune", *command("translation", [str(tmp_path / "b")], tmp_path / "run"))
     assert "must have a line for each other's lines" in message and "'en': 17, 'xx': 16" in message
 
 
 def test_answers_that_are_not_in_their_context(tmp_path, capsys):
     answers = {"text": ["day"], "answer_start": [3]}
     path = write_lines(tmp_path / "t.jsonl", [{"question": "q", "context": "a day", "answers": answers}] * 3)
-    message = refused(capsys, *command("question-answering", [str(path)], tmp_path / "run", validation_fraction=0))
+    message = refused(
+        capsys, "finetune", *command("question-answering", [str(path)], tmp_path / "run", validation_fraction=0)
+    )
     assert "row 0 of the train split has the answer 'day', which does not stand in its context" in message
 
 
@@ -208,7 +202,7 @@ def test_a_stride_that_leaves_no_room(tmp_path, capsys):
     answers = {"text": ["day"], "answer_start": [2]}
     path = write_lines(tmp_path / "t.jsonl", [{"question": "q", "context": "a day", "answers": answers}] * 3)
     options = {"validation_fraction": 0, "max_length": 16, "doc_stride": 16}
-    message = refused(capsys, *command("question-answering", [str(path)], tmp_path / "run", **options))
+    message = refused(capsys, "finetune", *command("question-answering", [str(path)], tmp_path / "run", **options))
     assert "--doc_stride 16 of them are shared; take a smaller stride or longer windows" in message
 
 
@@ -234,7 +228,7 @@ def test_tensors_that_do_not_fit(change, bert, data, tmp_path, capsys):
         tensors[name] = torch.zeros(3)
         words = "do not load into XFBertForSequenceClassification"
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
-    assert words in refused(capsys, *command("text-classification", data, tmp_path / "run", model=model))
+    assert words in refused(capsys, "finetune", *command("text-classification", data, tmp_path / "run", model=model))
 
 
 def test_a_saved_head_must_be_whole(classifier, data, tmp_path, capsys):
@@ -242,14 +236,14 @@ def test_a_saved_head_must_be_whole(classifier, data, tmp_path, capsys):
     tensors = load_file(model / "model.safetensors")
     del tensors["classifier.bias"]
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
-    message = refused(capsys, *command("text-classification", data, tmp_path / "run", model=model))
+    message = refused(capsys, "finetune", *command("text-classification", data, tmp_path / "run", model=model))
     assert "has no weights for 'classifier.bias'" in message
 
 
 def test_labels_unknown_to_the_config(classifier, tmp_path, capsys):
     rows = [{"text": text, "label": label + 1} for text, label in sentences(20, 0)]
     path = str(write_lines(tmp_path / "train.jsonl", rows))
-    message = refused(capsys, *command("text-classification", [path], tmp_path / "run", model=classifier))
+    message = refused(capsys, "finetune", *command("text-classification", [path], tmp_path / "run", model=classifier))
     assert "the label '2', which the model's config does not know (it has 0, 1)" in message and "--new_head" in message
     options = {"model": classifier, "max_steps": 1}
     summary = finetune("text-classification", [path], tmp_path / "run", "--new_head", **options)
@@ -262,7 +256,7 @@ def test_a_model_without_a_tokenizer(bert, data, tmp_path, capsys):
     model = copied(bert, tmp_path)
     for path in model.glob("tokenizer*"):
         path.unlink()
-    message = refused(capsys, *command("text-classification", data, tmp_path / "run", model=model))
+    message = refused(capsys, "finetune", *command("text-classification", data, tmp_path / "run", model=model))
     assert "comes without a tokenizer" in message and "--tokenizer" in message and "--train_tokenizer" in message
     assert finetune("text-classification", data, tmp_path / "run", "--train-tokenizer", model=model, max_steps=1)
 
@@ -275,7 +269,9 @@ def test_a_component_of_a_saved_model(bert, data, tmp_path, capsys):
         "linear_transformer",
     )
     assert "--attention would change the mechanism of a saved model" in message
-    message = refused(capsys, *command("text-classification", data, tmp_path / "run", model=bert, hidden_size=32))
+    message = refused(
+        capsys, "finetune", *command("text-classification", data, tmp_path / "run", model=bert, hidden_size=32)
+    )
     assert "leave out options that change the shape" in message
 
 
@@ -293,7 +289,7 @@ def test_a_component_of_a_saved_model(bert, data, tmp_path, capsys):
     ],
 )
 def test_adapters(extra, words, bert, data, tmp_path, capsys):
-    message = refused(capsys, *command("text-classification", data, tmp_path / "run", model=bert), *extra)
+    message = refused(capsys, "finetune", *command("text-classification", data, tmp_path / "run", model=bert), *extra)
     for word in words:
         assert word in message
 
@@ -316,7 +312,7 @@ def test_nothing_already_written_is_damaged(bert, classifier, data, tmp_path, ca
         (data, {"model": broken, "overwrite_output_dir": True}, "is cut off"),
         (data, {"model": bert, "peft": "lora", "peft.target_modules": "x", "overwrite_output_dir": True}, "names 'x'"),
     ):
-        assert words in refused(capsys, *command("text-classification", files, output, **options))
+        assert words in refused(capsys, "finetune", *command("text-classification", files, output, **options))
         assert (contents(output), contents(bert)) == before
 
 

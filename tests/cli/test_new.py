@@ -11,6 +11,7 @@ from huggingface_hub import ModelCard
 
 from hf_xformers.cli import main
 from hf_xformers.cli.new import TYPES, in_package, texts
+from tests.refused import refused
 from tests.test_contributing import examples
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,14 +67,13 @@ def test_the_guide_has_the_same(kind):
 
 
 def test_refusals(tmp_path, capsys):
-    def refused(*argv):
-        assert main(["new", *argv, "--to", str(tmp_path)]) == 2
-        return capsys.readouterr().err
+    def said(*argv):
+        return refused(capsys, "new", *argv, "--to", tmp_path)
 
-    assert "NAME 'My-Stack' is no name for a module" in refused("stack", "My-Stack")
-    assert "there is a module 'json' already" in refused("stack", "json")
+    assert "NAME 'My-Stack' is no name for a module" in said("stack", "My-Stack")
+    assert "there is a module 'json' already" in said("stack", "json")
     assert main(["new", "stack", "mine", "--to", str(tmp_path)]) == 0
-    assert "mine.py' exists already" in refused("stack", "mine")
+    assert "mine.py' exists already" in said("stack", "mine")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.md", "mine.py", "test_mine.py"]
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoConfig
 
 from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerForMaskedLM, XFormerForSeq2SeqLM, build_spec
-from hf_xformers.attention.shared.base import AttentionSpec
+from hf_xformers.attention.shared.spec import AttentionSpec
 from hf_xformers.core.components import SLOTS, Spec
 from hf_xformers.variants import config_class, family, model_types
 

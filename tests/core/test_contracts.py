@@ -11,7 +11,7 @@ from torch import nn
 import hf_xformers
 from hf_xformers import XFormerConfig, XFormerForMaskedLM
 from hf_xformers.attention.dense import DenseSpec
-from hf_xformers.attention.shared.base import AttentionSpec
+from hf_xformers.attention.shared.spec import AttentionSpec
 from hf_xformers.blocks.window_state import WindowCacheLayer
 from hf_xformers.core.cache import make_cache, stateful_part
 from hf_xformers.core.components import SLOTS, Spec, build_spec, register

@@ -1,6 +1,6 @@
 """What configs refuse of whole configs, in one sentence: a line for each."""
 
-from tests.refused_configs import refusals
+from tests.refused import refusals
 
 REFUSED = [
     # adaptive_vocabulary

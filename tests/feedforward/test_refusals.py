@@ -1,6 +1,6 @@
 """What configs refuse of feed-forward networks, in one sentence: a line for each."""
 
-from tests.refused_configs import refusals
+from tests.refused import refusals
 
 REFUSED = [
     # hash_layers

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-import hf_xformers.cli
 from tests.finetuning.task_data import BAD, GOOD, command, finetune, predictions, sentences, write_lines
+from tests.refused import refused
 
 TASK = "multi-label-classification"
 
@@ -101,11 +101,6 @@ def test_separated_labels(trained, tmp_path):
     assert strict["eval_f1_micro"] == 0.0 and all(row["prediction"] == [] for row in predictions(tmp_path / "strict"))
 
 
-def refused(capsys, argv):
-    assert hf_xformers.cli.main(["finetune", *map(str, argv)]) == 2
-    return " ".join(capsys.readouterr().err.split())
-
-
 @pytest.mark.parametrize(
     "made, options, words",
     [
@@ -119,22 +114,24 @@ def refused(capsys, argv):
 def test_refusals(tmp_path, capsys, made, options, words):
     file = write_lines(tmp_path / "train.jsonl", made * 4)
     argv = command(TASK, [str(file)], tmp_path / "run", **options)
-    assert re.search(words, refused(capsys, argv))
+    assert re.search(words, refused(capsys, "finetune", *argv))
     assert not (tmp_path / "run").exists()
 
 
 def test_unknown_labels_are_refused(trained, tmp_path, capsys):
     folder, _, data = trained
     odd = write_lines(tmp_path / "dev.jsonl", [{"text": "a film", "labels": ["film", "odd"]}])
-    message = refused(capsys, command(TASK, [str(data[0]), str(odd)], tmp_path / "run"))
+    message = refused(capsys, "finetune", *command(TASK, [str(data[0]), str(odd)], tmp_path / "run"))
     assert "row 0 of the validation split has the label 'odd', which the training rows do not have" in message
     train = write_lines(tmp_path / "train.jsonl", [{"text": "a film", "labels": ["film", "odd"]}] * 8)
-    message = refused(capsys, command(TASK, [str(train)], tmp_path / "run", model=folder))
+    message = refused(capsys, "finetune", *command(TASK, [str(train)], tmp_path / "run", model=folder))
     assert "the label 'odd', which the model's config does not know (it has bad, film, good)" in message
     single = write_lines(
         tmp_path / "single.jsonl", [{"text": "a film", "label": name} for name in ("bad", "film")] * 4
     )
-    message = refused(capsys, command("text-classification", [str(single)], tmp_path / "run", model=folder))
+    message = refused(
+        capsys, "finetune", *command("text-classification", [str(single)], tmp_path / "run", model=folder)
+    )
     assert "take --task multi-label-classification" in message
-    message = refused(capsys, command("text-classification", [str(data[0])], tmp_path / "run"))
+    message = refused(capsys, "finetune", *command("text-classification", [str(data[0])], tmp_path / "run"))
     assert "take --task multi-label-classification" in message

@@ -14,6 +14,7 @@ from hf_xformers.finetuning import TaskData
 from hf_xformers.finetuning.origin import RowNames
 from hf_xformers.finetuning.sound_rows import find_sound, load_sounds, read_sound
 from hf_xformers.finetuning.tasks.speech import SoundCollator
+from tests.refused import refused
 
 RATE = 8000
 OPTIONS = (
@@ -98,12 +99,7 @@ def test_training_goes_on_with_the_saved_vocabulary(run, folders, tmp_path):
     assert model.config.vocab_size == AutoModelForCTC.from_pretrained(run).config.vocab_size
 
 
-def refused(command, capsys):
-    assert main(command) != 0
-    return capsys.readouterr().err
-
-
-def test_what_is_refused(run, folders, tmp_path, capsys):
+def test_what_is_refused(capsys, *run, folders, tmp_path):
     base = ["finetune", *OPTIONS, "--output_dir", str(tmp_path / "run"), "--max_steps", "1", "--data"]
     place = tmp_path / "sounds"
     place.mkdir()
@@ -114,18 +110,18 @@ def test_what_is_refused(run, folders, tmp_path, capsys):
     evaluate = ["evaluate", "--model", str(run), "--use_cpu", "--data", str(place)]
 
     write_wav(place / "b.wav", samples, 16000)
-    said = refused([*base, str(place)], capsys)
+    said = refused(capsys, *base, str(place))
     assert "samples per second, and the model reads" in said and "-ar" in said
     write_wav(place / "b.wav", samples, RATE)
 
     (place / "c.txt").write_text("bäd")
-    assert "has the character 'ä' in its transcript" in refused(evaluate, capsys)
+    assert "has the character 'ä' in its transcript" in refused(capsys, *evaluate)
     (place / "c.txt").write_text("b|d")
-    assert "stands for the space between words" in refused([*base, str(place)], capsys)
+    assert "stands for the space between words" in refused(capsys, *base, str(place))
     (place / "c.txt").write_text("bad " * 20)
-    assert "have room for one character each" in refused([*base, str(place)], capsys)
+    assert "have room for one character each" in refused(capsys, *base, str(place))
     (place / "c.txt").unlink()
-    assert "has no transcript next to it" in refused([*base, str(place)], capsys)
+    assert "has no transcript next to it" in refused(capsys, *base, str(place))
     (place / "c.txt").write_text("bad")
 
     with wave.open(str(place / "c.wav"), "wb") as file:
@@ -133,15 +129,15 @@ def test_what_is_refused(run, folders, tmp_path, capsys):
         file.setsampwidth(2)
         file.setframerate(RATE)
         file.writeframes(bytes(4000))
-    assert "has 2 channels, and speech is read from one" in refused([*base, str(place)], capsys)
+    assert "has 2 channels, and speech is read from one" in refused(capsys, *base, str(place))
     write_wav(place / "c.wav", samples[:100], RATE)
-    assert "less than two frames" in refused([*base, str(place)], capsys)
+    assert "less than two frames" in refused(capsys, *base, str(place))
     (place / "c.wav").write_bytes(b"no sound at all")
-    assert "c.wav" in refused([*base, str(place)], capsys)
+    assert "c.wav" in refused(capsys, *base, str(place))
     table = tmp_path / "rows.jsonl"
     table.write_text(json.dumps({"audio": "nowhere.wav", "text": "bad"}) + "\n")
-    assert "there is no such file" in refused([*base, str(table), "--validation_fraction", "0"], capsys)
-    assert "nothing to do to a sound" in refused([*base, str(place), "--augment", "flip"], capsys)
+    assert "there is no such file" in refused(capsys, *base, str(table), "--validation_fraction", "0")
+    assert "nothing to do to a sound" in refused(capsys, *base, str(place), "--augment", "flip")
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 4])

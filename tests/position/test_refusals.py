@@ -1,7 +1,9 @@
 """What configs refuse of positions, in one sentence: a line for each."""
 
-from tests.refused_configs import refusals
+from tests.refused import refusals
 
+LONG = {"original_max_position_embeddings": 8}
+GROWING = {"type": "dynamic", "factor": 4.0}
 REFUSED = [
     # axial
     (
@@ -71,103 +73,28 @@ REFUSED = [
         dict(hidden_size=32, num_attention_heads=4, position={"type": "rotary", "fraction": 0.4}),
     ),
     # rotary_scaling
-    ("Unknown rotary scaling 'lineer'. Did you", dict(position={"type": "rotary", "scaling": {"type": "lineer"}})),
-    ("Unknown field 'factr' of", dict(position={"type": "rotary", "scaling": {"type": "linear", "factr": 2.0}})),
-    ("scaling 'linear' needs `factor`", dict(position={"type": "rotary", "scaling": {"type": "linear"}})),
-    ("needs `factor` >= 1, got 0.5", dict(position={"type": "rotary", "scaling": {"type": "linear", "factor": 0.5}})),
-    ("factor", dict(position={"type": "rotary", "scaling": {"type": "linear", "factor": "2"}}), TypeError),
-    (
-        ">= 1 token, got 0",
-        dict(position={"type": "rotary", "scaling": {"type": "yarn", "original_max_position_embeddings": 0}}),
-    ),
-    (
-        "`beta_fast` > `beta_slow`",
-        dict(
-            position={
-                "type": "rotary",
-                "scaling": {"type": "yarn", "original_max_position_embeddings": 8, "beta_slow": 40},
-            }
-        ),
-    ),
-    (
-        "`high_freq_factor` > `low_freq_factor`",
-        dict(
-            position={
-                "type": "rotary",
-                "scaling": {
-                    "type": "llama3",
-                    "factor": 2.0,
-                    "original_max_position_embeddings": 8,
-                    "low_freq_factor": 5,
-                },
-            }
-        ),
-    ),
-    (
-        "one number in `short_factor` for each of 8 pairs",
-        dict(
-            hidden_size=32,
-            num_attention_heads=2,
-            position={
-                "type": "rotary",
-                "scaling": {
-                    "type": "longrope",
-                    "short_factor": [1],
-                    "long_factor": [1],
-                    "original_max_position_embeddings": 8,
-                },
-            },
-        ),
-    ),
+    *[
+        (message, dict(hidden_size=32, num_attention_heads=2, position={"type": "rotary", "scaling": scaling}), *error)
+        for message, scaling, *error in (
+            ("Unknown rotary scaling 'lineer'. Did you", {"type": "lineer"}),
+            ("Unknown field 'factr' of", {"type": "linear", "factr": 2.0}),
+            ("scaling 'linear' needs `factor`", {"type": "linear"}),
+            ("needs `factor` >= 1, got 0.5", {"type": "linear", "factor": 0.5}),
+            ("factor", {"type": "linear", "factor": "2"}, TypeError),
+            (">= 1 token, got 0", {"type": "yarn", "original_max_position_embeddings": 0}),
+            ("`beta_fast` > `beta_slow`", {"type": "yarn", **LONG, "beta_slow": 40}),
+            ("`high_freq_factor` > `low_freq", {"type": "llama3", "factor": 2.0, **LONG, "low_freq_factor": 5}),
+            ("for each of 8 pairs", {"type": "longrope", "short_factor": [1], "long_factor": [1], **LONG}),
+        )
+    ],
     ("leave that at 1", dict(position={"type": "rotary", "scaling": "proportional", "fraction": 0.5})),
-    (
-        "'delta_net' as it is set generates from keys as they were turned",
-        dict(
-            is_decoder=True,
-            attention="delta_net",
-            position={"type": "rotary", "scaling": {"type": "dynamic", "factor": 4.0}},
-        ),
-    ),
-    (
-        "'hedgehog' as it is set generates from keys as they were turned",
-        dict(
-            is_decoder=True,
-            attention="hedgehog",
-            position={"type": "rotary", "scaling": {"type": "dynamic", "factor": 4.0}},
-        ),
-    ),
-    (
-        "'linear_transformer' as it is set generates from keys as they were turned",
-        dict(
-            is_decoder=True,
-            attention="linear_transformer",
-            position={"type": "rotary", "scaling": {"type": "dynamic", "factor": 4.0}},
-        ),
-    ),
-    (
-        "'lolcats' as it is set generates from keys as they were turned",
-        dict(
-            is_decoder=True,
-            attention="lolcats",
-            position={"type": "rotary", "scaling": {"type": "dynamic", "factor": 4.0}},
-        ),
-    ),
-    (
-        "'performer' as it is set generates from keys as they were turned",
-        dict(
-            is_decoder=True,
-            attention="performer",
-            position={"type": "rotary", "scaling": {"type": "dynamic", "factor": 4.0}},
-        ),
-    ),
-    (
-        "'t2r' as it is set generates from keys as they were turned",
-        dict(
-            is_decoder=True,
-            attention="t2r",
-            position={"type": "rotary", "scaling": {"type": "dynamic", "factor": 4.0}},
-        ),
-    ),
+    *[
+        (
+            f"'{attention}' as it is set generates from keys as they were turned",
+            dict(is_decoder=True, attention=attention, position={"type": "rotary", "scaling": GROWING}),
+        )
+        for attention in ("delta_net", "hedgehog", "linear_transformer", "lolcats", "performer", "t2r")
+    ],
     # score_terms
     ("position 'deberta' adds terms of queries and keys", dict(position="deberta", attention="linear_transformer")),
     ("position 'shaw_relative' adds terms of queries", dict(position="shaw_relative", attention="linear_transformer")),

@@ -1,6 +1,6 @@
 """What configs refuse of stacks, in one sentence: a line for each."""
 
-from tests.refused_configs import refusals
+from tests.refused import refusals
 
 REFUSED = [
     # ca_mtl

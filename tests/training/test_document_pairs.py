@@ -8,6 +8,7 @@ import pytest
 import hf_xformers.cli
 from hf_xformers.objectives import build_objective
 from hf_xformers.training.text import TextData, load_splits, make_rows, open_tokenizer
+from tests.refused import refused
 from tests.training.runs import interrupted_and_resumed, pretrain, pretrain_flags, same_run, summary
 
 BERT = {"variant": "bert", "objective": "sop", "block_size": 32, "save_strategy": "steps", "save_steps": 2}
@@ -101,19 +102,18 @@ def test_resumption_is_exact(files, tmp_path):
 
 
 def test_what_gives_no_pairs_is_refused(files, tmp_path, capsys):
-    def refused(data, *more, **options):
-        assert hf_xformers.cli.main(["pretrain", *pretrain_flags(data, tmp_path / "no", **{**BERT, **options}), *more])
-        return capsys.readouterr().err
+    def said(data, *more, **options):
+        return refused(capsys, "pretrain", *pretrain_flags(data, tmp_path / "no", **{**BERT, **options}), *more)
 
     lines = tmp_path / "lines.txt"
     lines.write_text("\n\n".join(f"only one sentence of number {n}" for n in range(30)))
-    assert "has 1 sentence" in refused(lines)
-    assert "has 1 sentence" in refused(lines, objective="nsp")
+    assert "has 1 sentence" in said(lines)
+    assert "has 1 sentence" in said(lines, objective="nsp")
     single = tmp_path / "single.txt"
     single.write_text(documents(1)[0])
-    assert "and there is 1" in refused(single, objective="nsp", validation_fraction=0)
-    assert "leave --streaming out" in refused(files / "text.txt", "--streaming")
-    assert "ForNextSentencePrediction" in refused(files / "text.txt", variant="gpt2")
+    assert "and there is 1" in said(single, objective="nsp", validation_fraction=0)
+    assert "leave --streaming out" in said(files / "text.txt", "--streaming")
+    assert "ForNextSentencePrediction" in said(files / "text.txt", variant="gpt2")
 
 
 def test_a_tokenizer_without_special_tokens_gets_them(files, tmp_path):

@@ -15,6 +15,7 @@ from hf_xformers.data.patch_processors import patch_processor
 from hf_xformers.objectives import build_objective
 from hf_xformers.training.image_pictures import PICTURES_FILE
 from hf_xformers.training.image_trainer import patches_of
+from tests.refused import refused
 from tests.training.runs import flags, same_run, summary
 
 Image = pytest.importorskip("PIL.Image")
@@ -205,15 +206,10 @@ def test_hidden_patches_depend_on_seed_epoch_and_image_alone():
     assert patches[0, :, 0].flatten(1).tolist() == [[0, 1, 4, 5], [2, 3, 6, 7], [8, 9, 12, 13], [10, 11, 14, 15]]
 
 
-def refused(capsys, data, output, *extra, **options):
-    command = ["pretrain", *flags(**{**SHAPE, "data": data, "output_dir": output, "max_steps": 1, **options}), *extra]
-    assert main(command) != 0
-    return " ".join(capsys.readouterr().err.split())
-
-
 def test_what_is_refused(digits, runs, tmp_path, capsys, text):
-    def said(data=digits, *extra, **options):
-        return refused(capsys, data, tmp_path / "out", *extra, **options)
+    def said(data=digits, *extra, output=tmp_path / "out", **options):
+        given = flags(**{**SHAPE, "data": data, "output_dir": output, "max_steps": 1, **options})
+        return refused(capsys, "pretrain", *given, *extra)
 
     empty, mixed = tmp_path / "empty", tmp_path / "mixed"
     empty.mkdir(), mixed.mkdir()
@@ -248,7 +244,7 @@ def test_what_is_refused(digits, runs, tmp_path, capsys, text):
         Image.fromarray(noise).save(cut / f"{name}.png")
     (cut / "b.png").write_bytes((cut / "b.png").read_bytes()[:6000])
     for kind in (colors, {**patches, "patch_size": 8}):
-        message = refused(capsys, cut, tmp_path / "fresh", **kind)
+        message = said(cut, output=tmp_path / "fresh", **kind)
         assert "cut/b.png) cannot be read" in message and "replace it or remove it" in message
         assert not list((tmp_path / "fresh").glob("*"))  # nothing has begun
 

@@ -1,7 +1,9 @@
-"""The test that lists of refused configs share."""
+"""What tests of refusals share: of configs, and of commands."""
 
 import pytest
 from transformers import AutoConfig
+
+from hf_xformers.cli import main
 
 
 def refusals(cases):
@@ -16,3 +18,15 @@ def refusals(cases):
             AutoConfig.for_model(variant, **{name: value for name, value in fields.items() if name != "variant"})
 
     return test_refused
+
+
+def refused(capsys, *argv) -> str:
+    """The message of a command that must be refused: one line, the last of what it says."""
+    capsys.readouterr()
+    assert main(list(map(str, argv))) == 2
+    error = capsys.readouterr().err
+    lines = [line for line in error.splitlines() if "hf-xformers: error:" in line]
+    assert len(lines) == 1 and "Traceback" not in error, error
+    message = lines[0].partition("error: ")[2]
+    assert error.rstrip().endswith(message), error
+    return message
