@@ -264,6 +264,7 @@ def test_a_model_without_a_tokenizer(bert, data, tmp_path, capsys):
 def test_a_component_of_a_saved_model(bert, data, tmp_path, capsys):
     message = refused(
         capsys,
+        "finetune",
         *command("text-classification", data, tmp_path / "run", model=bert),
         "--attention",
         "linear_transformer",
