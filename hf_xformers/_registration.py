@@ -33,7 +33,8 @@ PROJECTIONS = (
     *("low_q_proj", "low_k_proj", "low_v_proj", "pack_q_proj", "pack_k_proj", "token_k_proj", "weight_proj"),
     *("q_pool_proj", "k_pool_proj", "v_pool_proj", "q_global_proj", "k_global_proj", "v_global_proj"),
     *("global_o_proj", "task_proj", "pointwise", "forget_proj", "branch_proj", "q_down_proj", "kv_down_proj"),
-    *("decay_down_proj", "decay_up_proj", "gate_down_proj", "gate_up_proj"),
+    *("decay_down_proj", "decay_up_proj", "gate_down_proj", "gate_up_proj", "rate_down_proj", "rate_up_proj"),
+    *("value_down_proj", "value_up_proj"),
 )
 _MIXES_BY_NETWORK = {"xf_average_attention": ("gate_proj", "up_proj", "down_proj")}
 

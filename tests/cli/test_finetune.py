@@ -262,13 +262,8 @@ def test_a_model_without_a_tokenizer(bert, data, tmp_path, capsys):
 
 
 def test_a_component_of_a_saved_model(bert, data, tmp_path, capsys):
-    message = refused(
-        capsys,
-        "finetune",
-        *command("text-classification", data, tmp_path / "run", model=bert),
-        "--attention",
-        "linear_transformer",
-    )
+    options = command("text-classification", data, tmp_path / "run", model=bert)
+    message = refused(capsys, "finetune", *options, "--attention", "linear_transformer")
     assert "--attention would change the mechanism of a saved model" in message
     message = refused(
         capsys, "finetune", *command("text-classification", data, tmp_path / "run", model=bert, hidden_size=32)

@@ -187,6 +187,9 @@ MIXES: dict[str, Mix] = {
         },
         ("decoder",),
     ),
+    "channel_mixing": Mix(  # RWKV-7's layer around another recurrence
+        {"block": "rwkv7", "attention": {"type": "gla", "gate_rank": 3}, "residual": "pre_ln"}, ("decoder",)
+    ),
     "one_cache_above": Mix(  # as in YOCO
         {
             "num_hidden_layers": 4,

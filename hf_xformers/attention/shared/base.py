@@ -133,7 +133,8 @@ class Attention(Undecayed, Sublayer):
         return context.output_attentions or context.implementation == "eager"
 
     def passed_on(self, key: Tensor, value: Tensor) -> States | None:
-        """What the next layer is given of the keys and values [B, K, S, d] of all tokens seen so far."""
+        """What the next layer is given of the keys and values [B, K, S, d] of all tokens seen so far (of the current
+        ones, where a mechanism keeps a state in their place)."""
         return None
 
     def weights_of_block(self, query: Tensor, key: Tensor, context: LayerContext, rows: slice, heads: slice) -> Tensor:

@@ -24,6 +24,7 @@ from ...ops.common.segments import accumulation_dtype
 from ...ops.convolution.short import short_convolution
 from ...ops.linear.decayed_scan import decayed_scan
 from ...ops.linear.gated_delta import gated_delta_rule
+from ...ops.linear.low_rank_delta import low_rank_delta_rule
 from ...ops.linear.reference import gated_recurrence_reference
 from .base import Attention
 from .linear import state_layer
@@ -156,7 +157,8 @@ def unit_length(x: Tensor, eps: float = 1e-6, *, largest: bool = False) -> Tenso
 
 
 class Tokens(NamedTuple):
-    """What a text is to the recurrence: see `decayed_scan` and, where there is a `beta`, `gated_delta_rule`."""
+    """What a text is to the recurrence: see `decayed_scan`, where there is a `beta`, `gated_delta_rule`, and where
+    there are `read` and `write`, `low_rank_delta_rule`."""
 
     query: Tensor  # [B, G, T, K]
     key: Tensor
@@ -164,6 +166,9 @@ class Tokens(NamedTuple):
     log_decay: Tensor  # [B, H, T] or [B, H, T, K]
     beta: Tensor | None = None  # [B, H, T]
     passed: Tensor | None = None  # [B, H, T, dv], what goes past the state
+    read: Tensor | None = None  # [B, H, T, K]
+    write: Tensor | None = None
+    gate: Tensor | None = None  # [B, T, H dv], what the output is multiplied with
 
 
 class RecurrentAttention(Attention):
@@ -274,11 +279,14 @@ class RecurrentAttention(Attention):
             output, held, weights = self._literal(tokens, held, options)
         else:
             options |= {"state": held, "return_state": True, "chunk_size": self.spec.chunk_size}
-            query, key, value, log_decay, beta, _ = tokens
-            if beta is None:
-                found: Any = decayed_scan(query, key, value, log_decay, **options)
+            query, key, value, log_decay = tokens[:4]
+            if tokens.read is not None and tokens.write is not None:
+                corrected = tokens.read, tokens.write, log_decay
+                found: Any = low_rank_delta_rule(query, key, value, *corrected, **options)
+            elif tokens.beta is not None:
+                found = gated_delta_rule(query, key, value, tokens.beta, log_decay, **options)
             else:
-                found = gated_delta_rule(query, key, value, beta, log_decay, **options)
+                found = decayed_scan(query, key, value, log_decay, **options)
             output, held = found
         if writes > 1:
             output = output[:, :, writes - 1 :: writes]
@@ -288,14 +296,15 @@ class RecurrentAttention(Attention):
         if layer is not None:
             layer.advance(hidden_states.shape[1], memory=held, **({} if window is None else {"window": window}))
         written = self.gated(output.transpose(1, 2), hidden_states, tokens)
-        return SublayerOutput(self.o_proj(written.to(dtype)), weights)
+        return SublayerOutput(self.o_proj(written.to(dtype)), weights, states=self.passed_on(tokens.key, tokens.value))
 
     def _literal(self, tokens: Tokens, state: Tensor | None, options: dict[str, Any]):
         """Token by token: outputs, the state after, and weights [B, H, T, T], where no earlier text has a part."""
         dtype = tokens.value.dtype
         wide = accumulation_dtype(dtype)
         query, key, value, log_decay = (x.to(wide) for x in tokens[:4])
-        options = {**options, "beta": None if tokens.beta is None else tokens.beta.to(wide)}
+        corrects = {"beta": tokens.beta, "read": tokens.read, "write": tokens.write}
+        options |= {name: x.to(wide) for name, x in corrects.items() if x is not None}
         with without_autocast(tokens.value):
             output, after = gated_recurrence_reference(query, key, value, log_decay, state=state, **options)
             weights = None

@@ -73,6 +73,16 @@ def short_convolution(
     return out, joined[:, length:]
 
 
+def token_before(
+    inputs: Tensor, window: Tensor | None, padding_mask: Tensor | None, segment_ids: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """[B, T, C] -> at each real token the one before it in its document, zeros at the first, and the last one of each
+    row [B, 1, C]: the short convolution whose two taps are 1 and 0."""
+    weight = inputs.new_tensor((1.0, 0.0)).expand(inputs.shape[-1], 2)
+    where = {"window": window, "padding_mask": padding_mask, "segment_ids": segment_ids}
+    return short_convolution(inputs, weight, silu=False, **where)
+
+
 def _same_document(segment_ids: Tensor, taps: int) -> Tensor:
     """[B, T, k]: whether the input of each tap is of the token's document."""
     length = segment_ids.shape[1]
@@ -133,4 +143,4 @@ def _sums(joined: Tensor, weight: Tensor, bias: Tensor | None, same: Tensor | No
     return total
 
 
-__all__ = ["short_convolution"]
+__all__ = ["short_convolution", "token_before"]

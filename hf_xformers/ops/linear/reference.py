@@ -89,11 +89,14 @@ def gated_recurrence_reference(
     log_decay: Tensor,
     *,
     beta: Tensor | None = None,
+    read: Tensor | None = None,
+    write: Tensor | None = None,
     key_padding_mask: Tensor | None = None,
     segment_ids: Tensor | None = None,
     state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """[`decayed_scan`] or, with `beta`, [`gated_delta_rule`], token by token; the outputs and the last state."""
+    """[`decayed_scan`], with `beta` [`gated_delta_rule`] or, with `read` and `write`, [`low_rank_delta_rule`], token
+    by token; the outputs and the last state."""
     shared = value.shape[1] // key.shape[1]
     query, key = query.repeat_interleave(shared, dim=1), key.repeat_interleave(shared, dim=1)
     log_decay = log_decay[..., None] if log_decay.dim() == 3 else log_decay
@@ -107,6 +110,9 @@ def gated_recurrence_reference(
         new = value[:, :, t]
         if beta is not None:
             new = beta[:, :, t, None] * (new - torch.einsum("bhf,bhfv->bhv", key[:, :, t], after))
+        if read is not None and write is not None:
+            held = torch.einsum("bhf,bhfv->bhv", read[:, :, t], after)
+            after = after - torch.einsum("bhf,bhv->bhfv", write[:, :, t], held)
         after = after + torch.einsum("bhf,bhv->bhfv", key[:, :, t], new)
         state = (
             after if key_padding_mask is None else torch.where(key_padding_mask[:, None, t, None, None], after, state)

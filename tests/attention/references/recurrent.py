@@ -183,6 +183,45 @@ def hgrn2(layers, x, memory=None, causal=True):
     return found
 
 
+def rwkv7(layers, x, memory=None, causal=True):
+    """Token by token as the released code has it: the state is read before it decays."""
+    found, first = [], None
+    for number, layer in enumerate(layers):
+        n, heads, width = x.shape[1], layer.num_heads, layer.key_width
+        before = torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1)[0]
+        xr, xw, xk, xv, xa, xg = (x[0] + (before - x[0]) * m for m in layer.mix)
+
+        def low(name, y, inner=lambda y: y, layer=layer):
+            up = getattr(layer, f"{name}_up_proj")
+            mapped = inner(y @ getattr(layer, f"{name}_down_proj").weight.T) @ up.weight.T
+            return mapped if up.bias is None else mapped + up.bias
+
+        r, k, v = layer.q_proj(xr), layer.k_proj(xk), layer.v_proj(xv)
+        decay, rate = torch.exp(-math.exp(-0.5) * sigmoid(low("decay", xw, torch.tanh))), sigmoid(low("rate", xa))
+        if number:
+            v = v + (first - v) * sigmoid(low("value", xv))
+        first = v if first is None else first
+        directions, k = (k * layer.key_scale).split(width, -1), k * (1 + (rate - 1) * layer.key_rate)
+        weights, parts = torch.zeros(1, heads, n, n, dtype=torch.float64), []
+        for h in range(heads):
+            at, of = slice(h * width, (h + 1) * width), slice(h * layer.value_width, (h + 1) * layer.value_width)
+            state = torch.zeros(width, n, dtype=torch.float64)  # of each value of the text
+            for t in range(n):
+                kk = directions[h][t] / directions[h][t].norm()
+                held = kk @ state
+                state = decay[t, at][:, None] * state - torch.outer(kk * rate[t, at], held)
+                state[:, t] += k[t, at]
+                weights[0, h, t] = r[t, at] @ state
+            read = weights[0, h] @ v[:, of]
+            read = read - read.mean(-1, keepdim=True)
+            read = read / (read.square().mean(-1, keepdim=True) + layer.spec.eps(layer.config)).sqrt()
+            own = (r[:, at] * k[:, at] * layer.bonus[h]).sum(-1, keepdim=True)
+            parts.append(read * layer.norm_weight[of] + layer.norm_bias[of] + own * v[:, of])
+        found.append((layer.o_proj(torch.cat(parts, -1) * low("gate", xg, sigmoid))[None], weights))
+        x = x + found[-1][0]
+    return found
+
+
 def retnet(layer, x, memory=None, causal=True):
     """Complex numbers turned by e^{i n theta}, and decays by distance."""
     q, k, v = tensors(layer, x)
@@ -216,6 +255,7 @@ def constants(layer):
 
 
 COMMON = {"causal": DECODER, "steady": True}
+RANKS = {"decay_rank": 3, "rate_rank": 5, "value_rank": 2, "gate_rank": 4}
 MORE_VALUES = {"key_heads": 2, "value_heads": 4, "key_width": 6, "value_width": 3, "chunk_size": 4}
 FEWER_VALUES = {"key_heads": 4, "value_heads": 2, "chunk_size": 4}
 # fmt: off
@@ -255,6 +295,10 @@ REFERENCES = {
         "more values": (MORE_VALUES,),
         "grouped": ({}, {"fields": GROUPED}),
     }, chain=True, layers=3, **COMMON),
+    **rows("rwkv7", rwkv7, "rwkv7", {
+        "": ({"chunk_size": 4, **RANKS},),
+        "wide values": ({"key_width": 3, "value_width": 5, "norm_eps": 0.1, "bias": True, **RANKS},),
+    }, chain=True, layers=2, **COMMON),
     **rows("retnet", retnet, "retnet", {
         "": ({"chunk_size": 4},),
         "more values": (MORE_VALUES,),
