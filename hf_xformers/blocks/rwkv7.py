@@ -12,9 +12,8 @@ from transformers.cache_utils import Cache
 
 from ..core.cache import RecurrentStateLayer
 from ..core.components import register
-from ..core.context import LayerContext, SublayerOutput, self_attention_cache
+from ..core.context import LayerContext, Sublayer, SublayerOutput, self_attention_cache
 from ..core.initialization import start_projections
-from ..core.sublayer import Sublayer
 from ..core.weight_decay import Undecayed
 from ..ops.convolution.short import token_before
 from .base import BlockSpec, SublayerPlan, XFormerLayer

@@ -232,8 +232,8 @@ def report(
     loss, baseline = summary.get("eval_loss"), summary.get("eval_baseline_loss")
     if loss is not None and baseline is not None and loss >= baseline:
         say(
-            f"It predicts no better than {trivial} so far: train longer. docs/guides/pretrain.md says what makes a small"
-            " model learn sooner."
+            f"It predicts no better than {trivial} so far: train longer. docs/guides/pretrain.md says what makes a"
+            " small model learn sooner."
         )
 
 

@@ -67,16 +67,17 @@ def low_rank_delta_rule(
         for start, stop in bounds:
             pieces = [x[:, :, start:stop] for x in parts]
             if torch.is_grad_enabled() and len(bounds) > 1:
-                out, after = checkpoint(_segment, *pieces, after, chunk, use_reentrant=False)
+                out, after = checkpoint(_segment, chunk, *pieces, after, use_reentrant=False)
             else:
-                out, after = _segment(*pieces, after, chunk)
+                out, after = _segment(chunk, *pieces, after)
             found.append(out)
     out = torch.cat(found, dim=2) if len(found) > 1 else found[0]
     return (out, after.unflatten(0, value.shape[:2])) if return_state else out
 
 
-def _segment(query, key, value, read, write, log_decay, state, chunk) -> tuple[Tensor, Tensor]:
+def _segment(chunk: int, *given: Tensor) -> tuple[Tensor, Tensor]:
     """Tokens [B, H, t, *] and the state before them [R, K, dv] -> their outputs [B, H, t, dv], and the state after."""
+    query, key, value, read, write, log_decay, state = given
     (batch, heads, length, width), wide, rows = value.shape, state.dtype, state.shape[0]
     parts = (query, key, value, read, write, log_decay)
     q, k, v, r, w, logs = (to_chunks(x, 0, length, chunk, wide) for x in parts)  # [R N, C, *]
