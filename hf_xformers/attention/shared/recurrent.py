@@ -310,7 +310,8 @@ class RecurrentAttention(Attention):
             weights = None
             if state is None:
                 own = torch.eye(value.shape[2], dtype=wide, device=value.device).expand(*value.shape[:2], -1, -1)
-                weights = gated_recurrence_reference(query, key, own, log_decay, **options)[0].to(dtype)
+                weights = gated_recurrence_reference(query, key, own, log_decay, **options)[0]
+                output, weights = weights @ value, weights.to(dtype)  # the same, with a gradient to what is given out
         return output, after, weights
 
 
