@@ -74,7 +74,7 @@ class GatedDeltaNetSpec(RecurrentSpec):
     corrects the state (DeltaProduct). norm_eps: of the norm on the output (`None`: the config's). chunk_size: tokens
     per quadratic block of a text."""
 
-    summary = "the gated delta rule: a linear attention that forgets and corrects, with short convolutions, causal"
+    summary = "the gated delta rule: a linear attention that forgets and corrects, with short convolutions"
 
     conv: int = bounded(4, least=0)
     negative: bool = False

@@ -50,7 +50,7 @@ class GLASpec(RecurrentSpec):
     none). norm_eps: of the norm on the output (`None`: the config's). chunk_size: tokens per quadratic block of a
     text."""
 
-    summary = "linear attention with a decay of each token for every channel of a key, causal"
+    summary = "linear attention with a decay of each token for every channel of a key"
 
     gate_rank: int = bounded(16, least=1)
     tau: float | int = bounded(16.0, above=0)

@@ -81,7 +81,7 @@ class HGRN2Spec(RecurrentSpec):
     config's). norm_eps: of the norm on the output (`None`: the config's). chunk_size: tokens per quadratic block of a
     text."""
 
-    summary = "linear attention whose keys are what forget gates let go, causal"
+    summary = "linear attention whose keys are what forget gates let go"
     scales = False
 
     def carries(self, config) -> Carry:

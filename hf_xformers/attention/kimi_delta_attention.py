@@ -46,7 +46,7 @@ class KimiDeltaSpec(GatedDeltaNetSpec):
     corrects the state. gate_rank: inner width of both gates (`None`: that of a head's keys). norm_eps: of the norm on
     the output (`None`: the config's). chunk_size: tokens per quadratic block of a text."""
 
-    summary = "the gated delta rule with a decay for every channel of a key, causal"
+    summary = "the gated delta rule with a decay for every channel of a key"
 
     gate_rank: int | None = bounded(None, least=1)
 

@@ -70,7 +70,7 @@ class LightningSpec(RecurrentSpec):
     taps of a short convolution (0: none). norm_eps: of the norm on the output (`None`: the config's). chunk_size:
     tokens per quadratic block of a text."""
 
-    summary = "linear attention with a constant decay for each head and layer, causal"
+    summary = "linear attention with a constant decay for each head and layer"
     scales = False
 
     norm_eps: float | None = bounded(1e-6, above=0)

@@ -97,7 +97,7 @@ class Mamba2Spec(RecurrentSpec):
     that norm (`None`: the config's). part_scales: what the projected gate, x, B, C and time step are multiplied with
     (`None`: nothing; Falcon-H1). chunk_size: tokens per quadratic block of a text."""
 
-    summary = "a state space with a scalar decay of each token: linear time, short convolutions, causal"
+    summary = "a state space with a scalar decay of each token: linear time, short convolutions"
     scales = False
     turns = False
     gives = frozenset({HandOver.TOKEN_MAP})  # layers need no feed-forward

@@ -58,7 +58,7 @@ class RetNetSpec(RecurrentSpec):
     convolution (0: none). norm_eps: of the norm on the output (`None`: the config's). chunk_size: tokens per quadratic
     block of a text."""
 
-    summary = "retention: linear attention with rotations and a constant decay for each head, causal"
+    summary = "retention: linear attention with rotations and a constant decay for each head"
     turns = False
 
     theta: float | int = bounded(10000.0, above=1)

@@ -128,6 +128,7 @@ class RWKV7Spec(RecurrentSpec):
     per quadratic block of a text."""
 
     summary = "RWKV-7: a delta rule with decays and learning rates of every channel, and token shift, causal"
+    bidirectional = False
     scales = False
     turns = False
 

@@ -50,10 +50,11 @@ INFO = VariantInfo(
     ),
     cite="siems2025deltaproduct",
     notes=(
-        "Causal only. The state decays once for each token and is then corrected n = `num_householder` times, by keys,"
-        " values and strengths of their own, before it is read as a gated delta network's is; n = 1 is that network."
-        " Strengths reach 2, so that eigenvalues of a step may be negative. The sizes are those of"
-        " `xf_gated_delta_net`. Attention weights are those of all values of a token together."
+        "The family is causal; an encoder with this attention reads a text both ways. The state decays once for each"
+        " token and is then corrected n = `num_householder` times, by keys, values and strengths of their own, before"
+        " it is read as a gated delta network's is; n = 1 is that network. Strengths reach 2, so that eigenvalues of a"
+        " step may be negative. The sizes are those of `xf_gated_delta_net`. Attention weights are those of all values"
+        " of a token together."
     ),
 )
 

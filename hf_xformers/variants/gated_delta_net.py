@@ -46,11 +46,11 @@ INFO = VariantInfo(
     ),
     cite="yang2025gated",
     notes=(
-        "Causal only. The preset has the sizes of Qwen3.5's smallest model. There, and in"
-        " Qwen3-Next, every fourth layer is softmax attention: `per_layer_config={3: {'attention': 'dense'}, ...}`"
-        " with `position='rotary'`, which turns those layers alone. `key_heads` and `value_heads` make fewer heads of"
-        " queries and keys than of values. There are no attention probabilities, so `attention_probs_dropout_prob` has"
-        " no effect."
+        "The family is causal; an encoder with this attention reads a text both ways. The preset has the sizes of"
+        " Qwen3.5's smallest model. There, and in Qwen3-Next, every fourth layer is softmax attention:"
+        " `per_layer_config={3: {'attention': 'dense'}, ...}` with `position='rotary'`, which turns those layers"
+        " alone. `key_heads` and `value_heads` make fewer heads of queries and keys than of values. There are no"
+        " attention probabilities, so `attention_probs_dropout_prob` has no effect."
     ),
 )
 

@@ -45,8 +45,9 @@ INFO = VariantInfo(
     ),
     cite="yang2024gated",
     notes=(
-        "Causal only. The preset is the published one of 340 million parameters. There are no attention probabilities,"
-        " so `attention_probs_dropout_prob` has no effect."
+        "The family is causal; an encoder with this attention reads a text both ways. The preset is the published one"
+        " of 340 million parameters. There are no attention probabilities, so `attention_probs_dropout_prob` has no"
+        " effect."
     ),
 )
 

@@ -45,10 +45,10 @@ INFO = VariantInfo(
     ),
     cite="qin2024hgrn2",
     notes=(
-        "Causal only. The lower bounds of gates are learned, 0 in the first layer and higher in each that"
-        " follows; the first layer owns them, so that it has to be of this type where layers differ. The preset has"
-        " 1.3 billion parameters. There are no attention probabilities, so `attention_probs_dropout_prob` has no"
-        " effect."
+        "The family is causal; an encoder with this attention reads a text both ways. The lower bounds of gates are"
+        " learned, 0 in the first layer and higher in each that follows; the first layer owns them, so that it has to"
+        " be of this type where layers differ. The preset has 1.3 billion parameters. There are no attention"
+        " probabilities, so `attention_probs_dropout_prob` has no effect."
     ),
 )
 

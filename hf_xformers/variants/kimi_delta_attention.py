@@ -45,9 +45,10 @@ INFO = VariantInfo(
     ),
     cite="kimi2025linear",
     notes=(
-        "Causal only. The preset has the sizes of Kimi-Linear-48B-A3B without its experts and without its layers of"
-        " softmax attention, one in four: `per_layer_config={3: {'attention': 'dense'}, ...}` mixes them. There are no"
-        " attention probabilities, so `attention_probs_dropout_prob` has no effect."
+        "The family is causal; an encoder with this attention reads a text both ways. The preset has the sizes of"
+        " Kimi-Linear-48B-A3B without its experts and without its layers of softmax attention, one in four:"
+        " `per_layer_config={3: {'attention': 'dense'}, ...}` mixes them. There are no attention probabilities, so"
+        " `attention_probs_dropout_prob` has no effect."
     ),
 )
 

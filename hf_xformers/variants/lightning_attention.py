@@ -45,9 +45,10 @@ INFO = VariantInfo(
     ),
     cite="minimax2025",
     notes=(
-        "Causal only. The preset has the sizes of MiniMax-Text-01 without its experts and without its layers of"
-        " softmax attention, one in eight: `per_layer_config={7: {'attention': 'dense'}, ...}` mixes them. There are"
-        " no attention probabilities, so `attention_probs_dropout_prob` has no effect."
+        "The family is causal; an encoder with this attention reads a text both ways. The preset has the sizes of"
+        " MiniMax-Text-01 without its experts and without its layers of softmax attention, one in eight:"
+        " `per_layer_config={7: {'attention': 'dense'}, ...}` mixes them. There are no attention probabilities, so"
+        " `attention_probs_dropout_prob` has no effect."
     ),
 )
 

@@ -46,9 +46,10 @@ INFO = VariantInfo(
     ),
     cite="dao2024transformers",
     notes=(
-        "Causal only. The preset has the sizes of mamba2-130m: layers have no feed-forward, and twice as many channels"
-        " as the residual stream. Queries, keys and values are the paper's C, B and x. There are no attention"
-        " probabilities, so `attention_probs_dropout_prob` has no effect."
+        "The family is causal; an encoder with this attention reads a text both ways. The preset has the sizes of"
+        " mamba2-130m: layers have no feed-forward, and twice as many channels as the residual stream. Queries, keys"
+        " and values are the paper's C, B and x. There are no attention probabilities, so"
+        " `attention_probs_dropout_prob` has no effect."
     ),
 )
 

@@ -42,8 +42,9 @@ INFO = VariantInfo(
     ),
     cite="sun2023retentive",
     notes=(
-        "Causal only. The preset has the sizes of the 1.3B model. Positions are in the retention itself, which turns"
-        " queries and keys. There are no attention probabilities, so `attention_probs_dropout_prob` has no effect."
+        "The family is causal; an encoder with this attention reads a text both ways. The preset has the sizes of the"
+        " 1.3B model. Positions are in the retention itself, which turns queries and keys. There are no attention"
+        " probabilities, so `attention_probs_dropout_prob` has no effect."
     ),
 )
 

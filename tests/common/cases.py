@@ -187,6 +187,16 @@ MIXES: dict[str, Mix] = {
         },
         ("decoder",),
     ),
+    "decays_both_ways": Mix(
+        {
+            "attention": {"type": "mamba2", "key_heads": 1, "key_width": 6},
+            "position": "none",
+            "decoder": {"attention": "dense"},
+            "per_layer_config": {1: {"attention": {"type": "kimi_delta_attention", "gate_rank": 3}}},
+            "residual": "pre_ln",
+        },
+        ("encoder", "seq2seq"),
+    ),
     "channel_mixing": Mix(  # RWKV-7's layer around another recurrence
         {"block": "rwkv7", "attention": {"type": "gla", "gate_rank": 3}, "residual": "pre_ln"}, ("decoder",)
     ),

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -183,6 +184,10 @@ class RecurrentAttention(Attention):
     earlier values, of all values of a token together; a cached text gives none. `attention_probs_dropout_prob` has no
     effect, as there are no probabilities.
 
+    In an encoder the text is read both ways with the same weights, and the output is the mean of what the recurrence
+    gives for it and, turned back, for the text from its end (as in LION, Afzal et al. 2025, arXiv 2502.16249; BiMamba,
+    Schiff et al. 2024, arXiv 2403.03234, section 3.1, has further weights for the way back).
+
     conv_bias, conv_order: of the short convolution, whether it has biases and in which order its channels are.
     """
 
@@ -193,7 +198,7 @@ class RecurrentAttention(Attention):
     def __init__(self, config, spec: RecurrentSpec, *, layer_idx: int, cross: bool = False):
         Sublayer.__init__(self)  # projections of widths of their own, and nothing that reads scores
         self.config, self.spec, self.layer_idx, self.cross = config, spec, layer_idx, cross
-        self.head_losses, self.is_causal, self.position_terms = nn.ModuleList(), True, None
+        self.head_losses, self.is_causal, self.position_terms = nn.ModuleList(), config.is_decoder, None
         self.key_width, self.value_width = spec.key_size(config), spec.value_size(config)
         query_heads, key_heads, value_heads = spec.heads(config)
         self.num_heads = max(query_heads, value_heads)
@@ -264,10 +269,23 @@ class RecurrentAttention(Attention):
         step: int | None = None,
     ) -> SublayerOutput:
         layer = state_layer(past_key_values, self.layer_idx if step is None else step)
+        written, weights, tokens = self.read(hidden_states, context, layer)
+        if not self.is_causal:
+            back, back_weights, _ = self.read(hidden_states.flip(1), from_the_end(context), None)
+            written = (written + back.flip(1)) / 2
+            if weights is not None and back_weights is not None:
+                weights = (weights + back_weights.flip(2, 3)) / 2
+        states = self.passed_on(tokens.key, tokens.value)
+        return SublayerOutput(self.o_proj(written.to(hidden_states.dtype)), weights, states=states)
+
+    def read(
+        self, hidden_states: Tensor, context: LayerContext, layer: RecurrentStateLayer | None
+    ) -> tuple[Tensor, Tensor | None, Tokens]:
+        """A text [B, T, D] from its beginning to its end -> what is to be projected [B, T, H * dv], the weights, and
+        what it was to the recurrence. layer: what earlier tokens left, which is replaced."""
         state = {} if layer is None else layer.state
         tokens, window = self.tokens(hidden_states, context, state.get("window"))
-        dtype = hidden_states.dtype
-        if dtype == torch.float16:  # sums over a text leave its range, and a norm follows
+        if hidden_states.dtype == torch.float16:  # sums over a text leave its range, and a norm follows
             tokens = tokens._replace(value=tokens.value.float())
         options: dict[str, Any] = {"key_padding_mask": context.query_padding_mask, "segment_ids": context.segment_ids}
         writes, weights = self.spec.writes, None
@@ -295,8 +313,7 @@ class RecurrentAttention(Attention):
             )
         if layer is not None:
             layer.advance(hidden_states.shape[1], memory=held, **({} if window is None else {"window": window}))
-        written = self.gated(output.transpose(1, 2), hidden_states, tokens)
-        return SublayerOutput(self.o_proj(written.to(dtype)), weights, states=self.passed_on(tokens.key, tokens.value))
+        return self.gated(output.transpose(1, 2), hidden_states, tokens), weights, tokens
 
     def _literal(self, tokens: Tokens, state: Tensor | None, options: dict[str, Any]):
         """Token by token: outputs, the state after, and weights [B, H, T, T], where no earlier text has a part."""
@@ -315,6 +332,16 @@ class RecurrentAttention(Attention):
         return output, after, weights
 
 
+def from_the_end(context: LayerContext) -> LayerContext:
+    """The call as it is for texts whose last token comes first."""
+    seen = copy.copy(context)
+    mask, documents = context.padding_mask, context.segment_ids
+    seen.padding_mask = None if mask is None else mask.flip(1)
+    seen.segment_ids = None if documents is None else documents.flip(1)
+    seen.positions = -context.positions.flip(-1)
+    return seen
+
+
 @dataclass(kw_only=True)
 class RecurrentSpec(AttentionSpec):
     """Base of the specs of mechanisms whose state decays.
@@ -330,7 +357,6 @@ class RecurrentSpec(AttentionSpec):
     values a token writes, one after another.
     """
 
-    bidirectional = False
     acts = frozenset({"rotation"})
     keeps_rotated = True
     supports = frozenset({"mixer", "packed_rows"})
@@ -379,6 +405,11 @@ class RecurrentSpec(AttentionSpec):
             )
 
     def check(self, config) -> None:
+        if self.angles != "none" and not config.is_decoder:
+            raise ValueError(
+                f"{self.type} with `angles={self.angles!r}` is turned by places from the beginning, and an encoder"
+                " reads a text from its end as well; set it to 'none'."
+            )
         queries, keys, values = self.heads(config)
         if queries % keys or (values % queries and queries % values):
             raise ValueError(

@@ -79,6 +79,19 @@ def per_head(layer):
     return layer.output_norm.weight.repeat(layer.num_heads)
 
 
+def both_ways(equation):
+    """In an encoder the mean of a text's result and that of the text from its end."""
+
+    def found(layer, x, memory=None, causal=True):
+        ahead = equation(layer, x)
+        if causal:
+            return ahead
+        back = equation(layer, x.flip(1))
+        return (ahead[0] + back[0].flip(1)) / 2, (ahead[1] + back[1].flip(2, 3)) / 2
+
+    return found
+
+
 def delta_parts(layer, x):
     q, k, v = tensors(layer, x)
     q, k = (y / (y.square().sum(-1, keepdim=True) + 1e-6).sqrt() for y in (q, k))
@@ -86,6 +99,7 @@ def delta_parts(layer, x):
     return q * layer.key_width**-0.5, k, v, beta
 
 
+@both_ways
 def gated_delta_net(layer, x, memory=None, causal=True):
     q, k, v, beta = delta_parts(layer, x)
     rate = torch.exp(layer.decay.A_log) * softplus(layer.decay_proj(x[0]) + layer.decay.dt_bias)
@@ -94,6 +108,7 @@ def gated_delta_net(layer, x, memory=None, causal=True):
     return layer.o_proj(out)[None], weights
 
 
+@both_ways
 def kimi_delta_attention(layer, x, memory=None, causal=True):
     q, k, v, beta = delta_parts(layer, x)
     steps = softplus(layer.decay_up_proj(layer.decay_down_proj(x[0])) + layer.decay.dt_bias)
@@ -104,6 +119,7 @@ def kimi_delta_attention(layer, x, memory=None, causal=True):
     return layer.o_proj(normed(layer, joined(found), layer.num_heads) * per_head(layer) * gate)[None], weights
 
 
+@both_ways
 def delta_product(layer, x, memory=None, causal=True):
     """One decay and several corrections for each token, each with the state before it."""
     n, heads, length = layer.spec.num_householder, layer.num_heads, x.shape[1]
@@ -141,6 +157,7 @@ def delta_product(layer, x, memory=None, causal=True):
     return layer.o_proj(out)[None], weights
 
 
+@both_ways
 def mamba2(layer, x, memory=None, causal=True):
     spec = layer.spec
     gate, of_v, of_b, of_c, of_step = spec.part_scales or [1.0] * 5
@@ -159,6 +176,7 @@ def mamba2(layer, x, memory=None, causal=True):
     return layer.o_proj(out)[None], weights
 
 
+@both_ways
 def gla(layer, x, memory=None, causal=True):
     q, k, v = tensors(layer, x)
     gates = sigmoid(layer.decay_up_proj(layer.decay_down_proj(x[0]))) ** (1 / layer.spec.tau)
@@ -170,15 +188,21 @@ def gla(layer, x, memory=None, causal=True):
 
 def hgrn2(layers, x, memory=None, causal=True):
     """Lower bounds are sums of shares of the layers below, without that of layer 0."""
-    found, shares = [], torch.exp(layers[0].lower_bounds) / torch.exp(layers[0].lower_bounds).sum(0)
-    for number, layer in enumerate(layers):
-        least = sum((shares[below] for below in range(1, number + 1)), torch.zeros_like(shares[0]))
+    shares = torch.exp(layers[0].lower_bounds) / torch.exp(layers[0].lower_bounds).sum(0)
+
+    @both_ways
+    def of_layer(layer, x, memory=None, causal=True):
+        least = sum((shares[below] for below in range(1, layer.layer_idx + 1)), torch.zeros_like(shares[0]))
         q, forget, v = tensors(layer, x)
         own, heads = least.split(layer.key_width), layer.num_heads
         least = torch.stack([own[h * len(own) // heads] for h in range(heads)])[:, None]
         forget = least + (1 - least) * sigmoid(forget)
         read, weights = recurrence(silu(q), 1 - forget, v, forget)
-        found.append((layer.o_proj(normed(layer, joined(read), 1) * layer.output_norm.weight)[None], weights))
+        return layer.o_proj(normed(layer, joined(read), 1) * layer.output_norm.weight)[None], weights
+
+    found = []
+    for layer in layers:
+        found.append(of_layer(layer, x, causal=causal))
         x = x + found[-1][0]
     return found
 
@@ -222,6 +246,7 @@ def rwkv7(layers, x, memory=None, causal=True):
     return found
 
 
+@both_ways
 def retnet(layer, x, memory=None, causal=True):
     """Complex numbers turned by e^{i n theta}, and decays by distance."""
     q, k, v = tensors(layer, x)
@@ -239,6 +264,7 @@ def retnet(layer, x, memory=None, causal=True):
     return layer.o_proj(out)[None], weights
 
 
+@both_ways
 def lightning_attention(layer, x, memory=None, causal=True):
     q, k, v = (silu(y) for y in tensors(layer, x))
     heads, last = layer.num_heads, layer.config.num_hidden_layers - 1
@@ -254,7 +280,7 @@ def constants(layer):
     layer.decay.initialize(layer.config, initialization)
 
 
-COMMON = {"causal": DECODER, "steady": True}
+COMMON = {"steady": True}
 RANKS = {"decay_rank": 3, "rate_rank": 5, "value_rank": 2, "gate_rank": 4}
 MORE_VALUES = {"key_heads": 2, "value_heads": 4, "key_width": 6, "value_width": 3, "chunk_size": 4}
 FEWER_VALUES = {"key_heads": 4, "value_heads": 2, "chunk_size": 4}
@@ -298,7 +324,7 @@ REFERENCES = {
     **rows("rwkv7", rwkv7, "rwkv7", {
         "": ({"chunk_size": 4, **RANKS},),
         "wide values": ({"key_width": 3, "value_width": 5, "norm_eps": 0.1, "bias": True, **RANKS},),
-    }, chain=True, layers=2, **COMMON),
+    }, chain=True, layers=2, causal=DECODER, **COMMON),
     **rows("retnet", retnet, "retnet", {
         "": ({"chunk_size": 4},),
         "more values": (MORE_VALUES,),
