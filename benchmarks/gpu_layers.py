@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from hf_xformers import XFormerConfig
-from hf_xformers.core.context import LayerContext
+from hf_xformers.core.call import Call
 from hf_xformers.ops.linear.attention import linear_attention
 from hf_xformers.ops.linear.decayed_scan import decayed_scan
 from hf_xformers.ops.linear.delta_rule import delta_rule
@@ -238,7 +238,7 @@ def layer(attention: Any, causal: bool, fields: dict[str, Any], length: int, fla
 
     def run(states: Tensor) -> Tensor:
         os.environ[VARIABLE] = "1" if fla else "0"
-        context = LayerContext(None, index[None], index, index, causal=causal, fresh=True)
+        context = Call(None, index[None], index, index, causal=causal, fresh=True)
         position.share(context, states)
         module.prepare(context, None)
         return module(states, context).output

@@ -31,7 +31,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import initialization as init
 
 from hf_xformers import XFormerConfig
-from hf_xformers.core.context import LayerContext
+from hf_xformers.core.call import Call
 from hf_xformers.ops.block_sparse import op as block_sparse_op
 from hf_xformers.ops.bucketed import cluster_op as _cluster_op
 from hf_xformers.ops.bucketed import op as _bucketed_op
@@ -307,7 +307,7 @@ def ours(
     states, index = torch.randn(1, length + summaries, WIDTH), torch.arange(length + summaries)
 
     def run() -> None:
-        context = LayerContext(None, index[None], index, index, causal=causal, fresh=True)
+        context = Call(None, index[None], index, index, causal=causal, fresh=True)
         if tokens_per_global is not None:
             part, number = torch.arange(length) // tokens_per_global, torch.arange(summaries)
             layout = (index >= length, torch.cat([index[:length], number]), torch.cat([part, number]))

@@ -13,14 +13,17 @@ A component is a spec (a class under [`register`], whose typed fields are the se
 makes. `docs/guides/extend.md` goes through one; objectives have their own base classes in `hf_xformers.objectives`.
 """
 
+import warnings
+from typing import Any
+
 from .attention.shared.base import Attention, literal_softmax_attention
 from .attention.shared.linear import state_layer
 from .attention.shared.spec import AttentionSpec
 from .blocks.base import BlockSpec, SublayerPlan, XFormerLayer
 from .configuration_xformer import XFormerConfig
 from .core.cache import RecurrentStateLayer, SlotStateLayer, appended
+from .core.call import Call, SublayerOutput, add_losses
 from .core.components import SLOTS, Spec, SpecLike, aliased, bounded, build_spec, register
-from .core.context import LayerContext, SublayerOutput, add_losses
 from .core.prepared import Prepared, State, one_state
 from .core.reading_weights import weight_of
 from .core.visibility import boolean_mask, visible_pairs
@@ -34,6 +37,14 @@ from .position.base import Position, PositionSpec, Rotation, ScoreBias
 from .stacks.base import Stack, StackSpec
 from .stacks.driver import Pass, StackOutput, memory_by_step
 
+
+def __getattr__(name: str) -> Any:
+    if name != "LayerContext":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn("`LayerContext` goes in version 0.3; write `Call`.", FutureWarning, stacklevel=2)
+    return Call
+
+
 __all__ = [
     "SLOTS",
     "Attention",
@@ -44,7 +55,7 @@ __all__ = [
     "FeedForwardSpec",
     "HeadSpec",
     "LanguageModelHead",
-    "LayerContext",
+    "Call",
     "NormSpec",
     "Pass",
     "Position",

@@ -17,11 +17,8 @@ from .blocks.base import XFormerLayer
 from .compat import CACHE, capture_outputs, merge_with_config_defaults, one_cache
 from .configuration_xformer import XFormerConfig
 from .core.cache import make_cache, self_attention_layers
-from .core.call_features import features_of
-from .core.call_readers import reader_of_call
-from .core.components import refuse_packing, refuse_unpadding
-from .core.context import (
-    LayerContext,
+from .core.call import (
+    Call,
     can_inspect,
     check_axes,
     document_numbers,
@@ -31,6 +28,9 @@ from .core.context import (
     self_attention_cache,
     token_positions,
 )
+from .core.call_features import features_of
+from .core.call_readers import reader_of_call
+from .core.components import refuse_packing, refuse_unpadding
 from .core.holes import Moves, make_ready, movable, moves_of_call, settle
 from .core.outputs import TowerOutput
 from .core.precision import Float32Module
@@ -278,7 +278,7 @@ class XFormerTower(XFormerPreTrainedModel):
         check_axes("inputs_embeds", inputs_embeds, ("batch", "length", "width"))
         return self.embedding.lookup(input_ids) if inputs_embeds is None else inputs_embeds
 
-    def embedded(self, inputs_embeds: Tensor, token_type_ids: Tensor | None, context: LayerContext) -> Tensor:
+    def embedded(self, inputs_embeds: Tensor, token_type_ids: Tensor | None, context: Call) -> Tensor:
         """[B, T, D]: what the layers start from."""
         if token_type_ids is not None and not self.config.type_vocab_size:
             if "token_type_ids" not in self.extra_inputs:
@@ -297,7 +297,7 @@ class XFormerTower(XFormerPreTrainedModel):
         cache: Cache | None = None,
         encoder_attention_mask: Tensor | None = None,
         **asked: Any,
-    ) -> LayerContext:
+    ) -> Call:
         """The state bundle of a call on inputs_embeds [B, T, D]. asked: what [`XFormerTower.read_rows`] takes besides.
 
         Raises:
@@ -321,7 +321,7 @@ class XFormerTower(XFormerPreTrainedModel):
         output_attentions: bool = False,
         output_hidden_states: bool = False,
         back_end: dict[str, Any] | None = None,
-    ) -> LayerContext:
+    ) -> Call:
         """The same where rows are texts."""
         position_ids = self.from_zero(position_ids)
         extent = extent_of(inputs_embeds, cache)
@@ -337,7 +337,7 @@ class XFormerTower(XFormerPreTrainedModel):
         asked = chosen is not None and (extent.fresh or extent.device.type == "cpu")
         if self.max_length is not None and (asked or extent.exceeds(self.max_length)):
             self.check_length(positions)
-        return LayerContext(
+        return Call(
             padding_mask=padding,
             positions=positions,
             query_index=current,

@@ -15,8 +15,8 @@ from transformers.utils import can_return_tuple
 from .compat import CACHE, one_cache
 from .configuration_xformer import XFormerConfig
 from .core.cache import decoder_cache
+from .core.call import can_inspect, segments_from_positions
 from .core.choices import build_choice_loss, joint
-from .core.context import can_inspect, segments_from_positions
 from .core.hand_overs import HandOver
 from .core.inputs import refuse_unread
 from .core.outputs import TowerOutput, XFormerModelOutput, XFormerSeq2SeqModelOutput

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from ..core.call import Call, SublayerOutput, self_attention_cache
 from ..core.components import bounded, register
-from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..core.hand_overs import HandOver
 from ..core.prepared import Carry, Key, Prepared, State, States, one_state
 from ..core.segment_memory import MemoryLayout, SegmentCacheLayer, StepMemory, take_slots
@@ -106,7 +106,7 @@ class AdaptiveSpanAttention(Attention):
         share = self.span.to(torch.promote_types(self.span.dtype, torch.float32))
         return UnitClamp.apply(share) * self.max_span
 
-    def _reach(self, spans: Tensor, context: LayerContext) -> list[int]:
+    def _reach(self, spans: Tensor, context: Call) -> list[int]:
         """For every head, the number of distances with m > 0."""
         if torch.compiler.is_compiling() or torch.jit.is_tracing() or context.static:
             return [self.max_span] * self.num_heads
@@ -123,7 +123,7 @@ class AdaptiveSpanAttention(Attention):
         ramp = ((self.spec.ramp + spans - x) / self.spec.ramp).clamp(0.0, 1.0)
         return torch.where((x >= 0) & (x < self.max_span), ramp, 0.0)
 
-    def _span_loss(self, spans: Tensor, context: LayerContext) -> dict[str, Tensor] | None:
+    def _span_loss(self, spans: Tensor, context: Call) -> dict[str, Tensor] | None:
         if self.spec.loss_coef == 0:
             return None
         real = context.query_padding_mask
@@ -138,7 +138,7 @@ class AdaptiveSpanAttention(Attention):
     def forward(
         self,
         hidden_states: Tensor,
-        context: LayerContext,
+        context: Call,
         *,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,
@@ -174,8 +174,8 @@ class AdaptiveSpanAttention(Attention):
         return SublayerOutput(output, weights, aux_losses=self._span_loss(spans, call), states=states)
 
     def _with_memory(
-        self, hidden_states: Tensor, context: LayerContext, cache: Cache | None, step: int
-    ) -> tuple[Tensor, Tensor, Tensor, LayerContext]:
+        self, hidden_states: Tensor, context: Call, cache: Cache | None, step: int
+    ) -> tuple[Tensor, Tensor, Tensor, Call]:
         """Queries, and keys and values of what a stack remembers, what a cache holds and the tokens, in this order;
         and the call as they see it."""
         tokens, real = hidden_states, context.query_padding_mask
@@ -203,7 +203,7 @@ class AdaptiveSpanAttention(Attention):
         seen.made = context.prepare(WithMemory, lambda: WithMemory(context.kept(CallBias))).made
         return query, key, value, seen
 
-    def _relative_keys(self, context: LayerContext) -> tuple[Tensor | None, States | None]:
+    def _relative_keys(self, context: Call) -> tuple[Tensor | None, States | None]:
         """The relative keys p, and what to pass on."""
         if not self.spec.relative_keys:
             return None, None
@@ -233,7 +233,7 @@ class AdaptiveSpanAttention(Attention):
         value: Tensor,
         spans: Tensor,
         relative: Tensor | None,
-        context: LayerContext,
+        context: Call,
     ) -> tuple[Tensor, Tensor]:
         """The equation as written -> output [B, T, H, d], weights [B, H, T, S] (zeros for tokens that a cache
         dropped)."""
@@ -263,7 +263,7 @@ class AdaptiveSpanAttention(Attention):
         output = torch.matmul(thinned, value).transpose(1, 2)
         return output, F.pad(weights, (dropped, 0)) if dropped else weights  # a padded copy would carry no gradient
 
-    def _tiles_apply(self, query: Tensor, context: LayerContext) -> bool:
+    def _tiles_apply(self, query: Tensor, context: Call) -> bool:
         """Whether all that is added to the products depends on the distance alone, and tiles are the way to go: on a
         processor. Elsewhere few large blocks are."""
         plain = not self.spec.dynamic and self.score_bias(context) is None
@@ -277,7 +277,7 @@ class AdaptiveSpanAttention(Attention):
         spans: Tensor,
         relative: Tensor | None,
         reach: int,
-        context: LayerContext,
+        context: Call,
     ) -> Tensor:
         """The window that all heads share, in small tiles -> [B, T, H, d]."""
         reach = min(reach, key.shape[2])
@@ -308,7 +308,7 @@ class AdaptiveSpanAttention(Attention):
         spans: Tensor,
         relative: Tensor | None,
         reach: int,
-        context: LayerContext,
+        context: Call,
     ) -> Tensor:
         """Blocks of queries against the keys within reach -> [B, T, H, d].
 
@@ -349,13 +349,13 @@ class AdaptiveSpanAttention(Attention):
 
         return over_query_blocks(block, length, at_once, (query, 2), (spans if self.spec.dynamic else None, 2))
 
-    def _engine_applies(self, query: Tensor, relative: Tensor | None, context: LayerContext) -> bool:
+    def _engine_applies(self, query: Tensor, relative: Tensor | None, context: Call) -> bool:
         """Scores that depend on the offset alone, besides the products."""
         plain = relative is None and not self.spec.dynamic and context.explicit_mask is None
         return plain and query.shape[2] > 1 and not torch.compiler.is_compiling()
 
     def _engine(
-        self, query: Tensor, key: Tensor, value: Tensor, spans: Tensor, reach: list[int], context: LayerContext
+        self, query: Tensor, key: Tensor, value: Tensor, spans: Tensor, reach: list[int], context: Call
     ) -> Tensor:
         """The block-sparse engine, where each head walks its own window -> [B, T, H, d]."""
         sides = [min(-(-count // TRIM) * TRIM, self.max_span) - 1 + self.gap for count in reach]

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..core.call import Call
 from ..core.components import bounded, register
-from ..core.context import LayerContext
 from ..core.visibility import last_key, visible_block, visible_pairs
 from ..ops.common.products import wide_products, widened
 from ..ops.entmax import entmax, entmax_reference
@@ -61,7 +61,7 @@ class AdaptivelySparseAttention(Attention):
         wide = self.shape.to(torch.promote_types(self.shape.dtype, torch.float32))
         return (1 + torch.sigmoid(wide)).clamp(min=self.spec.alpha_min)[:, None, None]
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, context: Call) -> tuple[Tensor, Tensor | None]:
         key, value = self.repeated(key), self.repeated(value)
         length, keys = query.shape[2], key.shape[2]
         if self.wants_weights(context):
@@ -83,12 +83,12 @@ class AdaptivelySparseAttention(Attention):
 
         return over_query_blocks(block, length, rows, (query, 2)), None
 
-    def _is_fused(self, query: Tensor, context: LayerContext) -> bool:
+    def _is_fused(self, query: Tensor, context: Call) -> bool:
         (wide,) = widened(query[:0])
         dropout = self.dropout if self.training else 0.0
         return self.spec.alpha != 1 and self.score_bias(context) is None and applies(wide, dropout)
 
-    def _fused(self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext) -> Tensor:
+    def _fused(self, query: Tensor, key: Tensor, value: Tensor, context: Call) -> Tensor:
         keys, alpha = key.shape[2], self.alpha
         wide_query, wide_key, wide_value = widened(query * self.scaling, key, value)
         return entmax_attention(
@@ -100,7 +100,7 @@ class AdaptivelySparseAttention(Attention):
             partial(last_key, context, self.cross, keys),
         ).to(value.dtype)
 
-    def _scores(self, query: Tensor, key: Tensor, context: LayerContext, rows: slice) -> Tensor:
+    def _scores(self, query: Tensor, key: Tensor, context: Call, rows: slice) -> Tensor:
         """[B, H, t, s] for the queries `rows` and the first s keys."""
         scores = wide_products(query, key) * self.scaling
         bias = self.score_bias(context)

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..core.call import Call
 from ..core.components import bounded, register
-from ..core.context import LayerContext
 from ..core.hand_overs import HandOver
 from ..core.visibility import visible_pairs
 from .shared.base import Attention, literal_softmax_attention
@@ -36,7 +36,7 @@ class AllAttention(Attention):
         init.normal_(self.memory_keys, mean=0.0, std=self.head_dim**-0.5)
         init.normal_(self.memory_values, mean=0.0, std=self.slots**-0.5)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, context: Call) -> tuple[Tensor, Tensor | None]:
         """As the contract has it; weights are those of the text alone and sum to less than 1."""
         batch, mask = query.shape[0], visible_pairs(context)
         memory_keys = (self.memory_keys * self.head_dim**0.5).to(key.dtype).expand(batch, -1, -1, -1)

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ..core.call import Call
 from ..core.components import bounded, register
-from ..core.context import LayerContext
 from ..ops.linear.feature_maps import unit_vectors
 from ..ops.linear.feature_pullbacks import ReluFeatures
 from .shared.linear import LinearAttention, LinearSpec
@@ -39,7 +39,7 @@ class ArccosAttention(RandomRows, LinearAttention):
     def measured(self, vectors: Tensor) -> Tensor:
         return unit_vectors(vectors) if self.spec.normalize_qk else vectors
 
-    def phi_params(self, context: LayerContext) -> tuple[Tensor, ...]:
+    def phi_params(self, context: Call) -> tuple[Tensor, ...]:
         return () if self.num_rows is None else (self.rows(context),)
 
 

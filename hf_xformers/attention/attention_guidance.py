@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..core.call import Call
 from ..core.components import bounded
-from ..core.context import LayerContext
 from ..core.distributed import sum_over_processes
 from ..core.prepared import Prepared
 from ..ops.common.real_tokens import is_first_real
@@ -44,7 +44,7 @@ class GuidanceLoss(HeadLossModule):
     def initialize(self, config, init) -> None:
         init.zeros_(self.passes)
 
-    def prepare(self, context: LayerContext, learns: bool) -> None:
+    def prepare(self, context: Call, learns: bool) -> None:
         if context.find(Strength, self.layer_idx) is None:
             context.keep(Strength(self.strength()), self.layer_idx)
             if learns:

@@ -9,8 +9,8 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
 from ..core.cache import RecurrentStateLayer
+from ..core.call import Call, Sublayer, SublayerOutput
 from ..core.components import bounded, register
-from ..core.context import LayerContext, Sublayer, SublayerOutput
 from ..core.initialization import start_linear
 from ..core.visibility import visible_pairs
 from ..ops.common.segments import accumulation_dtype
@@ -54,7 +54,7 @@ class AverageAttention(Attention):
     def forward(
         self,
         hidden_states: Tensor,
-        context: LayerContext,
+        context: Call,
         *,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,
@@ -99,7 +99,7 @@ class AverageAttention(Attention):
         of_input, of_mean = torch.sigmoid(self.gate_proj(torch.cat((states, mapped), dim=-1))).chunk(2, dim=-1)
         return of_input * states + of_mean * mapped
 
-    def _matrix(self, states: Tensor, context: LayerContext) -> Tensor:
+    def _matrix(self, states: Tensor, context: Call) -> Tensor:
         """1 / j for the tokens up to j, [B or 1, T, S]; zeros where there are none."""
         seen = visible_pairs(context)
         if seen is None:  # one token without anything before it, or after a text without padding

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from ..core.call import Call
 from ..core.components import bounded, register
-from ..core.context import LayerContext
 from ..ops.block_sparse import patterns
 from ..ops.block_sparse.patterns import Pattern
 from ..ops.common.real_tokens import first_real
@@ -39,11 +39,11 @@ class BigBirdAttention(BlockSparseAttention):
 
     spec: BigBirdSpec
 
-    def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
+    def prepare(self, context: Call, past_key_values: Cache | None) -> None:
         super().prepare(context, past_key_values)
         self.global_tokens(context)
 
-    def global_tokens(self, context: LayerContext) -> tuple[Tensor | None, int | None]:
+    def global_tokens(self, context: Call) -> tuple[Tensor | None, int | None]:
         spec = self.spec
         if spec.attention_type == "original_full":
             return None, 0
@@ -53,7 +53,7 @@ class BigBirdAttention(BlockSparseAttention):
         found = context.prepare(GlobalTokens, lambda: GlobalTokens(*self._end_blocks(context)), slot)
         return found.chosen, found.most
 
-    def _end_blocks(self, context: LayerContext) -> tuple[Tensor | None, int | None]:
+    def _end_blocks(self, context: Call) -> tuple[Tensor | None, int | None]:
         """Tokens of the first and the last blocks of each text, and all of short texts."""
         size, tokens = self.spec.block_size, self.spec.num_global_blocks * self.spec.block_size
         length, dense = context.query_index.shape[0], self.spec.dense_length

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ..core.cache import KeepsMore
+from ..core.call import Call, SublayerOutput, can_inspect, self_attention_cache
 from ..core.components import bounded, register
-from ..core.context import LayerContext, SublayerOutput, can_inspect, self_attention_cache
 from ..core.hand_overs import HandOver
 from ..core.pooling import TextPooler, pool
 from ..core.prepared import Carry
@@ -83,14 +83,14 @@ class BPTransformerAttention(Attention):
         if self.relative_key is not None:
             init.normal_(self.relative_key, mean=0.0, std=config.initializer_range)
 
-    def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
+    def prepare(self, context: Call, past_key_values: Cache | None) -> None:
         super().prepare(context, past_key_values)
         make_tree(context)
 
     def forward(
         self,
         hidden_states: Tensor,
-        context: LayerContext,
+        context: Call,
         *,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,
@@ -151,7 +151,7 @@ class BPTransformerAttention(Attention):
         value: Tensor,
         relative: Tensor | None,
         tree: Tree,
-        context: LayerContext,
+        context: Call,
     ) -> tuple[Tensor, Tensor]:
         """Queries [B, H, T, d] of tokens, [B, H, N, d] of spans, key and value [B, H, S + spans, d] -> what both
         read."""
@@ -204,7 +204,7 @@ class BPTransformerAttention(Attention):
         value: Tensor,
         relative: Tensor | None,
         tree: Tree,
-        context: LayerContext,
+        context: Call,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The same over all nodes with a mask; also the weights of tokens [B, H, T, S]."""
         slots, device = context.key_index.shape[0], query.device

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from ..core.call import Call, SublayerOutput, can_inspect
 from ..core.components import bounded, register
-from ..core.context import LayerContext, SublayerOutput, can_inspect
 from ..core.hand_overs import HandOver
 from ..core.prepared import Carry, State, one_state
 from ..core.tasks import TASKS, TaskVector, check_one_text, task_numbers
@@ -52,7 +52,7 @@ class ConditionalBlockAttention(BlockScoresAttention):
         for parameter in (self.near, self.film.weight, self.film.bias):
             init.zeros_(parameter)
 
-    def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
+    def prepare(self, context: Call, past_key_values: Cache | None) -> None:
         super().prepare(context, past_key_values)
         padding, longest, places = context.padding_mask, context.key_index.shape[0], self.near.shape[0]
         if longest <= places:
@@ -71,7 +71,7 @@ class ConditionalBlockAttention(BlockScoresAttention):
     def forward(
         self,
         hidden_states: Tensor,
-        context: LayerContext,
+        context: Call,
         *,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,
@@ -83,7 +83,7 @@ class ConditionalBlockAttention(BlockScoresAttention):
         result = super().forward(hidden_states, seen, memory=memory, past_key_values=past_key_values, step=step)
         return result._replace(states=one_state(TaskVector(task)))
 
-    def _task(self, context: LayerContext) -> Tensor:
+    def _task(self, context: Call) -> Tensor:
         """z [B or 1, D]."""
         handed = context.state(TaskVector)
         if handed is not None:

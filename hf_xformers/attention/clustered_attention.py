@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..core.call import Call
 from ..core.components import bounded, register
-from ..core.context import LayerContext
 from ..core.initialization import seeded_normal
 from ..ops.bucketed.attention import clustered_attention
 from ..ops.bucketed.kmeans import nearest_tokens
@@ -59,7 +59,7 @@ class ClusteredAttention(Attention):
         """The clusters of queries [B, H, T, d]."""
         return hashed_clusters(query, self.planes, self.spec.num_clusters, self.spec.lloyd_iterations, mask)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, context: Call) -> tuple[Tensor, Tensor | None]:
         key, value, mask = self.repeated(key), self.repeated(value), context.padding_mask
         found = self.cluster(query, mask)
         means = cluster_means(query, found, mask)

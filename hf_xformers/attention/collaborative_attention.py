@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from ..core.cache import appended
+from ..core.call import Call, self_attention_cache
 from ..core.components import bounded, register
-from ..core.context import LayerContext, self_attention_cache
 from ..core.initialization import start_projections
 from ..ops.common.products import wide_products
 from .shared.base import cross_cache, given_memory
@@ -54,7 +54,7 @@ class CollaborativeAttention(BlockScoresAttention):
             init.copy_(self.mixing, apart(self.num_heads, self.shared_width).to(self.mixing))
 
     def project_self(
-        self, hidden_states: Tensor, context: LayerContext, past_key_values: Cache | None, step: int
+        self, hidden_states: Tensor, context: Call, past_key_values: Cache | None, step: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         query = self._mixed(context.padded(self.q_proj(hidden_states)))
         key, value = (context.padded(x) for x in self._keys_and_values(hidden_states))

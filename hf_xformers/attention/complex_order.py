@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from ..core.cache import appended
+from ..core.call import Call, SublayerOutput, self_attention_cache
 from ..core.components import register
-from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..core.visibility import last_key, rows_can_be_empty, visible_block
 from ..ops.common.products import wide_products
 from .shared.base import Attention
@@ -88,7 +88,7 @@ class ComplexAttention(Attention):
     def forward(
         self,
         hidden_states: Tensor,
-        context: LayerContext,
+        context: Call,
         *,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,
@@ -102,7 +102,7 @@ class ComplexAttention(Attention):
         output = self._linear("o", output.unflatten(-1, (2, -1)).transpose(2, 3).flatten(-2))
         return SublayerOutput(output.flatten(-2), weights)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, context: Call) -> tuple[Tensor, Tensor | None]:
         real, imaginary = query.chunk(2, dim=-1)
         if self.spec.product == "bilinear":
             first, second = torch.cat((real, -imaginary), dim=-1), torch.cat((imaginary, real), dim=-1)
@@ -122,7 +122,7 @@ class ComplexAttention(Attention):
         return over_query_blocks(block, query.shape[2], rows, (first, 2), (second, 2)), None
 
     def _block(
-        self, first: Tensor, second: Tensor, key: Any, value: Any, context: LayerContext, rows: slice
+        self, first: Tensor, second: Tensor, key: Any, value: Any, context: Call, rows: slice
     ) -> tuple[Tensor, Tensor]:
         """first, second [B, H, t, 2 d]: what gives the real and the imaginary part of a product with a key."""
         real, imaginary = wide_products(first, key), wide_products(second, key)

@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from ..core.cache import appended
+from ..core.call import Call, SublayerOutput, can_inspect, self_attention_cache
 from ..core.components import register
-from ..core.context import LayerContext, SublayerOutput, can_inspect, self_attention_cache
 from ..core.gates import Gates, check_stack, gate_usage
 from ..core.segment_memory import take_slots
 from ..normalization.base import NormSpec, norm_inputs
@@ -47,7 +47,7 @@ class ConditionalAttention(DenseAttention):
     def forward(
         self,
         hidden_states: Tensor,
-        context: LayerContext,
+        context: Call,
         *,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,
@@ -87,7 +87,7 @@ class ConditionalAttention(DenseAttention):
         usage = gate_usage(*gates) if self.training else None
         return SublayerOutput(output, weights, gate=gates[0][0], aux_losses=usage)
 
-    def _asking(self, gate: Tensor, context: LayerContext) -> Tensor | None:
+    def _asking(self, gate: Tensor, context: Call) -> Tensor | None:
         """[B, n]: the tokens that ask, gate [B, T, 1] not 0, padded with others; None: all are computed."""
         recorded = self.wants_weights(context) or context.explicit_mask is not None or context.static
         plain = not (self.training or recorded) and context.implementation == "sdpa" and can_inspect()
@@ -100,7 +100,7 @@ class ConditionalAttention(DenseAttention):
         return real_first(open_)[:, :most]
 
     def _answered(
-        self, query: Tensor, key: Tensor, value: Tensor, order: Tensor, like: Tensor, context: LayerContext
+        self, query: Tensor, key: Tensor, value: Tensor, order: Tensor, like: Tensor, context: Call
     ) -> Tensor:
         """What the queries [B, H, n, d] of the tokens `order` [B, n] have read, each in its place of [B, T, D]; zeros
         elsewhere."""

@@ -6,8 +6,8 @@ from __future__ import annotations
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from ..core.call import Call
 from ..core.components import bounded, register
-from ..core.context import LayerContext
 from ..core.prepared import Carry, State, States, one_state
 from ..core.sequence_parallel import SequenceForm, Unserved
 from .dense import DenseAttention, DenseSpec
@@ -44,7 +44,7 @@ class CrossLayerAttention(DenseAttention):
             self.k_norm = None
 
     def project_self(
-        self, hidden_states: Tensor, context: LayerContext, past_key_values: Cache | None, step: int
+        self, hidden_states: Tensor, context: Call, past_key_values: Cache | None, step: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         if self.makes_keys:
             return super().project_self(hidden_states, context, past_key_values, step)

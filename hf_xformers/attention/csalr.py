@@ -9,8 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..core.call import Call
 from ..core.components import bounded, register
-from ..core.context import LayerContext
 from ..ops.landmarks import landmark_attention, landmark_factors, ridge_solve
 from .shared.base import Attention
 from .shared.spec import AttentionSpec
@@ -34,7 +34,7 @@ class CSALRAttention(Attention):
 
     spec: CSALRSpec
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, context: Call) -> tuple[Tensor, Tensor | None]:
         key, value, mask = self.repeated(key), self.repeated(value), context.padding_mask
         weights = None
         if self.wants_weights(context):

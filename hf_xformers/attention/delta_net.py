@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from ..core.cache import RecurrentStateLayer
+from ..core.call import Call, SublayerOutput
 from ..core.components import bounded, register
-from ..core.context import LayerContext, SublayerOutput
 from ..core.sequence_parallel import SequenceForm, Unserved
 from ..core.text_parts import TextParts
 from ..ops.common.products import widened
@@ -69,13 +69,13 @@ class DeltaNetAttention(RandomRows, Attention):
         if spec.feature_map == "favor":
             self.make_rows(spec.num_features or self.head_dim)
 
-    def phi_params(self, context: LayerContext) -> tuple[Tensor, ...]:
+    def phi_params(self, context: Call) -> tuple[Tensor, ...]:
         return () if self.num_rows is None else (self.rows(context),)
 
     def forward(
         self,
         hidden_states: Tensor,
-        context: LayerContext,
+        context: Call,
         *,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,

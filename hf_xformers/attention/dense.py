@@ -13,8 +13,8 @@ from transformers.masking_utils import create_bidirectional_mask, create_causal_
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..compat import CACHE
+from ..core.call import Call
 from ..core.components import register
-from ..core.context import LayerContext
 from ..core.hand_overs import HandOver
 from ..core.prepared import Prepared
 from ..core.sequence_parallel import SequenceForm, Unserved
@@ -56,7 +56,7 @@ class DenseAttention(Attention):
     block of queries at a time, in every layer and again in the backward pass: O(T + S) memory, also in training.
     """
 
-    def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
+    def prepare(self, context: Call, past_key_values: Cache | None) -> None:
         super().prepare(context, past_key_values)
         if self.cross or self.changes_scores:  # what follows is not read
             return
@@ -66,7 +66,7 @@ class DenseAttention(Attention):
             matrix = bias.block(context.query_index, context.key_index)
             context.start(DenseBias(matrix if matrix.ndim == 4 else matrix[None]))
 
-    def _mask(self, context: LayerContext, past_key_values: Cache | None) -> Any:
+    def _mask(self, context: Call, past_key_values: Cache | None) -> Any:
         """The mask in the form that the back-end expects."""
         if context.back_end:  # it knows by itself who sees whom
             return None
@@ -82,7 +82,7 @@ class DenseAttention(Attention):
             **arguments,
         )
 
-    def _bias_in_blocks(self, context: LayerContext) -> bool:
+    def _bias_in_blocks(self, context: Call) -> bool:
         bias = self.score_bias(context)
         if bias is None or not bias.relative or context.static or torch.compiler.is_compiling():
             return False
@@ -96,7 +96,7 @@ class DenseAttention(Attention):
         tiles = torch.is_grad_enabled() and applies(self.v_proj.weight, self.dropout if self.training else 0.0)
         return TRAINED_BIAS_AT_ONCE if tiles else BIAS_AT_ONCE
 
-    def _in_blocks(self, context: LayerContext) -> SelfAttentionTerms | None:
+    def _in_blocks(self, context: Call) -> SelfAttentionTerms | None:
         """What is added to scores and no kernel takes as it is; None: nothing."""
         if self.cross or (self.position_terms is None and self.score_bias(context) is None):
             return None
@@ -104,7 +104,7 @@ class DenseAttention(Attention):
             return self.score_terms(context)
         return None
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, context: Call) -> tuple[Tensor, Tensor | None]:
         dropout, added = self.dropout if self.training else 0.0, self._in_blocks(context)
         if added is not None and self._bias_in_kernel(query, key, value, context, dropout):
             return self._in_tiles(query, key, value, context, dropout, self.score_bias(context)), None
@@ -150,9 +150,7 @@ class DenseAttention(Attention):
             output = output.masked_fill(~sees, 0.0)
         return output, None
 
-    def _bias_in_kernel(
-        self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext, dropout: float
-    ) -> bool:
+    def _bias_in_kernel(self, query: Tensor, key: Tensor, value: Tensor, context: Call, dropout: float) -> bool:
         """Whether FlexAttention adds the bias, which is a number for each distance."""
         if self.changes_scores or self.wants_weights(context) or self.spec.score_cap or self.sinks is not None:
             return False
@@ -165,7 +163,7 @@ class DenseAttention(Attention):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        context: LayerContext,
+        context: Call,
         dropout: float,
         bias: ScoreBias | None = None,
     ) -> Tensor:
@@ -195,7 +193,7 @@ class DenseAttention(Attention):
         output = output if self.sinks is None else self.less_sinks(*output)
         return output.transpose(1, 2)
 
-    def weights_of_block(self, query: Tensor, key: Tensor, context: LayerContext, rows: slice, heads: slice) -> Tensor:
+    def weights_of_block(self, query: Tensor, key: Tensor, context: Call, rows: slice, heads: slice) -> Tensor:
         keys = slice(0, last_key(context, self.cross, key.shape[2], rows.stop))
         scores = wide_products(query * self.scaling, self.repeated(key[:, :, keys])[:, heads])
         if self.spec.score_cap is not None:

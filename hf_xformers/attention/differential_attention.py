@@ -9,8 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from ..core.call import Call
 from ..core.components import bounded, register
-from ..core.context import LayerContext
 from ..core.sequence_parallel import SequenceForm, Unserved
 from ..normalization.layer_norm import RMSNorm
 from ..ops.common.products import widened
@@ -62,7 +62,7 @@ class DifferentialAttention(DenseAttention):
             return first.repeat(1, 2, 1, 1), second.repeat(1, 2, 1, 1)
         return value[:, 0::2].repeat_interleave(2, dim=1), value[:, 1::2].repeat_interleave(2, dim=1)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, context: Call) -> tuple[Tensor, Tensor | None]:
         """query [B, H, T, d], key and value [B, K, S, d] -> output [B, T, H / 2, 2d], the weights of each softmax."""
         found = [super(DifferentialAttention, self).attend(query, key, half, context) for half in self.halves(value)]
         read = torch.cat([output for output, _ in found], dim=-1)

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
+from ..core.call import Call, SublayerOutput
 from ..core.components import bounded, register
-from ..core.context import LayerContext, SublayerOutput
 from ..ops.common.products import widened
 from ..ops.score_terms.terms import QueryBlock
 from ..position.score_terms import SelfAttentionTerms
@@ -50,7 +50,7 @@ class DynamicMaskAttention(Attention):
     def forward(
         self,
         hidden_states: Tensor,
-        context: LayerContext,
+        context: Call,
         *,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,
@@ -68,10 +68,10 @@ class DynamicMaskAttention(Attention):
             output = attend_with_terms(*inputs)
         return SublayerOutput(self.written(output, context, hidden_states), weights)
 
-    def written(self, output: Tensor, context: LayerContext, hidden_states: Tensor) -> Tensor:
+    def written(self, output: Tensor, context: Call, hidden_states: Tensor) -> Tensor:
         return super().written(torch.relu(output) if self.spec.relu else output, context, hidden_states)
 
-    def _terms(self, hidden_states: Tensor, context: LayerContext, num_keys: int) -> DynamicMaskTerms:
+    def _terms(self, hidden_states: Tensor, context: Call, num_keys: int) -> DynamicMaskTerms:
         with torch.autocast(hidden_states.device.type, enabled=False):
             gate = self.query_gate(hidden_states)  # [B, T, 1]
             gate, offset, distances = widened(gate, self.head_offset, self.distances)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from ..core.call import Call, SublayerOutput, can_inspect
 from ..core.components import bounded, register
-from ..core.context import LayerContext, SublayerOutput, can_inspect
 from ..ops.block_sparse import patterns
 from ..ops.block_sparse.patterns import Pattern
 from ..ops.common.real_tokens import real_first
@@ -45,14 +45,14 @@ class EtcAttention(LongformerAttention):
         if self.global_o_proj is not None:
             init.copy_(self.global_o_proj.weight, self.o_proj.weight)
 
-    def _literal(self, context: LayerContext, queries: int) -> bool:
+    def _literal(self, context: Call, queries: int) -> bool:
         # The plan of tiles is made outside of graphs.
         return super()._literal(context, queries) or not can_inspect()
 
     def forward(
         self,
         hidden_states: Tensor,
-        context: LayerContext,
+        context: Call,
         *,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from ..core.cache import RecurrentStateLayer, SlotStateLayer
+from ..core.call import Call, SublayerOutput
 from ..core.components import bounded, register
-from ..core.context import LayerContext, SublayerOutput
 from ..core.hand_overs import HandOver
 from ..core.initialization import start_projections
 from ..core.prepared import State
@@ -58,7 +58,7 @@ class FeedbackAttention(Attention):
     def forward(
         self,
         hidden_states: Tensor,
-        context: LayerContext,
+        context: Call,
         *,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,
@@ -101,7 +101,7 @@ class FeedbackAttention(Attention):
         weights = torch.softmax(scores * self.scaling, dim=-1)
         return nn.functional.dropout(weights, self.dropout, self.training)
 
-    def by_key(self, weights: Tensor, context: LayerContext) -> Tensor:
+    def by_key(self, weights: Tensor, context: Call) -> Tensor:
         """Weights by place in the window [B, H, T, W] -> by key [B, H, T, S]; what empty memories get is left out."""
         distance = context.query_index[:, None] - context.key_index[None, :]
         place = (self.window - distance).clamp(0, self.window - 1)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..core.call import Call
 from ..core.components import bounded, register
-from ..core.context import LayerContext
 from ..ops.common.products import widened
 from .shared.recurrent import DecayRates, GatedNorm, RecurrentAttention, RecurrentSpec, Tokens, unit_length
 
@@ -48,7 +48,7 @@ class GatedDeltaNetAttention(RecurrentAttention):
         """[B, T, D] -> [B, H, T] or [B, H, T, K]"""
         return self.decay(self.decay_proj(hidden_states))[0]
 
-    def tokens(self, hidden_states: Tensor, context: LayerContext, window: Tensor | None):
+    def tokens(self, hidden_states: Tensor, context: Call, window: Tensor | None):
         query, key, value, window = self.query_key_value(hidden_states, context, window)
         query, key = self.turned(unit_length(query) * self.scaling, unit_length(key), context)
         (strength,) = widened(self.beta_proj(hidden_states))  # whose gradients may leave float16's range

@@ -6,8 +6,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..core.call import Call
 from ..core.components import bounded, register
-from ..core.context import LayerContext
 from ..ops.common.products import widened
 from .shared.recurrent import GatedNorm, RecurrentAttention, RecurrentSpec, Tokens
 
@@ -30,7 +30,7 @@ class GatedLinearAttention(RecurrentAttention):
         self.gate_proj = nn.Linear(width, self.inner_width, bias=False)
         self.output_norm = GatedNorm(self.inner_width, spec.eps(config), groups=self.num_heads, shared=True)
 
-    def tokens(self, hidden_states: Tensor, context: LayerContext, window: Tensor | None):
+    def tokens(self, hidden_states: Tensor, context: Call, window: Tensor | None):
         query, key, value, window = self.query_key_value(hidden_states, context, window)
         query, key = self.turned(query * self.scaling, key, context)
         (gates,) = widened(self.decay_up_proj(self.decay_down_proj(hidden_states)))

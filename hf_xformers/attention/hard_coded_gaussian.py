@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
 from ..core.cache import RecurrentStateLayer, SlotStateLayer
+from ..core.call import Call, SublayerOutput
 from ..core.components import bounded, register
-from ..core.context import LayerContext, SublayerOutput
 from ..core.initialization import start_projections
 from ..core.visibility import visible_pairs
 from ..ops.common.constants import constant
@@ -85,7 +85,7 @@ class HardCodedGaussianAttention(Attention):
     def forward(
         self,
         hidden_states: Tensor,
-        context: LayerContext,
+        context: Call,
         *,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,
@@ -100,7 +100,7 @@ class HardCodedGaussianAttention(Attention):
         return SublayerOutput(self.o_proj(output), weights)
 
     def _self(
-        self, hidden_states: Tensor, context: LayerContext, past: Cache | None, step: int
+        self, hidden_states: Tensor, context: Call, past: Cache | None, step: int
     ) -> tuple[Tensor, Tensor | None]:
         """Output [B, H, T, d], and weights [B, H, T, S] where they are wanted."""
         layer, mask = state_layer(past, step), context.query_padding_mask
@@ -137,7 +137,7 @@ class HardCodedGaussianAttention(Attention):
         reach = max(self.reach, LEAST_TAPS // 2) if value.shape[2] > LEAST_TAPS else self.reach
         return convolve_heads(value, self._kernel(value, reach).to(value.dtype))
 
-    def _matrix(self, value: Tensor, context: LayerContext) -> Tensor:
+    def _matrix(self, value: Tensor, context: Call) -> Tensor:
         """The weights of all pairs, [B or 1, H, T, S]."""
         offsets = self._offsets(value)[:, None, None]
         distance = context.key_index[None, :] - context.query_index[:, None]
@@ -158,7 +158,7 @@ class HardCodedGaussianAttention(Attention):
     # ------------------------------------------------------------------------------------------------ cross-attention
 
     def _cross(
-        self, hidden_states: Tensor, memory: Tensor | None, context: LayerContext, past: Cache | None, step: int
+        self, hidden_states: Tensor, memory: Tensor | None, context: Call, past: Cache | None, step: int
     ) -> tuple[Tensor, Tensor | None]:
         value, mask = self._memory_values(memory, past, step), context.memory_padding_mask
         value = self.repeated(value)

@@ -6,8 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..core.call import Call
 from ..core.components import bounded, register
-from ..core.context import LayerContext
 from .shared.learned_features import HeadMap, LearnedFeatures, LearnedFeaturesSpec, mapped
 
 
@@ -45,7 +45,7 @@ class HedgehogAttention(LearnedFeatures):
     def _query_features(self, x: Tensor, *params: Tensor) -> Tensor:
         return hedgehog_features(x * self.root, *params[:2])
 
-    def phi_params(self, context: LayerContext) -> tuple[Tensor, ...]:
+    def phi_params(self, context: Call) -> tuple[Tensor, ...]:
         return (*self.query_map.tensors(), *self.key_map.tensors())
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..core.call import Call, SublayerOutput
 from ..core.components import register
-from ..core.context import LayerContext, SublayerOutput
 from ..core.prepared import Carry, State, one_state
 from ..ops.common.products import widened
 from .shared.recurrent import GatedNorm, RecurrentAttention, RecurrentSpec, Tokens
@@ -46,7 +46,7 @@ class HGRN2Attention(RecurrentAttention):
         if self.lower_bounds is not None:
             init.zeros_(self.lower_bounds)  # bounds that rise evenly
 
-    def forward(self, hidden_states: Tensor, context: LayerContext, **given: Any) -> SublayerOutput:
+    def forward(self, hidden_states: Tensor, context: Call, **given: Any) -> SublayerOutput:
         if self.lower_bounds is None:
             return super().forward(hidden_states, context, **given)
         shares = torch.softmax(widened(self.lower_bounds)[0], dim=0)
@@ -55,7 +55,7 @@ class HGRN2Attention(RecurrentAttention):
         context = context.passing({**context.states, **passed})
         return super().forward(hidden_states, context, **given)._replace(states=passed)
 
-    def tokens(self, hidden_states: Tensor, context: LayerContext, window: Tensor | None):
+    def tokens(self, hidden_states: Tensor, context: Call, window: Tensor | None):
         query, gate, value, window = self.query_key_value(hidden_states, context, window)
         (wide,) = widened(gate)
         found = context.state(LowerBounds)

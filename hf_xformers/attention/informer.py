@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..core.call import Call
 from ..core.components import bounded, register
-from ..core.context import LayerContext
 from ..ops.common.products import wide_products
 from ..ops.landmarks import masked_softmax
 from ..ops.prob_sparse import ActiveQueries, active_queries, mean_of_real, mean_so_far, measured
@@ -41,7 +41,7 @@ class InformerAttention(Attention):
         measure = measured(query, key, mask, self.spec.sampling_factor, seed)
         return active_queries(measure, mask, self.spec.sampling_factor)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, context: Call) -> tuple[Tensor, Tensor | None]:
         key, value, mask = self.repeated(key), self.repeated(value), context.padding_mask
         found = self.active(query, key, mask)
         if self.wants_weights(context):

@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from ..core.cache import appended
+from ..core.call import Call, SublayerOutput, self_attention_cache
 from ..core.components import bounded, register
-from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..core.initialization import start_projections
 from ..core.prepared import Carry, one_state
 from ..core.visibility import visible_pairs
@@ -61,12 +61,12 @@ class LazyFormerAttention(ScoreChain, DenseAttention):
         else:
             start_projections(config, init, inputs=(self.v_proj,), output=self.o_proj)
 
-    def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
+    def prepare(self, context: Call, past_key_values: Cache | None) -> None:
         super().prepare(context, past_key_values)
         if not self.cross and self._keeps_weights(context, context.query_index.shape[0], context.key_index.shape[0]):
             visible_pairs(context)
 
-    def _keeps_weights(self, context: LayerContext, queries: int, keys: int) -> bool:
+    def _keeps_weights(self, context: Call, queries: int, keys: int) -> bool:
         if self.wants_weights(context) or (self.training and self.dropout):
             return True
         if self.spec.hand_on != "auto":
@@ -76,7 +76,7 @@ class LazyFormerAttention(ScoreChain, DenseAttention):
     def forward(
         self,
         hidden_states: Tensor,
-        context: LayerContext,
+        context: Call,
         *,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,
@@ -118,7 +118,7 @@ class LazyFormerAttention(ScoreChain, DenseAttention):
             cache.is_updated[step] = True
         return value
 
-    def _by_map(self, value: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
+    def _by_map(self, value: Tensor, context: Call) -> tuple[Tensor, Tensor | None]:
         """What the first layer of the block passed on, with values [B, K, S, d] of this one -> output [B, T, H, d]."""
         handed = self.handed(context)
         weights, query, key = handed.weights, handed.queries, handed.keys

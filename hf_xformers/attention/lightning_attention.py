@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..core.call import Call
 from ..core.components import bounded, register
-from ..core.context import LayerContext
 from ..core.precision import Float32Module
 from .shared.recurrent import GatedNorm, RecurrentAttention, RecurrentSpec, Tokens
 
@@ -51,7 +51,7 @@ class LightningAttention(RecurrentAttention):
         self.output_norm = GatedNorm(self.inner_width, spec.eps(config), gate="sigmoid")
         self.decay = LayerDecay(self.num_heads, self.layer_idx, config.num_hidden_layers)
 
-    def tokens(self, hidden_states: Tensor, context: LayerContext, window: Tensor | None):
+    def tokens(self, hidden_states: Tensor, context: Call, window: Tensor | None):
         query, key, value, window = self.query_key_value(hidden_states, context, window)
         if self.short_conv is None:
             query, key, value = F.silu(query), F.silu(key), F.silu(value)

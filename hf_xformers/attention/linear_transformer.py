@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ..core.call import Call
 from ..core.components import bounded, register
-from ..core.context import LayerContext
 from ..core.linear_maps import is_plain_linear
 from ..ops.linear.attention import folded_sums, read_folded_sums
 from ..ops.linear.feature_pullbacks import EluPlusOne, RelativeElu
@@ -42,7 +42,7 @@ class LinearTransformerAttention(LinearAttention):
         query of large negative numbers would underflow."""
         return self.phi if self.eps else self.relative_phi
 
-    def _folds(self, states: Tensor, context: LayerContext) -> bool:
+    def _folds(self, states: Tensor, context: Call) -> bool:
         """Whether the projections of values and outputs may go into the sums, and whether that pays."""
         if self.cross or self.is_causal or self.wants_weights(context) or self.num_key_value_groups > 1:
             return False
@@ -55,7 +55,7 @@ class LinearTransformerAttention(LinearAttention):
         plain = is_plain_linear(self.v_proj) and is_plain_linear(self.o_proj)
         return precise and plain and self.rotation(context) is None
 
-    def at_once(self, states: Tensor, context: LayerContext) -> Tensor | None:
+    def at_once(self, states: Tensor, context: Call) -> Tensor | None:
         if not self._folds(states, context):
             return None
         value, output = self.v_proj, self.o_proj

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
+from ..core.call import Call, SublayerOutput
 from ..core.components import bounded, register
-from ..core.context import LayerContext, SublayerOutput
 from ..core.prepared import Carry, State, States, one_state
 from ..core.reading_weights import weight_of
 from ..core.sequence_parallel import SequenceForm, Unserved
@@ -82,7 +82,7 @@ class LinformerAttention(Attention):
 
     # ------------------------------------------------------------------------------------------- positions
 
-    def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
+    def prepare(self, context: Call, past_key_values: Cache | None) -> None:
         if self.cross:
             return
         if context.parts is not None:
@@ -104,7 +104,7 @@ class LinformerAttention(Attention):
                 " the model with a larger `max_length` of the attention (or `max_position_embeddings`)."
             )
 
-    def _projections(self, context: LayerContext) -> tuple[Tensor, Tensor, States | None]:
+    def _projections(self, context: Call) -> tuple[Tensor, Tensor, States | None]:
         """E, F and what to pass on."""
         if self.spec.sharing != "layerwise":
             first: Any = self.key_projection  # every layer has its own
@@ -126,7 +126,7 @@ class LinformerAttention(Attention):
     def forward(
         self,
         hidden_states: Tensor,
-        context: LayerContext,
+        context: Call,
         *,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,
@@ -159,7 +159,7 @@ class LinformerAttention(Attention):
         read: Tensor | None,
         first: Tensor,
         second: Tensor,
-        context: LayerContext,
+        context: Call,
         past: Cache | None,
         step: int,
     ) -> tuple[Tensor, Tensor | None]:
@@ -184,7 +184,7 @@ class LinformerAttention(Attention):
         return shared if mask is None else shared.masked_fill(~mask[:, None, None], 0.0)
 
     def _short(
-        self, read: Tensor | None, first: Tensor, second: Tensor, context: LayerContext, past: Cache | None, step: int
+        self, read: Tensor | None, first: Tensor, second: Tensor, context: Call, past: Cache | None, step: int
     ) -> tuple[Tensor, Tensor]:
         """E K and F V, [B, heads, k, d]; those of a memory are computed once per generated text."""
         cache = cross_cache(past) if self.cross and not context.static else None
@@ -238,7 +238,7 @@ class LinformerAttention(Attention):
         places = parts.own(real_places(parts.mask)).clamp(max=self.length - 1)
         return (matrix if matrix.ndim == 3 else matrix[None])[..., places].permute(2, 0, 1, 3)
 
-    def _padding(self, context: LayerContext) -> tuple[Tensor | None, Tensor | None]:
+    def _padding(self, context: Call) -> tuple[Tensor | None, Tensor | None]:
         """The mask of what is read, [B, S], and its tokens with the real ones first."""
         if not self.cross:
             return context.padding_mask, tokens_in_order(context)
@@ -277,7 +277,7 @@ class LinformerAttention(Attention):
         return each.unflatten(2, (-1, self.block)).flatten(3) @ kernel.to(each.dtype).mT
 
     def _literal(
-        self, query: Tensor, read: Tensor, first: Tensor, second: Tensor, context: LayerContext
+        self, query: Tensor, read: Tensor, first: Tensor, second: Tensor, context: Call
     ) -> tuple[Tensor, Tensor]:
         """The equation with keys and values of all tokens -> output [B, T, H, d], weights of tokens [B, H, T, S]."""
         mask, _ = self._padding(context)

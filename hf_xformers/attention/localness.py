@@ -9,8 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from ..core.call import Call
 from ..core.components import bounded, register
-from ..core.context import LayerContext
 from ..ops.common.products import widened
 from ..ops.common.real_tokens import real_places
 from ..ops.score_terms.terms import QueryBlock
@@ -66,7 +66,7 @@ class LocalnessAttention(DenseAttention):
                 if vector is not None:
                     init.normal_(vector, mean=0.0, std=config.initializer_range)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, context: Call) -> tuple[Tensor, Tensor | None]:
         if not self.is_local:
             return super().attend(query, key, value, context)
         terms = self._terms(query, key, context)
@@ -74,7 +74,7 @@ class LocalnessAttention(DenseAttention):
         inputs = (query * self.scaling, self.repeated(key), self.repeated(value), terms, dropout)
         return weights_with_terms(*inputs) if self.wants_weights(context) else (attend_with_terms(*inputs), None)
 
-    def _terms(self, query: Tensor, key: Tensor, context: LayerContext) -> LocalnessTerms:
+    def _terms(self, query: Tensor, key: Tensor, context: Call) -> LocalnessTerms:
         """The windows of the queries [B, H, T, d], as terms of their scores."""
         places, counts, real = self._places(context, key.shape[2])
         with torch.autocast(query.device.type, enabled=False):
@@ -95,7 +95,7 @@ class LocalnessAttention(DenseAttention):
         terms.cross, terms.places = self.cross, places
         return terms
 
-    def _places(self, context: LayerContext, num_keys: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _places(self, context: Call, num_keys: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """Places of keys from 1 on [B or 1, S], the number of tokens that a query's window is a part of [B or 1, T],
         and which keys are real [B, S]."""
         if self.cross:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ..core.cache import SlotStateLayer
+from ..core.call import Call
 from ..core.components import bounded, register
-from ..core.context import LayerContext
 from ..ops.common.products import wide_products, widened
 from ..ops.linear.kernels import inverse_or_zero
 from ..ops.linear.window import WindowState, window_linear_attention
@@ -68,7 +68,7 @@ class LolcatsAttention(LearnedFeatures):
         key: Tensor,
         value: Tensor,
         mask: Tensor | None,
-        context: LayerContext,
+        context: Call,
         state: WindowState | None,
         rotation: Callable[[Tensor], Tensor] | None,
         decay: Decay | None = None,
@@ -94,7 +94,7 @@ class LolcatsAttention(LearnedFeatures):
         key: Tensor,
         value: Tensor,
         visible: Tensor | None,
-        context: LayerContext,
+        context: Call,
         rotation: Callable[[Tensor], Tensor] | None,
         decay: Decay | None = None,
     ) -> tuple[Tensor, Tensor]:

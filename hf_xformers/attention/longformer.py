@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from ..core.call import Call, SublayerOutput
 from ..core.components import bounded, register
-from ..core.context import LayerContext, SublayerOutput
 from ..core.sequence_parallel import SequenceForm, Unserved
 from ..ops.block_sparse import patterns
 from ..ops.block_sparse.patterns import Pattern
@@ -66,17 +66,17 @@ class LongformerAttention(BlockSparseAttention):
                 if own.bias is not None:
                     init.copy_(own.bias, local.bias)
 
-    def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
+    def prepare(self, context: Call, past_key_values: Cache | None) -> None:
         super().prepare(context, past_key_values)
         self.global_tokens(context)
 
-    def global_tokens(self, context: LayerContext) -> tuple[Tensor | None, int | None]:
+    def global_tokens(self, context: Call) -> tuple[Tensor | None, int | None]:
         return given_globals(context, self.spec.max_global_tokens)
 
     def forward(
         self,
         hidden_states: Tensor,
-        context: LayerContext,
+        context: Call,
         *,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,
@@ -96,7 +96,7 @@ class LongformerAttention(BlockSparseAttention):
     def _own(self, name: str) -> nn.Linear:
         return getattr(self, f"{name}_global_proj")
 
-    def _global_rows(self, hidden_states: Tensor, context: LayerContext) -> Inputs | None:
+    def _global_rows(self, hidden_states: Tensor, context: Call) -> Inputs | None:
         if not self.separate or self.global_tokens(context)[0] is None:
             return None
         query, key, value = (self._own(name)(hidden_states) for name in "qkv")

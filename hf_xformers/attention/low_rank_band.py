@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
 from ..core.cache import appended
+from ..core.call import Call, SublayerOutput, self_attention_cache
 from ..core.components import bounded, register
-from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..core.initialization import start_projections
 from ..core.visibility import mask_of_call, rows_can_be_empty, visible_pairs
 from ..ops.block_sparse import patterns
@@ -63,7 +63,7 @@ class LowRankBandAttention(BlockSparseAttention):
         if self.gate is not None:
             init.zeros_(self.gate)
 
-    def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
+    def prepare(self, context: Call, past_key_values: Cache | None) -> None:
         if self.cross:
             return
         super().prepare(context, past_key_values)
@@ -72,7 +72,7 @@ class LowRankBandAttention(BlockSparseAttention):
     def forward(
         self,
         hidden_states: Tensor,
-        context: LayerContext,
+        context: Call,
         *,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,
@@ -112,9 +112,7 @@ class LowRankBandAttention(BlockSparseAttention):
         """[B, T, D] -> [B, heads, T, r]."""
         return projection(states).unflatten(-1, (-1, self.rank)).transpose(1, 2)
 
-    def _of_memory(
-        self, memory: Tensor | None, context: LayerContext, past: Cache | None, step: int
-    ) -> tuple[Tensor, Tensor]:
+    def _of_memory(self, memory: Tensor | None, context: Call, past: Cache | None, step: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a memory, computed once per generated text."""
         cache = cross_cache(past)
         if cache is not None and cache.is_updated.get(step):
@@ -127,9 +125,7 @@ class LowRankBandAttention(BlockSparseAttention):
             cache.is_updated[step] = True
         return key, value
 
-    def _low_rank(
-        self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext
-    ) -> tuple[Tensor, Tensor | None]:
+    def _low_rank(self, query: Tensor, key: Tensor, value: Tensor, context: Call) -> tuple[Tensor, Tensor | None]:
         """query [B, H, T, r], key [B, K, S, r], value [B, K, S, d] -> [B, T, H, d] and the weights."""
         dropout = self.dropout if self.training else 0.0
         if self.wants_weights(context):

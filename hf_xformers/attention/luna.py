@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
 from ..core.cache import RecurrentStateLayer
+from ..core.call import Call, SublayerOutput
 from ..core.components import bounded, register
-from ..core.context import LayerContext, SublayerOutput
 from ..core.initialization import start_projections
 from ..core.prepared import Carry, State, one_state
 from ..ops.common.head_groups import over_head_groups
@@ -97,7 +97,7 @@ class LunaAttention(Attention):
     def forward(
         self,
         hidden_states: Tensor,
-        context: LayerContext,
+        context: Call,
         *,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,
@@ -113,7 +113,7 @@ class LunaAttention(Attention):
         output = self.o_proj(output.transpose(1, 2).reshape(*hidden_states.shape[:-1], -1))
         return SublayerOutput(output, weights, states=None if passed is None else one_state(PackedMemory(passed)))
 
-    def _memory(self, context: LayerContext) -> Tensor:
+    def _memory(self, context: Call) -> Tensor:
         """P, [1 or B, l, D]."""
         handed = context.state(PackedMemory)
         if handed is not None:
@@ -136,7 +136,7 @@ class LunaAttention(Attention):
         hidden_states: Tensor,
         handed: Tensor,
         memory: Tensor | None,
-        context: LayerContext,
+        context: Call,
         past: Cache | None,
         step: int,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -210,7 +210,7 @@ class LunaAttention(Attention):
     # ------------------------------------------------------------------------------------------- decoder
 
     def _decode(
-        self, hidden_states: Tensor, handed: Tensor, context: LayerContext, past: Cache | None, step: int
+        self, hidden_states: Tensor, handed: Tensor, context: Call, past: Cache | None, step: int
     ) -> tuple[Tensor, Tensor | None]:
         heads, mask = self.num_heads, context.query_padding_mask
         query = self._split(self.q_proj(hidden_states), heads) * self.scaling

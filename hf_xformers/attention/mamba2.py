@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..core.call import Call
 from ..core.components import bounded, register
-from ..core.context import LayerContext
 from ..core.hand_overs import HandOver
 from ..core.precision import Float32Module
 from ..core.weight_decay import Undecayed
@@ -72,7 +72,7 @@ class Mamba2Attention(RecurrentAttention):
             self.scaled(name, part) for name, part in zip("qkv", super().part_projections(hidden_states), strict=True)
         ]
 
-    def tokens(self, hidden_states: Tensor, context: LayerContext, window: Tensor | None):
+    def tokens(self, hidden_states: Tensor, context: Call, window: Tensor | None):
         query, key, value, window = self.query_key_value(hidden_states, context, window)
         step = self.scaled("step", self.decay_proj(hidden_states))
         log_decay, step = self.decay(step, self.spec.least_step, self.spec.most_step)

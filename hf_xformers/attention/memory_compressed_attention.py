@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
 from ..core.cache import RecurrentStateLayer, SlotStateLayer
+from ..core.call import Call, SublayerOutput
 from ..core.components import bounded, register
-from ..core.context import LayerContext, SublayerOutput
 from ..core.visibility import tokens_in_order
 from ..ops.block_sparse import patterns
 from ..ops.block_sparse.patterns import Pattern
@@ -48,7 +48,7 @@ class LocalBlockAttention(BlockSparseAttention):
     """softmax(scale * q_i K^T) V over i's own block of `block_size` tokens and `local_lookback` blocks before it, in
     an encoder also after it (Liu et al. 2018, arXiv 1801.10198, section 4.2.4)."""
 
-    def _literal(self, context: LayerContext, queries: int) -> bool:
+    def _literal(self, context: Call, queries: int) -> bool:
         # Blocks begin at a text's first real token, of which a cache of the last blocks knows nothing.
         return super()._literal(context, queries) or not (context.fresh or context.padding_mask is None)
 
@@ -81,7 +81,7 @@ class CompressedAttention(Attention):
         if self.null is not None:
             init.zeros_(self.null)
 
-    def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
+    def prepare(self, context: Call, past_key_values: Cache | None) -> None:
         super().prepare(context, past_key_values)
         if not self.cross and context.fresh:
             tokens_in_order(context)
@@ -116,7 +116,7 @@ class CompressedAttention(Attention):
     def forward(
         self,
         hidden_states: Tensor,
-        context: LayerContext,
+        context: Call,
         *,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,
@@ -135,7 +135,7 @@ class CompressedAttention(Attention):
         query: Tensor,
         hidden_states: Tensor,
         memory: Tensor | None,
-        context: LayerContext,
+        context: Call,
         past: Cache | None,
         step: int,
     ) -> tuple[Tensor, Tensor | None]:
@@ -161,7 +161,7 @@ class CompressedAttention(Attention):
         return self._attention(query, key, value, used, context, mask, length)
 
     def _causal(
-        self, query: Tensor, hidden_states: Tensor, context: LayerContext, layer: RecurrentStateLayer | None
+        self, query: Tensor, hidden_states: Tensor, context: Call, layer: RecurrentStateLayer | None
     ) -> tuple[Tensor, Tensor | None]:
         mask, length = context.query_padding_mask, query.shape[2]
         if layer is not None and layer.state:
@@ -205,7 +205,7 @@ class CompressedAttention(Attention):
         return output.reshape(batch, groups * self.factor, heads, -1)[:, :length]
 
     def _by_place(
-        self, query: Tensor, key: Tensor, value: Tensor, place: Tensor, context: LayerContext
+        self, query: Tensor, key: Tensor, value: Tensor, place: Tensor, context: Call
     ) -> tuple[Tensor, Tensor | None]:
         """Queries at `place` [B or 1, T] of their texts with slots [B, K, N, d], of which they see b r <= place, and
         padding sees none."""
@@ -220,7 +220,7 @@ class CompressedAttention(Attention):
         key: Tensor,
         value: Tensor,
         seen: Tensor | None,
-        context: LayerContext,
+        context: Call,
         mask: Tensor | None,
         length: int | None,
     ) -> tuple[Tensor, Tensor | None]:

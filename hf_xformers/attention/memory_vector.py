@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from ..core.call import Call, Sublayer, SublayerOutput
 from ..core.components import register
-from ..core.context import LayerContext, Sublayer, SublayerOutput
 from .shared.base import given_memory
 from .shared.spec import AttentionSpec
 from .shared.unread_input import check_unread_input, reads_memory
@@ -28,7 +28,7 @@ class MemoryVector(Sublayer):
     def forward(
         self,
         hidden_states: Tensor,
-        context: LayerContext,
+        context: Call,
         *,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,

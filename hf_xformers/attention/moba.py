@@ -6,8 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..core.call import Call
 from ..core.components import bounded, register
-from ..core.context import LayerContext
 from ..core.prepared import Prepared
 from ..ops.chosen_blocks import Places, best_blocks, chosen_block_attention, chosen_block_mask
 from ..ops.common.products import wide_products, widened
@@ -23,7 +23,7 @@ class TokenPlaces(Prepared):
     places: Places
 
 
-def places_of(context: LayerContext) -> Places:
+def places_of(context: Call) -> Places:
     """Where this call's tokens stand among the real ones of their rows; made once per call."""
     arguments = context.query_index, context.key_index, context.padding_mask
     return context.prepare(TokenPlaces, lambda: TokenPlaces(Places.of(*arguments))).places
@@ -40,7 +40,7 @@ class MobaAttention(Attention):
 
     spec: MobaSpec
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, context: Call) -> tuple[Tensor, Tensor | None]:
         places, block = places_of(context), self.spec.block_size
         in_order = places.in_order(key)
         choices = self._choices(query, in_order, places)

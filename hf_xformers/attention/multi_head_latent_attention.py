@@ -9,8 +9,8 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
 from ..core.cache import appended
+from ..core.call import Call, SublayerOutput, self_attention_cache
 from ..core.components import bounded, register
-from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..core.hand_overs import HandOver
 from ..core.initialization import start_projections
 from ..core.linear_maps import is_plain_linear
@@ -67,7 +67,7 @@ class LatentAttention(DenseAttention):
     def forward(
         self,
         hidden_states: Tensor,
-        context: LayerContext,
+        context: Call,
         *,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,
@@ -82,7 +82,7 @@ class LatentAttention(DenseAttention):
         return SublayerOutput(self.written(output, context, hidden_states), weights)
 
     def project_latent(
-        self, hidden_states: Tensor, context: LayerContext, past_key_values: Cache | None, step: int
+        self, hidden_states: Tensor, context: Call, past_key_values: Cache | None, step: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """[B, T, D] -> queries [B, H, T, n + r], and of all tokens so far latents [B, 1, S, c] and the part of keys
         that is turned [B, 1, S, r]."""
@@ -120,7 +120,7 @@ class LatentAttention(DenseAttention):
         )
         return torch.cat((key, turned.expand(-1, key.shape[1], -1, -1)), dim=-1), value
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, context: Call) -> tuple[Tensor, Tensor | None]:
         """query and key [B, H, T or S, n + r], value [B, H, S, v] -> output [B, T, H, v], weights."""
         if self.wants_weights(context):
             return super().attend(query, key, value, context)
@@ -132,13 +132,13 @@ class LatentAttention(DenseAttention):
         output, weights = super().attend(query, key, value, context)
         return output[..., :of_values], weights
 
-    def _reads_latents(self, query: Tensor, context: LayerContext) -> bool:
+    def _reads_latents(self, query: Tensor, context: Call) -> bool:
         if context.fresh or query.shape[2] > FEW_QUERIES or self.wants_weights(context) or torch.is_grad_enabled():
             return False
         plain = is_plain_linear(self.k_proj) and is_plain_linear(self.v_proj)
         return plain and self.score_bias(context) is None
 
-    def read_latents(self, query: Tensor, latent: Tensor, turned: Tensor, context: LayerContext) -> Tensor:
+    def read_latents(self, query: Tensor, latent: Tensor, turned: Tensor, context: Call) -> Tensor:
         """The same as [`LatentAttention.attend`] with what [`LatentAttention.written_out`] gives, [B, T, H, v]."""
         batch, heads, length, _ = query.shape
         plain, placed = self._parts(query * self.scaling)

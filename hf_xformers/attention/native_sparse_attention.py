@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
+from ..core.call import Call, SublayerOutput
 from ..core.components import bounded, register
-from ..core.context import LayerContext, SublayerOutput
 from ..core.initialization import start_projections
 from ..ops.block_sparse.attention import block_sparse_attention
 from ..ops.block_sparse.patterns import band
@@ -52,7 +52,7 @@ class NativeSparseAttention(Attention):
     def forward(
         self,
         hidden_states: Tensor,
-        context: LayerContext,
+        context: Call,
         *,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,
@@ -126,7 +126,7 @@ class NativeSparseAttention(Attention):
         )
         return read.masked_fill(none, 0.0).transpose(1, 2)
 
-    def _of_window(self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext) -> Tensor:
+    def _of_window(self, query: Tensor, key: Tensor, value: Tensor, context: Call) -> Tensor:
         """What queries read of the last tokens, their own included, [B, T, H, d]."""
         if context.static:  # where the queries stand is a number on the device
             near, keys, values = self._near(context), self.repeated(key), self.repeated(value)
@@ -141,7 +141,7 @@ class NativeSparseAttention(Attention):
         )
         return found.transpose(1, 2)
 
-    def _near(self, context: LayerContext) -> Tensor:
+    def _near(self, context: Call) -> Tensor:
         """[B or 1, 1, T, S]: the keys in the window of each query."""
         distance = context.query_index[None, :, None] - context.key_index[None, None]
         return ((distance >= 0) & (distance < self.spec.window_size) & places_of(context).real[:, None])[:, None]
@@ -154,7 +154,7 @@ class NativeSparseAttention(Attention):
         compressed: tuple[Tensor, Tensor],
         choices: Tensor,
         gates: Tensor,
-        context: LayerContext,
+        context: Call,
     ) -> tuple[Tensor, Tensor]:
         """Three masked softmaxes; the weight of a block's mean is shared by its tokens."""
         places, block = places_of(context), self.spec.block_size

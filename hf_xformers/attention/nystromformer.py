@@ -9,8 +9,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from ..core.call import Call
 from ..core.components import bounded, register
-from ..core.context import LayerContext
 from ..ops.common.products import wide_products
 from ..ops.head_convolution import convolve_heads
 from ..ops.landmarks import landmark_factors, masked_softmax
@@ -63,7 +63,7 @@ class NystromAttention(Attention):
         """Landmarks of a text; None: each token is one."""
         return None if self.spec.num_landmarks == self.spec.text_length else self.spec.num_landmarks
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, context: Call) -> tuple[Tensor, Tensor | None]:
         key, value = self.repeated(key), self.repeated(value)
         spec, mask, weights = self.spec, context.padding_mask, None
         if self.wants_weights(context):

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from ..core.call import Call
 from ..core.components import bounded, register
-from ..core.context import LayerContext
 from ..ops.linear.feature_maps import hyperbolic_features
 from ..ops.linear.feature_pullbacks import FourierFeatures, PositiveFeatures, ReluFeatures
 from .shared.linear import LinearAttention, LinearSpec
@@ -61,7 +61,7 @@ class PerformerAttention(RandomRows, LinearAttention):
             self.min_denominator = float(spec.min_denominator)
         self.make_rows(spec.num_features, regularized=spec.regularized)
 
-    def phi_params(self, context: LayerContext) -> tuple[Tensor, ...]:
+    def phi_params(self, context: Call) -> tuple[Tensor, ...]:
         return (self.rows(context),)
 
 

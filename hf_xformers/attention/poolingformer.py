@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ..core.cache import WindowLayer
+from ..core.call import Call, SublayerOutput, self_attention_cache
 from ..core.components import bounded, register
-from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..ops.block_sparse import patterns
 from ..ops.block_sparse.attention import block_sparse_attention
 from ..ops.block_sparse.patterns import Pattern
@@ -111,7 +111,7 @@ class PoolingformerAttention(BlockSparseAttention):
     def forward(
         self,
         hidden_states: Tensor,
-        context: LayerContext,
+        context: Call,
         *,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,
@@ -125,7 +125,7 @@ class PoolingformerAttention(BlockSparseAttention):
         output = near + self._pooled(given, context, past_key_values, step).transpose(1, 2).flatten(2)
         return SublayerOutput(self.o_proj(output), weights)
 
-    def _pooled(self, given: Tensor, context: LayerContext, past_key_values: Cache | None, step: int) -> Tensor:
+    def _pooled(self, given: Tensor, context: Call, past_key_values: Cache | None, step: int) -> Tensor:
         """Level 2 of [B, T, width] -> [B, H, T, d]."""
         spec = self.spec
         names = "qkv" if spec.share_projections else ("q_pool", "k_pool", "v_pool")

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ..core.cache import FollowsRows, alone
+from ..core.call import Call, SublayerOutput, self_attention_cache
 from ..core.components import bounded, register
-from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..core.holes import take
 from ..core.precision import Float32Module
 from ..core.prepared import Carry, one_state
@@ -100,7 +100,7 @@ class PredictiveAttention(ScoreChain):
         if self.layer_idx > 0:
             self.score_conv = ScoreConvolution(self.num_heads, spec.kernel, self.in_order)
 
-    def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
+    def prepare(self, context: Call, past_key_values: Cache | None) -> None:
         super().prepare(context, past_key_values)
         if not self.cross:
             visible_pairs(context)
@@ -108,7 +108,7 @@ class PredictiveAttention(ScoreChain):
     def forward(
         self,
         hidden_states: Tensor,
-        context: LayerContext,
+        context: Call,
         *,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,
@@ -134,7 +134,7 @@ class PredictiveAttention(ScoreChain):
         scores: Tensor,
         handed: Tensor,
         conv: ScoreConvolution,
-        context: LayerContext,
+        context: Call,
         layer: ScoreRowsLayer | None,
     ) -> Tensor:
         """S^l and Z^(l-1) -> Z^l, all [B, H, T, S]."""
@@ -157,7 +157,7 @@ class PredictiveAttention(ScoreChain):
         found = found if columns is None else take(found, columns.argsort(-1), 3)
         return (1 - alpha) * mixed + alpha * found if evolving else alpha * scores + (1 - alpha) * found
 
-    def _visible(self, scores: Tensor, context: LayerContext) -> Tensor:
+    def _visible(self, scores: Tensor, context: Call) -> Tensor:
         """The same with zeros where nothing may be seen, and in the rows of padding."""
         seen, real = visible_pairs(context, self.cross), context.query_padding_mask
         if real is not None:

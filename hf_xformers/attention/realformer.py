@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from ..core.call import Call, SublayerOutput
 from ..core.components import register
-from ..core.context import LayerContext, SublayerOutput
 from ..core.prepared import Carry, one_state
 from ..core.visibility import visible_pairs
 from ..ops.block_sparse.attention import block_sparse_attention
@@ -47,11 +47,11 @@ class RealFormerAttention(ScoreChain):
         super().__init__(config, spec, **where)
         self.joined_width = self.head_dim * (config.num_hidden_layers + 1)
 
-    def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
+    def prepare(self, context: Call, past_key_values: Cache | None) -> None:
         if not self.cross and self._hands_on_scores(context, context.query_index.shape[0], context.key_index.shape[0]):
             visible_pairs(context)
 
-    def _hands_on_scores(self, context: LayerContext, queries: int, keys: int) -> bool:
+    def _hands_on_scores(self, context: Call, queries: int, keys: int) -> bool:
         if self.wants_weights(context) or context.static or context.explicit_mask is not None:
             return True
         return 2 * queries * keys <= (queries + keys) * self.joined_width
@@ -59,7 +59,7 @@ class RealFormerAttention(ScoreChain):
     def forward(
         self,
         hidden_states: Tensor,
-        context: LayerContext,
+        context: Call,
         *,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,
@@ -91,7 +91,7 @@ class RealFormerAttention(ScoreChain):
         value: Tensor,
         depth: Tensor | None,
         below: Link,
-        context: LayerContext,
+        context: Call,
     ) -> tuple[Tensor, Tensor, Link]:
         """query (scaled) [B, H, T, d], key and value [B, K, S, d] -> output [B, T, H, d], weights [B, H, T, S]."""
         key, value = self.repeated(key), self.repeated(value)
@@ -111,7 +111,7 @@ class RealFormerAttention(ScoreChain):
         value: Tensor,
         depth: Tensor | None,
         below: Link,
-        context: LayerContext,
+        context: Call,
     ) -> tuple[Tensor, Link]:
         """The same output from joined projections, without a T x S tensor."""
         if below.queries is not None and below.keys is not None:

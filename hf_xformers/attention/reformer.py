@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from ..core.cache import appended
+from ..core.call import Call, SublayerOutput, self_attention_cache
 from ..core.components import aliased, bounded, register
-from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..core.initialization import seeded_normal, start_projections
 from ..core.prepared import Prepared
 from ..ops.bucketed.attention import Chunks, bucketed_attention, bucketed_reference
@@ -170,7 +170,7 @@ class ReformerAttention(Attention):
     def forward(
         self,
         hidden_states: Tensor,
-        context: LayerContext,
+        context: Call,
         *,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,
@@ -194,7 +194,7 @@ class ReformerAttention(Attention):
         return SublayerOutput(output, weights)
 
     def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, labels: Tensor, context: LayerContext
+        self, query: Tensor, key: Tensor, value: Tensor, labels: Tensor, context: Call
     ) -> tuple[Tensor, Tensor | None]:
         spec, literal, added = self.spec, self.wants_weights(context), self.score_terms(context)
         dropout = self.dropout if self.training else 0.0

@@ -6,8 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ..core.call import Call
 from ..core.components import bounded, register
-from ..core.context import LayerContext
 from ..ops.common.segments import accumulation_dtype
 from .shared.recurrent import GatedNorm, RecurrentAttention, RecurrentSpec, Tokens
 
@@ -28,7 +28,7 @@ class Retention(RecurrentAttention):
         self.gate_proj = nn.Linear(config.hidden_size, self.inner_width, bias=False)
         self.output_norm = GatedNorm(self.inner_width, spec.eps(config), groups=self.num_heads, gain=False)
 
-    def tokens(self, hidden_states: Tensor, context: LayerContext, window: Tensor | None):
+    def tokens(self, hidden_states: Tensor, context: Call, window: Tensor | None):
         query, key, value, window = self.query_key_value(hidden_states, context, window)
         wide, device = accumulation_dtype(value.dtype), value.device
         rates = self.spec.theta ** -torch.linspace(0.0, 1.0, self.key_width // 2, dtype=wide, device=device)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..core.call import Call
 from ..core.components import bounded, register
-from ..core.context import LayerContext
 from ..core.sequence_parallel import SequenceForm, Unserved
 from ..ops.common.products import widened
 from ..ops.linear.feature_maps import unit_vectors
@@ -71,14 +71,14 @@ class RFAAttention(RandomRows, LinearAttention):
     def measured(self, vectors: Tensor) -> Tensor:
         return unit_vectors(vectors)
 
-    def phi_params(self, context: LayerContext) -> tuple[Tensor, ...]:
+    def phi_params(self, context: Call) -> tuple[Tensor, ...]:
         rows = self.rows(context)
         if self.sigma is not None:
             rows, sigma = widened(rows, self.sigma)
             rows = rows * sigma[:, None]
         return (rows,)
 
-    def decay(self, states: Tensor, context: LayerContext) -> Decay | None:
+    def decay(self, states: Tensor, context: Call) -> Decay | None:
         if self.decay_proj is None:
             return None
         logits = self.decay_proj(states).transpose(1, 2)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from ..core.cache import appended
+from ..core.call import Call, SublayerOutput, self_attention_cache
 from ..core.components import bounded, register
-from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..core.initialization import start_projections
 from ..ops.block_sparse.attention import block_sparse_attention
 from ..ops.block_sparse.patterns import block_local
@@ -94,7 +94,7 @@ class RoutingAttention(LearnsCentroids, Attention):
     def forward(
         self,
         hidden_states: Tensor,
-        context: LayerContext,
+        context: Call,
         *,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,
@@ -160,7 +160,7 @@ class RoutingAttention(LearnsCentroids, Attention):
         return (x, x[:, :0]) if self.local else (x[:, :0], x)
 
     def _routes(
-        self, query: Tensor, key: Tensor | None, context: LayerContext, step: int
+        self, query: Tensor, key: Tensor | None, context: Call, step: int
     ) -> tuple[Routes, dict[str, Tensor] | None]:
         """The routes of this call, found and learnt from once: when activations are computed again (reversible layers,
         checkpointing), centroids have moved already, and their decisions must stay as they were."""
@@ -181,12 +181,12 @@ class RoutingAttention(LearnsCentroids, Attention):
             self.learn(clusters)
         return routes, {"routing_commitment": self.commitment(routes.centroids, clusters, valid)} if commits else None
 
-    def _dropout(self, context: LayerContext) -> float:
+    def _dropout(self, context: Call) -> float:
         """Of each part's weights; where they are wanted, it falls on all of them together instead."""
         return self.dropout if self.training and not self.wants_weights(context) else 0.0
 
     def _local(
-        self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext, added: SelfAttentionTerms | None
+        self, query: Tensor, key: Tensor, value: Tensor, context: Call, added: SelfAttentionTerms | None
     ) -> tuple[Tensor, Tensor | None]:
         """Own block and neighbors; positions count from a row's first real token."""
         dropout = self._dropout(context)
@@ -222,7 +222,7 @@ class RoutingAttention(LearnsCentroids, Attention):
         )
         return output, None
 
-    def _local_mask(self, context: LayerContext) -> Tensor:
+    def _local_mask(self, context: Call) -> Tensor:
         """Who reads whom in the local heads, [B or 1, 1, T, S]."""
         padding = context.padding_mask
         lead = context.key_index.new_zeros(1) if padding is None else first_real(padding)
@@ -243,7 +243,7 @@ class RoutingAttention(LearnsCentroids, Attention):
         key: Tensor,
         value: Tensor,
         routes: Routes,
-        context: LayerContext,
+        context: Call,
         cache: Cache | None,
         step: int,
         added: SelfAttentionTerms | None,

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..core.call import Call, SublayerOutput
 from ..core.components import bounded, register
-from ..core.context import LayerContext, SublayerOutput
 from ..core.prepared import Carry, State, States, one_state
 from ..ops.common.products import widened
 from ..ops.convolution.short import token_before
@@ -81,7 +81,7 @@ class RWKV7Attention(RecurrentAttention):
         down = self.get_submodule(f"{name}_down_proj")(x)
         return self.get_submodule(f"{name}_up_proj")(down if inner is None else inner(down))
 
-    def forward(self, hidden_states: Tensor, context: LayerContext, **given: Any) -> SublayerOutput:
+    def forward(self, hidden_states: Tensor, context: Call, **given: Any) -> SublayerOutput:
         if self.layer_idx > 0 and context.state(FirstValues) is None:
             raise ValueError("rwkv7 layers mix in the values of layer 0, which has another attention here.")
         return super().forward(hidden_states, context, **given)
@@ -89,7 +89,7 @@ class RWKV7Attention(RecurrentAttention):
     def passed_on(self, key: Tensor, value: Tensor) -> States | None:
         return None if self.layer_idx else one_state(FirstValues(value.transpose(1, 2).flatten(2)))
 
-    def tokens(self, hidden_states: Tensor, context: LayerContext, window: Tensor | None):
+    def tokens(self, hidden_states: Tensor, context: Call, window: Tensor | None):
         before, window = token_before(hidden_states, window, context.query_padding_mask, context.segment_ids)
         mixed = torch.addcmul(hidden_states[..., None, :], (before - hidden_states)[..., None, :], self.mix)
         r, w, k, v, a, g = mixed.unbind(-2)

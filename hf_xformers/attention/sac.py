@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from ..core.cache import KeepsMore
+from ..core.call import Call, SublayerOutput, self_attention_cache
 from ..core.choices import LOG_PROBS, ChoiceLogProbs, ChoiceSettings
 from ..core.components import bounded, register
-from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..core.initialization import start_linear
 from ..core.prepared import Carry, Prepared
 from ..core.reading_weights import weight_of
@@ -136,7 +136,7 @@ class EdgePredictor(nn.Module):
 class Walks:
     """The walks of all sources of a call, a block of them at a time."""
 
-    def __init__(self, predictor: EdgePredictor, context: LayerContext, source: Tensor, candidates: Tensor):
+    def __init__(self, predictor: EdgePredictor, context: Call, source: Tensor, candidates: Tensor):
         self.predictor, self.context = predictor, context
         self.length, self.total = source.shape[1], candidates.shape[1]
         self.steps = min(predictor.spec.edges_per_node, self.total - 1)
@@ -244,7 +244,7 @@ class SacAttention(Attention):
     def forward(
         self,
         hidden_states: Tensor,
-        context: LayerContext,
+        context: Call,
         *,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,
@@ -283,7 +283,7 @@ class SacAttention(Attention):
         self,
         predictor: EdgePredictor,
         hidden_states: Tensor,
-        context: LayerContext,
+        context: Call,
         cache: Cache | None,
         step: int,
     ) -> tuple[Tensor, Tensor | None]:

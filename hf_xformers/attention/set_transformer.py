@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from ..core.call import Call, SublayerOutput
 from ..core.components import bounded, register
-from ..core.context import LayerContext, SublayerOutput
 from .shared.base import Attention
 from .shared.multihead_block import MultiheadBlock, masked_attention
 from .shared.spec import AttentionSpec
@@ -46,7 +46,7 @@ class SetTransformerAttention(Attention):
     def forward(
         self,
         hidden_states: Tensor,
-        context: LayerContext,
+        context: Call,
         *,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,

@@ -13,8 +13,8 @@ from transformers.cache_utils import Cache
 from transformers.utils import logging
 
 from ..core.cache import KeepsMore
+from ..core.call import Call, SublayerOutput, self_attention_cache
 from ..core.components import bounded, register
-from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..core.initialization import start_linear
 from ..ops.common.head_groups import over_head_groups
 from ..ops.common.products import wide_products
@@ -117,7 +117,7 @@ class SinkhornAttention(Attention):
     def forward(
         self,
         hidden_states: Tensor,
-        context: LayerContext,
+        context: Call,
         *,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,
@@ -175,7 +175,7 @@ class SinkhornAttention(Attention):
                 f" {self.spec.block_size}; shorten it, or build the model with a larger `max_position_embeddings`."
             )
 
-    def _sums(self, states: Tensor, context: LayerContext, cache: Cache | None, step: int) -> Tensor:
+    def _sums(self, states: Tensor, context: Call, cache: Cache | None, step: int) -> Tensor:
         """Running sums of the real tokens [B, S, D], float32 at least."""
         wide = states.to(torch.promote_types(states.dtype, torch.float32))
         mask = context.query_padding_mask
@@ -198,7 +198,7 @@ class SinkhornAttention(Attention):
     def _dropout(self) -> float:
         return self.dropout if self.training else 0.0
 
-    def _places(self, context: LayerContext) -> Tensor:
+    def _places(self, context: Call) -> Tensor:
         """[B or 1, T]: how many real tokens stand before each query."""
         if context.padding_mask is None:
             return context.query_index[None]
@@ -226,7 +226,7 @@ class SinkhornAttention(Attention):
         return over_head_groups(some_heads, query, key, value, weights, random=self._dropout > 0)
 
     def _few(
-        self, query: Tensor, key: Tensor, value: Tensor, weights: Tensor, there: Tensor | None, context: LayerContext
+        self, query: Tensor, key: Tensor, value: Tensor, weights: Tensor, there: Tensor | None, context: Call
     ) -> Tensor:
         """A few queries [B, H, t, d] against a cache, each with the blocks of its own."""
         size = self.spec.block_size
@@ -261,7 +261,7 @@ class SinkhornAttention(Attention):
         weights: Tensor,
         real: Tensor | None,
         order: Tensor | None,
-        context: LayerContext,
+        context: Call,
     ) -> tuple[Tensor, Tensor]:
         """With the matrix that sorts tokens written out, [B, H, sorted places, S]. Of keys and values the real ones
         stand first."""

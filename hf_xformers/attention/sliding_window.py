@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ..core.cache import FollowsRows, WindowLayer
+from ..core.call import Call, SublayerOutput, self_attention_cache
 from ..core.components import bounded, register
-from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..core.sequence_parallel import SequenceForm, Unserved
 from ..ops.block_sparse.attention import block_sparse_attention
 from ..ops.block_sparse.patterns import Pattern, global_
@@ -68,7 +68,7 @@ class SlidingWindowAttention(BlockSparseAttention):
     def forward(
         self,
         hidden_states: Tensor,
-        context: LayerContext,
+        context: Call,
         *,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,
@@ -85,7 +85,7 @@ class SlidingWindowAttention(BlockSparseAttention):
         losses = self.losses(Heads(self, query, key, value, output, weights, context))
         return SublayerOutput(self.written(output, context, hidden_states), weights, aux_losses=losses)
 
-    def _sinks(self, key: Tensor, value: Tensor, context: LayerContext, layer: SinkWindowLayer | None) -> Sinks:
+    def _sinks(self, key: Tensor, value: Tensor, context: Call, layer: SinkWindowLayer | None) -> Sinks:
         """The first real tokens among all so far; those that are new go into the cache."""
         batch, total, padding = key.shape[0], context.key_index.shape[0], context.padding_mask
         dropped = total - key.shape[2]
@@ -111,7 +111,7 @@ class SlidingWindowAttention(BlockSparseAttention):
         return Sinks(taken[0], taken[1], slots, real)
 
     def _attend_with_sinks(
-        self, query: Tensor, key: Tensor, value: Tensor, sinks: Sinks, context: LayerContext
+        self, query: Tensor, key: Tensor, value: Tensor, sinks: Sinks, context: Call
     ) -> tuple[Tensor, Tensor | None]:
         """[B, T, H, d], and weights [B, H, T, S] where they are wanted."""
         total, size = context.key_index.shape[0], self.spec.window_size

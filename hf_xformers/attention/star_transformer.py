@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
+from ..core.call import Call, SublayerOutput
 from ..core.components import register
-from ..core.context import LayerContext, SublayerOutput
 from ..core.initialization import start_projections
 from ..core.pooling import TextPooler, pool
 from ..core.prepared import Carry, Prepared, State, one_state
@@ -111,7 +111,7 @@ class StarTransformerAttention(Attention):
     def forward(
         self,
         hidden_states: Tensor,
-        context: LayerContext,
+        context: Call,
         *,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,
@@ -134,12 +134,12 @@ class StarTransformerAttention(Attention):
         output = self.o_proj(output.flatten(2))
         return SublayerOutput(output, weights, states={**one_state(Relay(relay)), **one_state(Embedded(tokens))})
 
-    def _neighbours(self, context: LayerContext) -> tuple[Neighbours, Neighbours]:
+    def _neighbours(self, context: Call) -> tuple[Neighbours, Neighbours]:
         """For the token before and the one after, once per call: its slot [B or 1, T], and whether it is read."""
         found = context.prepare(BothNeighbours, lambda: self._make_neighbours(context), self.spec.border)
         return found.before, found.after
 
-    def _make_neighbours(self, context: LayerContext) -> BothNeighbours:
+    def _make_neighbours(self, context: Call) -> BothNeighbours:
         real, length = context.padding_mask, context.query_index.shape[0]
         place = context.query_index[None]
         count = torch.full_like(place[:, :1], length)

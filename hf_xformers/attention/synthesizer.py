@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
 from ..core.cache import appended
+from ..core.call import Call, SublayerOutput, can_inspect, self_attention_cache
 from ..core.components import bounded, register
-from ..core.context import LayerContext, SublayerOutput, can_inspect, self_attention_cache
 from ..core.initialization import start_projections
 from ..core.prepared import Prepared
 from ..core.visibility import mask_of_call, visible_pairs
@@ -109,12 +109,12 @@ class SynthesizerAttention(Attention):
 
     # ------------------------------------------------------------------------------------------------ places
 
-    def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
+    def prepare(self, context: Call, past_key_values: Cache | None) -> None:
         self._check_length(context)
         context.prepare(Places, lambda: self._places(context))
 
     @staticmethod
-    def _places(context: LayerContext) -> Places:
+    def _places(context: Call) -> Places:
         padding = context.padding_mask
         if context.explicit_mask is not None:
             padding = cast(Tensor, visible_pairs(context)).any(dim=1).any(dim=1)  # real is what anybody may read
@@ -123,7 +123,7 @@ class SynthesizerAttention(Attention):
         places = real_places(padding)
         return Places(places[:, context.query_index], places, real_first(padding))
 
-    def _check_length(self, context: LayerContext) -> None:
+    def _check_length(self, context: Call) -> None:
         longest, padding = context.key_index.shape[0], context.padding_mask
         if longest <= self.length or (context.explicit_mask is not None and not context.static):
             return
@@ -147,7 +147,7 @@ class SynthesizerAttention(Attention):
     def forward(
         self,
         hidden_states: Tensor,
-        context: LayerContext,
+        context: Call,
         *,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,
@@ -166,7 +166,7 @@ class SynthesizerAttention(Attention):
         return SublayerOutput(self.o_proj(output.reshape(*hidden_states.shape[:-1], -1)), weights)
 
     def _project(
-        self, hidden_states: Tensor, context: LayerContext, past_key_values: Cache | None, step: int | None
+        self, hidden_states: Tensor, context: Call, past_key_values: Cache | None, step: int | None
     ) -> tuple[Tensor | None, Tensor | None, Tensor]:
         """Queries and keys (None without dot) and values, [B, H, T or S, d]."""
         query = key = None
@@ -200,7 +200,7 @@ class SynthesizerAttention(Attention):
         return tuple(x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x in (u, w))
 
     def _literal(
-        self, hidden_states: Tensor, query: Tensor | None, key: Tensor | None, value: Tensor, context: LayerContext
+        self, hidden_states: Tensor, query: Tensor | None, key: Tensor | None, value: Tensor, context: Call
     ) -> tuple[Tensor, Tensor]:
         """Every member's B [B or 1, H, T, S] by its definition -> output [B, T, H, d], weights [B, H, T, S]."""
         found = context.prepared(Places)
@@ -231,7 +231,7 @@ class SynthesizerAttention(Attention):
         return torch.matmul(dropped, value).transpose(1, 2), weights
 
     def _vectors(
-        self, hidden_states: Tensor, query: Tensor | None, key: Tensor | None, context: LayerContext
+        self, hidden_states: Tensor, query: Tensor | None, key: Tensor | None, context: Call
     ) -> tuple[Tensor, Tensor]:
         """The members that are products: q' [B, H, T, w] and k' [B, H, S, w] with q' k' = the sum of their scores."""
         found = context.prepared(Places)
@@ -256,7 +256,7 @@ class SynthesizerAttention(Attention):
             return queries[0], tables[0]
         return torch.cat(queries, dim=-1), torch.cat(tables, dim=-1)
 
-    def _fused(self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext) -> Tensor:
+    def _fused(self, query: Tensor, key: Tensor, value: Tensor, context: Call) -> Tensor:
         """Fused attention with scores q' k' -> [B, T, H, d]; it wants equal widths, which zeros provide."""
         mask = mask_of_call(context)
         causal = context.causal and mask is None and context.fresh
@@ -269,7 +269,7 @@ class SynthesizerAttention(Attention):
         return output[..., : self.head_dim].transpose(1, 2)
 
     def _blocks(
-        self, hidden_states: Tensor, query: Tensor | None, key: Tensor | None, value: Tensor, context: LayerContext
+        self, hidden_states: Tensor, query: Tensor | None, key: Tensor | None, value: Tensor, context: Call
     ) -> Tensor:
         """Scores in blocks of queries -> [B, T, H, d].
 

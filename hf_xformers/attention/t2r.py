@@ -8,8 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from ..core.call import Call
 from ..core.components import bounded, register
-from ..core.context import LayerContext
 from .shared.learned_features import HeadMap, LearnedFeatures, LearnedFeaturesSpec, mapped
 
 
@@ -45,7 +45,7 @@ class T2RAttention(LearnedFeatures):
     def phi(self, x: Tensor, *params: Tensor) -> Tensor:
         return torch.relu(mapped(x * self.root, *params))
 
-    def phi_params(self, context: LayerContext) -> tuple[Tensor, ...]:
+    def phi_params(self, context: Call) -> tuple[Tensor, ...]:
         return self.feature_map.tensors()
 
     def finished(self, output: Tensor) -> Tensor:

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from ..core.cache import appended
+from ..core.call import Call, SublayerOutput, self_attention_cache
 from ..core.components import bounded, register
-from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..core.visibility import last_key, rows_can_be_empty, visible_block
 from ..ops.common.products import wide_products
 from .shared.base import Attention, given_memory
@@ -66,7 +66,7 @@ class TalkingHeadsAttention(Attention):
     def forward(
         self,
         hidden_states: Tensor,
-        context: LayerContext,
+        context: Call,
         *,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,
@@ -116,7 +116,7 @@ class TalkingHeadsAttention(Attention):
         key: Tensor,
         value: Tensor,
         added: dict[str, Tensor],
-        context: LayerContext,
+        context: Call,
         rows: slice,
     ) -> tuple[Tensor, Tensor]:
         """The equation for the queries `rows` and the first keys -> output [B, t, value heads, d], W [B, H, t, s]."""

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
 from ..core.cache import appended
+from ..core.call import Call, SublayerOutput, self_attention_cache
 from ..core.components import bounded, register
-from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..core.hand_overs import HandOver
 from ..core.prepared import Carry, State
 from ..core.reading_weights import weight_of
@@ -103,7 +103,7 @@ class TransformerXLAttention(Attention):
     # ------------------------------------------------------------------------------------------------ what layers
     # share
 
-    def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
+    def prepare(self, context: Call, past_key_values: Cache | None) -> None:
         if self.spec.share_biases and self.content_bias is not None and self.position_bias is not None:
             biases = (weight_of(self, "content_bias"), weight_of(self, "position_bias"))
             types = None if self.type_bias is None else weight_of(self, "type_bias")
@@ -134,12 +134,12 @@ class TransformerXLAttention(Attention):
             context.keep(DistanceTable(table), self.table_slot)
 
     @staticmethod
-    def _grid(context: LayerContext, length: int, keys: int) -> Grid:
+    def _grid(context: Call, length: int, keys: int) -> Grid:
         """The stack's, or that of a text whose last tokens are the queries."""
         found = context.find(QueryGrid)
         return Grid(keys - length) if found is None else found.grid
 
-    def _slots_ahead(self, context: LayerContext, past_key_values: Cache | None) -> int:
+    def _slots_ahead(self, context: Call, past_key_values: Cache | None) -> int:
         """Keys before the segment: of the memory, or of the cache."""
         cache = self_attention_cache(past_key_values)
         if cache is None or not cache.get_seq_length():
@@ -147,7 +147,7 @@ class TransformerXLAttention(Attention):
         layer = cache.layers[0]
         return layer.stored if isinstance(layer, SegmentCacheLayer) else cache.get_seq_length()
 
-    def _biases(self, context: LayerContext) -> tuple[Tensor, Tensor]:
+    def _biases(self, context: Call) -> tuple[Tensor, Tensor]:
         if self.content_bias is not None and self.position_bias is not None:
             return self.content_bias, self.position_bias
         shared = context.state(SharedBiases)
@@ -163,7 +163,7 @@ class TransformerXLAttention(Attention):
     def forward(
         self,
         hidden_states: Tensor,
-        context: LayerContext,
+        context: Call,
         *,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,
@@ -220,7 +220,7 @@ class TransformerXLAttention(Attention):
         mixed = attend_with_terms(content, key, value, terms, self.dropout if self.training else 0.0, blocks)
         return SublayerOutput(self.written(mixed, context, hidden_states))
 
-    def _typed(self, key: Tensor, content_bias: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
+    def _typed(self, key: Tensor, content_bias: Tensor, context: Call) -> tuple[Tensor, Tensor | None]:
         """Keys [B, H, S, d] with what their types' vectors add to them, and a number for each type and head, [H, n, 1]
         (None: no types): (q + u) k + (q + t) e = (q + u) (k + e) + (t - u) e."""
         if self.t_proj is None:
@@ -235,7 +235,7 @@ class TransformerXLAttention(Attention):
         return key + vectors[:, context.prepared(KeyTypes).types].transpose(0, 1), number.to(key.dtype)
 
     def _keys_and_values(
-        self, hidden_states: Tensor, context: LayerContext, past_key_values: Cache | None, step: int
+        self, hidden_states: Tensor, context: Call, past_key_values: Cache | None, step: int
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Keys and values of memory and tokens, and which are real [B, S] (None: all)."""
         tokens, real = hidden_states, context.query_padding_mask
@@ -281,7 +281,7 @@ class TransformerXLAttention(Attention):
             relative = layer.relative = new if relative is None else torch.cat([new, relative], dim=-1)
         return relative[..., relative.shape[-1] - keys :]
 
-    def same_segment(self, context: LayerContext, rows: slice, keys: slice) -> Tensor:
+    def same_segment(self, context: Call, rows: slice, keys: slice) -> Tensor:
         """Whether the queries `rows` and `keys` are of one segment, [B or 1, 1, t, s]."""
         moved = context.find(QueryGrid)
         of_queries, of_keys = (context.inputs.get("token_type_ids"),) * 2 if moved is None else moved.types
@@ -295,7 +295,7 @@ class TransformerXLAttention(Attention):
         return same | (of_queries == self.spec.joint_type) | (of_keys == self.spec.joint_type)
 
     def visible(
-        self, rows: slice, keys: slice, grid: Grid, context: LayerContext, real: Tensor | None, order: bool = True
+        self, rows: slice, keys: slice, grid: Grid, context: Call, real: Tensor | None, order: bool = True
     ) -> Tensor | None:
         """Which of `keys` the queries `rows` may see, [B or 1, 1, t or 1, s] (None: all); `order=False`: not minding
         that they may be later."""

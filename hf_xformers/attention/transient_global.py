@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
+from ..core.call import Call, SublayerOutput
 from ..core.components import bounded, register
-from ..core.context import LayerContext, SublayerOutput
 from ..core.prepared import Carry, Prepared, State
 from ..core.reading_weights import weight_of
 from ..core.visibility import DenseBias
@@ -88,7 +88,7 @@ class TransientGlobalAttention(BlockSparseAttention):
                 std = config.initializer_factor * config.hidden_size**-0.5
             init.normal_(self.block_bias.weight, mean=0.0, std=std)
 
-    def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
+    def prepare(self, context: Call, past_key_values: Cache | None) -> None:
         super().prepare(context, past_key_values)
         if self.block_bias is not None:
             context.start(BlockTable(weight_of(self.block_bias)))
@@ -99,7 +99,7 @@ class TransientGlobalAttention(BlockSparseAttention):
     def forward(
         self,
         hidden_states: Tensor,
-        context: LayerContext,
+        context: Call,
         *,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,
@@ -129,7 +129,7 @@ class TransientGlobalAttention(BlockSparseAttention):
         mask = {"mask": blocks.seen.expand(batch, -1)} if self.normalization.over_tokens else {}
         return self.summary_norm(sums.to(hidden_states.dtype), **mask)
 
-    def _bias_of_blocks(self, blocks: Blocks, context: LayerContext) -> Tensor:
+    def _bias_of_blocks(self, blocks: Blocks, context: Call) -> Tensor:
         """c[bucket(s - r)] for tokens of block r and the summary s, [H, S, S]."""
         given, table = context.state(BlockTable), None
         if self.block_bias is not None:
@@ -156,7 +156,7 @@ class TransientGlobalAttention(BlockSparseAttention):
         tokens: tuple[Tensor, Tensor, Tensor],
         sides: tuple[Tensor, Tensor, Tensor],
         blocks: Blocks,
-        context: LayerContext,
+        context: Call,
     ) -> tuple[Tensor, Tensor | None]:
         """[B, T, H, d], and weights [B, H, T, T] where they are wanted."""
         dropout, cap = self.dropout if self.training else 0.0, self.spec.score_cap
@@ -190,7 +190,7 @@ class TransientGlobalAttention(BlockSparseAttention):
         sides: tuple[Tensor, Tensor, Tensor],
         of_blocks: Tensor,
         blocks: Blocks,
-        context: LayerContext,
+        context: Call,
     ) -> tuple[Tensor, Tensor]:
         """The equation written out, over all pairs."""
         (query, key, value), (own, side_key, side_value) = tokens, sides

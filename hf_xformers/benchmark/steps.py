@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from ..core.context import LayerContext
+from ..core.call import Call
 from ..core.initialization import Initialized
 from .entries import SHAPES, Entry, make_config
 
@@ -87,7 +87,7 @@ def _layer_step(entry: Entry, shape: str, length: int, batch_size: int, options:
     index = torch.arange(length, device=options["device"])
 
     def run() -> None:
-        context = LayerContext(None, index[None], index, index, causal=shape == "decoder", fresh=True)
+        context = Call(None, index[None], index, index, causal=shape == "decoder", fresh=True)
         try:
             module.prepare(context, None)
             output = module(states, context).output

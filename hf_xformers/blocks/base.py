@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ..core.call import Call, Sublayer, SublayerOutput, add_losses
 from ..core.components import Spec
-from ..core.context import LayerContext, Sublayer, SublayerOutput, add_losses
 from ..core.elsewhere import result_on
 from ..core.prepared import Key, Prepared, State, States, one_state
 from ..normalization.residual import Residual
@@ -134,7 +134,7 @@ class XFormerLayer(GradientCheckpointingLayer):
             if not isinstance(function, Sublayer):
                 raise TypeError(
                     f"{entry.name} of layer {layer_idx} is a {type(function).__name__}, which a layer cannot prepare;"
-                    " let it derive from `hf_xformers.core.context.Sublayer` (attention: `Attention`, feed-forward:"
+                    " let it derive from `hf_xformers.core.call.Sublayer` (attention: `Attention`, feed-forward:"
                     " `FeedForward`)."
                 )
             self.add_module(entry.name, function)
@@ -178,7 +178,7 @@ class XFormerLayer(GradientCheckpointingLayer):
         losses = dict(zip(loss_names, tensors[len(names) :], strict=True))
         return LayerOutput(hidden_states, unflattened(names, tensors[: len(names)]), losses)
 
-    def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
+    def prepare(self, context: Call, past_key_values: Cache | None) -> None:
         """Lets every sublayer put what can be shared into the context."""
         for entry in self.plan:
             self.function(entry).prepare(context, past_key_values)
@@ -199,7 +199,7 @@ class XFormerLayer(GradientCheckpointingLayer):
         memory: Tensor | None,
         states: States,
         *,
-        context: LayerContext,
+        context: Call,
         step: int,
         past_key_values: Cache | None = None,
         before_sublayer: Callable[[], None] | None = None,
@@ -242,7 +242,7 @@ class XFormerLayer(GradientCheckpointingLayer):
             states = {**states, **one_state(Partner(partner))}
         return LayerOutput(hidden_states, states, losses)
 
-    def remember(self, hidden_states: Tensor, context: LayerContext, past_key_values: Cache, step: int) -> None:
+    def remember(self, hidden_states: Tensor, context: Call, past_key_values: Cache, step: int) -> None:
         """Puts the keys and values of tokens [B, T, D] into the cache that no sublayer of this layer works on any
         more. It has one attention, which comes first."""
         frame = self.frame(self.plan[0])
@@ -258,7 +258,7 @@ class XFormerLayer(GradientCheckpointingLayer):
         """What runs: no cross-attention in a decoder that is used without an encoder."""
         return self.plan_alone if memory is None else self.plan
 
-    def around(self, context: LayerContext) -> LayerContext:
+    def around(self, context: Call) -> Call:
         """The call as frames and feed-forwards see it."""
         return context if context.unpadding is None else context.of_tokens()
 
@@ -286,7 +286,7 @@ class XFormerLayer(GradientCheckpointingLayer):
         self,
         entry: SublayerPlan,
         hidden_states: Tensor,
-        context: LayerContext,
+        context: Call,
         memory: Tensor | None,
         past_key_values: Cache | None,
         step: int,
@@ -302,7 +302,7 @@ class XFormerLayer(GradientCheckpointingLayer):
         self,
         entry: SublayerPlan,
         entered: Tensor,
-        context: LayerContext,
+        context: Call,
         memory: Tensor | None,
         past_key_values: Cache | None,
         step: int,

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
+from ..core.call import Call, SublayerOutput
 from ..core.components import register
-from ..core.context import LayerContext, SublayerOutput
 from ..core.hand_overs import HandOver
 from ..core.prepared import States, one_state
 from ..core.text_tree import Spans, SpansBeside, make_tree
@@ -26,7 +26,7 @@ class BPTransformerLayer(XFormerLayer):
     3.2). Cross-attention is for tokens alone. With a cache the spans are those that this call's tokens complete."""
 
     @staticmethod
-    def wide(context: LayerContext) -> LayerContext:
+    def wide(context: Call) -> Call:
         """The call as functions of single nodes see it: spans are further tokens."""
 
         def make() -> SpansBeside:
@@ -44,7 +44,7 @@ class BPTransformerLayer(XFormerLayer):
 
         return context.prepare(SpansBeside, make).call
 
-    def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
+    def prepare(self, context: Call, past_key_values: Cache | None) -> None:
         wide = self.wide(context)
         for entry in self.plan:
             self.function(entry).prepare(wide if entry.kind == "feedforward" else context, past_key_values)
@@ -58,14 +58,14 @@ class BPTransformerLayer(XFormerLayer):
         hidden_states, above = joined.split([length, count], dim=1)
         return LayerOutput(hidden_states, {**states, **one_state(Spans(above))}, losses)
 
-    def around(self, context: LayerContext) -> LayerContext:
+    def around(self, context: Call) -> Call:
         return self.wide(context).passing(context.states)
 
     def run_entered(
         self,
         entry: SublayerPlan,
         entered: Tensor,
-        context: LayerContext,
+        context: Call,
         memory: Tensor | None,
         past_key_values: Cache | None,
         step: int,

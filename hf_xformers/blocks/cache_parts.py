@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from ..core.cache import KeepsMore, RecurrentStateLayer, XFormerCache
-from ..core.context import LayerContext, SublayerOutput, self_attention_cache
+from ..core.call import Call, SublayerOutput, self_attention_cache
 from .base import SublayerPlan, XFormerLayer
 from .window_state import WindowCacheLayer
 
@@ -143,7 +143,7 @@ class SeveralAttentionsLayer(XFormerLayer):
         self,
         entry: SublayerPlan,
         entered: Tensor,
-        context: LayerContext,
+        context: Call,
         memory: Tensor | None,
         past_key_values: Cache | None,
         step: int,

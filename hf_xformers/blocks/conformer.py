@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from ..core.call import Call, SublayerOutput
 from ..core.components import register
-from ..core.context import LayerContext, SublayerOutput
 from ..core.initialization import start_projections
 from ..core.reading_weights import weight_of
 from ..normalization.base import norm_inputs
@@ -59,7 +59,7 @@ class ConformerConvolution(WindowSublayer):
     def forward(
         self,
         hidden_states: Tensor,
-        context: LayerContext,
+        context: Call,
         *,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,
@@ -81,7 +81,7 @@ class ClosedResidual(nn.Module):
         self.normalization, self.frame = config.normalization, frame
         self.norm = config.normalization.build(config)
 
-    def inputs(self, context: LayerContext) -> dict[str, Any]:
+    def inputs(self, context: Call) -> dict[str, Any]:
         return {**self.frame.inputs(context), **norm_inputs(self.normalization, context)}
 
     def enter(self, hidden_states: Tensor, **inputs: Any) -> Tensor:

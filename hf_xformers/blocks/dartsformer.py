@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from ..core.call import Call, Sublayer, SublayerOutput, add_losses, self_attention_cache
 from ..core.components import register
-from ..core.context import LayerContext, Sublayer, SublayerOutput, add_losses, self_attention_cache
 from ..core.weight_decay import Undecayed
 from ..normalization.residual import PlainSum, Residual
 from .base import BlockSpec, SublayerPlan, XFormerLayer
@@ -39,7 +39,7 @@ class Choice(Undecayed, nn.Module):
         if self.alpha is not None:
             init.zeros_(self.alpha)
 
-    def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
+    def prepare(self, context: Call, past_key_values: Cache | None) -> None:
         for operation in self.operations.values():
             cast(Sublayer, operation).prepare(context, past_key_values)
 
@@ -50,7 +50,7 @@ class Choice(Undecayed, nn.Module):
         return torch.softmax(self.alpha.to(torch.promote_types(self.alpha.dtype, torch.float32)), dim=0)
 
     def forward(
-        self, hidden: Tensor, context: LayerContext, losses: dict[str, Tensor], **given: Any
+        self, hidden: Tensor, context: Call, losses: dict[str, Tensor], **given: Any
     ) -> tuple[Tensor, Tensor | None]:
         """h [B, T, D / n] -> G, and the attention weights where there are some."""
         total, weights, shares = torch.zeros_like(hidden), None, self.shares()
@@ -69,7 +69,7 @@ class Choice(Undecayed, nn.Module):
         self,
         name: str,
         hidden: Tensor,
-        context: LayerContext,
+        context: Call,
         *,
         memory: Tensor | None,
         past_key_values: Cache | None,
@@ -106,7 +106,7 @@ class DartsformerCell(Sublayer):
         )
         self.slots = [sum(CROSS in names for names in choices[:split]) for split in range(len(choices))]
 
-    def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
+    def prepare(self, context: Call, past_key_values: Cache | None) -> None:
         for split in self.splits:
             cast(Choice, split).prepare(context, past_key_values)
 
@@ -118,7 +118,7 @@ class DartsformerCell(Sublayer):
     def forward(
         self,
         hidden_states: Tensor,
-        context: LayerContext,
+        context: Call,
         *,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,
@@ -145,7 +145,7 @@ class DartsformerCell(Sublayer):
             cast(CellCacheLayer, cache.layers[step]).advance(hidden_states.shape[1])
         return SublayerOutput(torch.cat(changes, dim=-1), weights, aux_losses=losses or None)
 
-    def invert(self, output: Tensor, context: LayerContext, memory: Tensor | None = None) -> Tensor:
+    def invert(self, output: Tensor, context: Call, memory: Tensor | None = None) -> Tensor:
         """Y [B, T, D] -> the X that the layer has made it of, without dropout."""
         parts = list(output.chunk(len(self.splits), dim=-1))
         for index in reversed(range(len(self.splits))):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
-from ..core.context import LayerContext, Sublayer, SublayerOutput
+from ..core.call import Call, Sublayer, SublayerOutput
 from .gated_linear import GatedLinear
 from .narrow import reshaped
 from .token_convolution import TokenConvolution, TokenConvolutionForm
@@ -40,7 +40,7 @@ class PartConvolution(WindowSublayer):
     def forward(
         self,
         hidden_states: Tensor,
-        context: LayerContext,
+        context: Call,
         *,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 
+from ..core.call import Call, Sublayer, SublayerOutput
 from ..core.components import bounded, register
-from ..core.context import LayerContext, Sublayer, SublayerOutput
 from .base import BlockSpec, SublayerPlan, XFormerLayer
 from .narrow import check_reshaped, reshaped
 
@@ -135,13 +135,13 @@ class DelightAttention(Sublayer):
     def takes_unpadded(self) -> bool:
         return self.attention.takes_unpadded
 
-    def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
+    def prepare(self, context: Call, past_key_values: Cache | None) -> None:
         self.attention.prepare(context, past_key_values)
 
     def forward(
         self,
         hidden_states: Tensor,
-        context: LayerContext,
+        context: Call,
         *,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
+from ..core.call import Call, SublayerOutput
 from ..core.components import bounded, register
-from ..core.context import LayerContext, SublayerOutput
 from .base import BlockSpec, SublayerPlan, XFormerLayer
 from .cache_parts import SeveralAttentionsLayer, WindowPartsCacheLayer
 from .gated_linear import GatedLinear
@@ -43,7 +43,7 @@ class EncoderBranches(WindowSublayer):
         self.separable = SeparableConvolution(4 * width, width // 2, spec.encoder_kernels[1])
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
-    def forward(self, hidden_states: Tensor, context: LayerContext, **given: Any) -> SublayerOutput:
+    def forward(self, hidden_states: Tensor, context: Call, **given: Any) -> SublayerOutput:
         windows = self.windows_of(hidden_states, self.conv.kernel_size[0], context, None, None)
         near = self.dropout(F.relu(self.conv(windows.transpose(1, 2)).transpose(1, 2)))
         inner = self.norm(add_to_first(self.dropout(F.relu(self.up_proj(hidden_states))), near))
@@ -67,7 +67,7 @@ class DecoderBranches(WindowSublayer):
     def forward(
         self,
         hidden_states: Tensor,
-        context: LayerContext,
+        context: Call,
         *,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,
@@ -101,7 +101,7 @@ class EvolvedTransformerLayer(SeveralAttentionsLayer):
         self,
         entry: SublayerPlan,
         entered: Tensor,
-        context: LayerContext,
+        context: Call,
         memory: Tensor | None,
         past_key_values: Cache | None,
         step: int,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.context import LayerContext, Sublayer, SublayerOutput
+from ..core.call import Call, Sublayer, SublayerOutput
 
 
 class GatedLinear(Sublayer):
@@ -18,7 +18,7 @@ class GatedLinear(Sublayer):
         super().__init__()
         self.up_proj, self.gate_proj = nn.Linear(width, width), nn.Linear(width, width)
 
-    def forward(self, hidden_states: Tensor, context: LayerContext, **given: Any) -> SublayerOutput:
+    def forward(self, hidden_states: Tensor, context: Call, **given: Any) -> SublayerOutput:
         return SublayerOutput(self.up_proj(hidden_states) * torch.sigmoid(self.gate_proj(hidden_states)))
 
 

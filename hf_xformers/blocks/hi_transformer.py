@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from ..core.call import Call, SublayerOutput, add_losses
 from ..core.components import register
-from ..core.context import LayerContext, SublayerOutput, add_losses
 from ..core.hand_overs import HandOver
 from ..core.prepared import States
 from ..core.weight_decay import Undecayed
@@ -43,7 +43,7 @@ class HiLayer(Undecayed, XFormerLayer):
         init.normal_(self.document_mark, mean=0.0, std=config.initializer_range)
 
     def at_level(
-        self, prefix: str, hidden_states: Tensor, context: LayerContext, losses: dict[str, Tensor], step: int
+        self, prefix: str, hidden_states: Tensor, context: Call, losses: dict[str, Tensor], step: int
     ) -> Tensor:
         """Attention and feed-forward planned under `prefix`, on [R, N, D]."""
         plan = {entry.name: entry for entry in self.plan}
@@ -56,7 +56,7 @@ class HiLayer(Undecayed, XFormerLayer):
             add_losses(losses, result.aux_losses)
         return hidden_states
 
-    def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
+    def prepare(self, context: Call, past_key_values: Cache | None) -> None:
         levels = context.prepared(Levels)
         for prefix, level in (("first_", levels.words), ("document_", levels.document), ("", levels.informed)):
             for entry in self.plan:
@@ -73,7 +73,7 @@ class HiLayer(Undecayed, XFormerLayer):
         memory: Tensor | None,
         states: States,
         *,
-        context: LayerContext,
+        context: Call,
         step: int,
         **_: Any,
     ) -> LayerOutput:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from ..core.call import Call, Sublayer, SublayerOutput
 from ..core.components import bounded, register
-from ..core.context import LayerContext, Sublayer, SublayerOutput
 from ..core.hand_overs import HandOver
 from ..core.prepared import Prepared
 from ..ops.common.products import wide_products
@@ -63,7 +63,7 @@ class InterParagraphAttention(Sublayer):
     def forward(
         self,
         hidden_states: Tensor,
-        context: LayerContext,
+        context: Call,
         *,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,

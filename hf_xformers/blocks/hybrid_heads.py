@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from ..core.call import Call, SublayerOutput
 from ..core.components import SpecLike, bounded, build_spec, register
-from ..core.context import LayerContext, SublayerOutput
 from .base import BlockSpec, SublayerPlan, XFormerLayer
 from .cache_parts import SeveralAttentionsLayer, StatePartsCacheLayer
 from .window_state import check_window_block
@@ -36,7 +36,7 @@ class HybridHeadsLayer(SeveralAttentionsLayer):
         self,
         entry: SublayerPlan,
         entered: Tensor,
-        context: LayerContext,
+        context: Call,
         memory: Tensor | None,
         past_key_values: Cache | None,
         step: int,

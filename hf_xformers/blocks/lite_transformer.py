@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from ..core.call import Call, Sublayer, SublayerOutput
 from ..core.components import bounded, register
-from ..core.context import LayerContext, Sublayer, SublayerOutput
 from .base import BlockSpec, SublayerPlan, XFormerLayer
 from .narrow import check_reshaped, reshaped
 from .token_convolution import TokenConvolution, TokenConvolutionForm
@@ -46,13 +46,13 @@ class LongShortRangeAttention(Sublayer):
             layer_idx,
         )
 
-    def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
+    def prepare(self, context: Call, past_key_values: Cache | None) -> None:
         self.attention.prepare(context, past_key_values)
 
     def forward(
         self,
         hidden_states: Tensor,
-        context: LayerContext,
+        context: Call,
         *,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,

@@ -10,8 +10,8 @@ from typing import ClassVar
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from ..core.call import Call, SublayerOutput
 from ..core.components import register
-from ..core.context import LayerContext, SublayerOutput
 from ..core.hand_overs import HandOver
 from ..core.prepared import State
 from .base import BlockSpec, SublayerPlan, XFormerLayer
@@ -42,7 +42,7 @@ class MemformerLayer(XFormerLayer):
         self,
         entry: SublayerPlan,
         entered: Tensor,
-        context: LayerContext,
+        context: Call,
         memory: Tensor | None,
         past_key_values: Cache | None,
         step: int,

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..core.context import LayerContext
+from ..core.call import Call
 from ..core.prepared import Prepared, State
 from ..ops.common.constants import constant
 from ..ops.common.real_tokens import real_places
@@ -126,17 +126,17 @@ class Levels(Prepared):
     text's vector after them, and over the sentences of the text."""
 
     nesting: Nesting
-    words: LayerContext
-    informed: LayerContext
-    document: LayerContext
+    words: Call
+    informed: Call
+    document: Call
 
     @classmethod
-    def of(cls, context: LayerContext, nesting: Nesting, position: Position, like: Tensor) -> Levels:
+    def of(cls, context: Call, nesting: Nesting, position: Position, like: Tensor) -> Levels:
         words, filled = nesting.words.flatten(0, 1), nesting.filled
         informed = torch.cat([words, filled.flatten().unsqueeze(-1)], dim=-1)
         masks = (words, informed, filled)
 
-        def level(mask: Tensor) -> LayerContext:
+        def level(mask: Tensor) -> Call:
             rows, length = mask.shape
             places = torch.arange(length, device=mask.device)
             derived = context.derive(

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
 from ..core.cache import RecurrentStateLayer
+from ..core.call import Call, Sublayer, SublayerOutput, self_attention_cache
 from ..core.components import register
-from ..core.context import LayerContext, Sublayer, SublayerOutput, self_attention_cache
 from ..core.initialization import start_projections
 from ..core.weight_decay import Undecayed
 from ..ops.convolution.short import token_before
@@ -45,7 +45,7 @@ class ChannelMixing(Undecayed, Sublayer):
     def forward(
         self,
         hidden_states: Tensor,
-        context: LayerContext,
+        context: Call,
         *,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from ..core.context import LayerContext, SublayerOutput
+from ..core.call import Call, SublayerOutput
 from ..ops.common.segments import accumulation_dtype
 from ..ops.convolution.convolution import token_convolution, token_convolution_reference
 from .window_state import WindowSublayer
@@ -72,7 +72,7 @@ class TokenConvolution(WindowSublayer):
     def forward(
         self,
         hidden_states: Tensor,
-        context: LayerContext,
+        context: Call,
         *,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,

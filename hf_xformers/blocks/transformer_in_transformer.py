@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 
+from ..core.call import Call
 from ..core.components import bounded, register
-from ..core.context import LayerContext
 from ..core.hand_overs import HandOver
 from ..core.prepared import States, one_state
 from ..embedding.pixel_patch import PIXELS, PixelStates
@@ -69,7 +69,7 @@ class TNTLayer(XFormerLayer):
         self.join = nn.Linear(count, config.hidden_size, bias=False)
         self.patch_norm = config.normalization.build(config)
 
-    def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
+    def prepare(self, context: Call, past_key_values: Cache | None) -> None:
         super().prepare(context, past_key_values)
         if PIXELS not in context.inputs:
             raise ValueError(

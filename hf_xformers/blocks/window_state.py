@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ..core.cache import FollowsRows
-from ..core.context import LayerContext, Sublayer, self_attention_cache
+from ..core.call import Call, Sublayer, self_attention_cache
 
 
 class WindowCacheLayer(FollowsRows, DynamicLayer):
@@ -49,7 +49,7 @@ class WindowSublayer(Sublayer):
         super().__init__()
         self.name, self.layer_idx = name, layer_idx
 
-    def real_inputs(self, hidden_states: Tensor, context: LayerContext) -> Tensor:
+    def real_inputs(self, hidden_states: Tensor, context: Call) -> Tensor:
         """[B, T, D] with zeros at padding."""
         mask = context.query_padding_mask
         return hidden_states if mask is None else hidden_states.masked_fill(~mask[..., None], 0.0)
@@ -58,7 +58,7 @@ class WindowSublayer(Sublayer):
         self,
         hidden_states: Tensor,
         width: int,
-        context: LayerContext,
+        context: Call,
         past_key_values: Cache | None,
         step: int | None,
         name: str | None = None,
@@ -74,7 +74,7 @@ class WindowSublayer(Sublayer):
         self,
         hidden_states: Tensor,
         count: int,
-        context: LayerContext,
+        context: Call,
         past_key_values: Cache | None,
         step: int | None,
         name: str | None = None,

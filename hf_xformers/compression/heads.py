@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..attention.dense import DenseAttention
 from ..attention.shared.base import Attention
-from ..core.context import LayerContext, SublayerOutput
+from ..core.call import Call, SublayerOutput
 from ..core.visibility import DenseBias, visible_pairs
 from ..ops.common.products import wide_products
 
@@ -79,7 +79,7 @@ def _recording(module: Attention, inside: dict[str, Tensor | None], scores: bool
     """`attend`, which leaves scores and values. Some mechanisms go without it."""
     attend = module.attend
 
-    def recorded(query: Tensor, key: Tensor, value: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
+    def recorded(query: Tensor, key: Tensor, value: Tensor, context: Call) -> tuple[Tensor, Tensor | None]:
         inside["values"] = module.repeated(value)
         inside["scores"] = softmax_scores(module, query, key, context) if scores else None
         return attend(query, key, value, context)
@@ -89,7 +89,7 @@ def _recording(module: Attention, inside: dict[str, Tensor | None], scores: bool
 
 def _leaving(index: int, found: dict[int, Heads], inside: dict[str, Tensor | None]) -> Any:
     def leave(_: nn.Module, given: tuple, named: dict[str, Any], result: SublayerOutput) -> None:
-        context: LayerContext = given[1]
+        context: Call = given[1]
         found[index] = Heads(
             result.weights,
             inside.get("scores"),
@@ -106,7 +106,7 @@ def has_scores(module: nn.Module) -> bool:
     return isinstance(module, DenseAttention) and not module.changes_scores
 
 
-def softmax_scores(module: Attention, query: Tensor, key: Tensor, context: LayerContext) -> Tensor | None:
+def softmax_scores(module: Attention, query: Tensor, key: Tensor, context: Call) -> Tensor | None:
     """[B, H, T, S]: scale q k + bias, before masks and softmax; None of a mechanism without such scores."""
     if not has_scores(module):
         return None

@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 from transformers.cache_utils import Cache
 
 from ..blocks.base import LayerOutput, XFormerLayer
-from ..core.context import LayerContext
+from ..core.call import Call
 from ..core.prepared import States
 from .methods.theseus import Theseus
 
@@ -111,7 +111,7 @@ class Replacing:
     def _wrap(self, layer: XFormerLayer, number: int, block: Sequence[XFormerLayer]) -> None:
         own, prepare = layer.run, layer.prepare
 
-        def prepared(context: LayerContext, past_key_values: Cache | None) -> None:
+        def prepared(context: Call, past_key_values: Cache | None) -> None:
             prepare(context, past_key_values)
             if layer.training and self.rate < 1.0:
                 for old in block:

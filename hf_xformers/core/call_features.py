@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from .context import LayerContext
+from .call import Call
 
 
 class CallFeature:
@@ -23,7 +23,7 @@ class CallFeature:
         """Positions [B or 1, T] in the text -> those that the position component reads."""
         return positions
 
-    def enter(self, context: LayerContext, tower: Any) -> None:
+    def enter(self, context: Call, tower: Any) -> None:
         """Called before the position is prepared: adds to the call."""
 
     def leave(self, result: Any) -> dict[str, Any]:

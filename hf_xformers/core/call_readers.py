@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ..compat import parallelism_in_force
+from .call import Call
 from .components import SLOTS
-from .context import LayerContext
 
 _INSTEAD = "use data parallelism (DDP or FSDP2) instead"
 
@@ -34,7 +34,7 @@ class CallReader:
         attention_mask: Tensor | None,
         position_ids: Tensor | None,
         **asked: Any,
-    ) -> LayerContext:
+    ) -> Call:
         """The call of a tower on inputs_embeds [B, T, D]. asked: further arguments of its `read_rows`."""
         raise NotImplementedError
 
@@ -107,7 +107,7 @@ class ShardedRows(CallReader):
         attention_mask: Tensor | None,
         position_ids: Tensor | None,
         **asked: Any,
-    ) -> LayerContext:
+    ) -> Call:
         """Raises `ValueError` for a model, or a call, that would be wrong."""
         check_sharding(tower.config, sharding_in_force())
         context = tower.read_rows(inputs_embeds, attention_mask, None, **asked)

@@ -48,7 +48,7 @@ class Elsewhere(MutableMapping):
 
 
 def context_on(context: Any, device: torch.device) -> Any:
-    """The copy of a `LayerContext` on a device."""
+    """The copy of a `Call` on a device."""
     made = context.made.kept if isinstance(context.made, Elsewhere) else context.made
     moved = made.setdefault((Moved, None), Moved()).twins
     twin = copy.copy(context)

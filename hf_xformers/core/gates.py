@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.hand_overs import HandOver
-from .context import LayerContext
+from .call import Call
 from .prepared import Prepared
 
 OPEN, ALL = "gates_open", "gates_all"
@@ -35,7 +35,7 @@ class Gates(nn.Module):
     def initialize(self, config, init) -> None:
         init.constant_(self.outer.bias, config.stack.gate_bias)
 
-    def forward(self, tokens: Tensor, context: LayerContext) -> Tensor:
+    def forward(self, tokens: Tensor, context: Call) -> Tensor:
         """[B, T, D] -> [B, T, n] in the dtype of `tokens`."""
         logits = self.outer(torch.relu(self.inner(tokens)))
         logits = logits if logits.dtype == torch.float64 else logits.float()

@@ -21,8 +21,8 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from ..ops.common.real_tokens import real_first, real_last
 from .cache import RecurrentStateLayer
+from .call import can_inspect
 from .call_features import CallFeature
-from .context import can_inspect
 
 _MOVED = "tokens_stand_last"  # of a cache, once a call has moved tokens; else its slots stand as the mask has them
 

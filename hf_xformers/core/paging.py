@@ -16,9 +16,9 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from ..core.hand_overs import HandOver
 from .cache import cache_layers
+from .call import Call
 from .call_readers import CallReader
 from .components import Spec
-from .context import LayerContext
 
 # How a position may act where a key's slot says nothing of its place: what it adds to the scores of a pair by other
 # means than a bias counts slots.
@@ -62,13 +62,13 @@ class PagedTexts(Cache, CallReader):
         attention_mask: Tensor | None,
         position_ids: Tensor | None,
         **asked: Any,
-    ) -> LayerContext:
+    ) -> Call:
         """The call of a step: position_ids [1, N], the place of each token in its own text; attention_mask
         [1, 1, N, S], which of the keys that the pages give it sees."""
         if attention_mask is None or position_ids is None:
             raise ValueError("A step of continuous batching needs a mask of pairs and the places of tokens; use sdpa.")
         positions = position_ids.long()
-        return LayerContext(
+        return Call(
             padding_mask=None,
             positions=positions,
             query_index=positions[0],

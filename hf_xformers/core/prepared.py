@@ -20,7 +20,7 @@ class _Kind:
 
 
 class Prepared(_Kind):
-    """Base of what a call makes once for all of its layers ([`LayerContext.prepare`]).
+    """Base of what a call makes once for all of its layers ([`Call.prepare`]).
 
     It holds no tensor with a gradient, as a stack that runs layers again would lose that; parameters are read from
     modules that stand in it.

@@ -19,7 +19,7 @@ from transformers.cache_utils import DynamicLayer
 from ..compat import pytree
 from ..ops.common.real_tokens import from_first_real, real_last
 from .cache import SlotStateLayer
-from .context import LayerContext
+from .call import Call
 from .prepared import Prepared, State
 
 
@@ -38,7 +38,7 @@ class MemoryLayout(Prepared):
     begun: Tensor | None = None
 
     @classmethod
-    def of(cls, context: LayerContext) -> MemoryLayout:
+    def of(cls, context: Call) -> MemoryLayout:
         """That of a call; a call without memory has one as well."""
         return context.find(cls) or cls()
 

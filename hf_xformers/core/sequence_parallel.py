@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..ops.common.real_tokens import first_real, real_places
+from .call import Call, segments_from_positions
 from .call_readers import CallReader, read_by, sharding_in_force
 from .components import SLOTS, refuse_packing
-from .context import LayerContext, segments_from_positions
 from .losses import labels_after_real_tokens
 from .text_parts import Division, TextParts, check_alike, divide, division_in_force, whole_rows
 
@@ -189,7 +189,7 @@ class DividedRows(CallReader):
         attention_mask: Tensor | None,
         position_ids: Tensor | None,
         **asked: Any,
-    ) -> LayerContext:
+    ) -> Call:
         position_ids = tower.from_zero(position_ids)
         parts, positions = parts_of_call(
             *(tower.config, self.division, inputs_embeds, attention_mask, position_ids),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .context import LayerContext, check_axes
+from .call import Call, check_axes
 from .prepared import State
 
 TASKS = "tasks"
@@ -20,7 +20,7 @@ class TaskVector(State):
     vector: Tensor
 
 
-def task_numbers(context: LayerContext, count: int) -> Tensor:
+def task_numbers(context: Call, count: int) -> Tensor:
     """[B or 1] integer numbers of the tasks of the batch's rows, of `count` tasks that a model knows.
 
     Raises:

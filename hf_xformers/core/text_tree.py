@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..ops.binary_partition import finished_spans, listed_spans
 from ..ops.common.real_tokens import real_first, real_places
-from .context import LayerContext, can_inspect
+from .call import Call, can_inspect
 from .prepared import Prepared, State
 
 
@@ -21,7 +21,7 @@ class Spans(State):
 class SpansBeside(Prepared):
     """The call as functions of single nodes see it where spans go through layers besides tokens, as further tokens."""
 
-    call: LayerContext
+    call: Call
 
 
 class Tree(Prepared):
@@ -54,12 +54,12 @@ class Tree(Prepared):
         return torch.cat([mask, valid.expand(batch, -1)], dim=1)
 
 
-def make_tree(context: LayerContext) -> Tree:
+def make_tree(context: Call) -> Tree:
     """The tree of a call, made once for all layers."""
     return context.prepare(Tree, lambda: _tree(context))
 
 
-def _tree(context: LayerContext) -> Tree:
+def _tree(context: Call) -> Tree:
     mask, queries = context.padding_mask, context.query_index
     slots = int(context.key_index.shape[0])  # a graph is for this length
     levels, nodes, _ = listed_spans(slots, context.causal, queries.device)

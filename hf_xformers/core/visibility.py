@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..ops.common.real_tokens import real_first
-from .context import LayerContext
+from .call import Call
 from .prepared import Prepared, State
 
 
@@ -35,7 +35,7 @@ class RealFirst(Prepared):
     order: Tensor
 
 
-def boolean_mask(context: LayerContext) -> Tensor | None:
+def boolean_mask(context: Call) -> Tensor | None:
     """Who may attend to whom, [B or 1, 1, T or 1, S], True = may; None if everybody may, or if plain causal order is
     all there is (the kernels' own `is_causal`)."""
     mask = context.explicit_mask
@@ -56,12 +56,12 @@ def boolean_mask(context: LayerContext) -> Tensor | None:
     return order if mask is None else mask & order
 
 
-def mask_of_call(context: LayerContext) -> Tensor | None:
+def mask_of_call(context: Call) -> Tensor | None:
     """[`boolean_mask`], made once per call."""
     return context.prepare(BooleanMask, lambda: BooleanMask(boolean_mask(context))).mask
 
 
-def visible_pairs(context: LayerContext, cross: bool = False) -> Tensor | None:
+def visible_pairs(context: Call, cross: bool = False) -> Tensor | None:
     """Who may attend to whom, [B or 1, 1 or H, T or 1, S] boolean, the causal order included; None if everybody
     may."""
     if cross:
@@ -70,14 +70,14 @@ def visible_pairs(context: LayerContext, cross: bool = False) -> Tensor | None:
     return context.prepare(VisiblePairs, lambda: VisiblePairs(_visible_pairs(context))).mask
 
 
-def _visible_pairs(context: LayerContext) -> Tensor | None:
+def _visible_pairs(context: Call) -> Tensor | None:
     mask = boolean_mask(context)
     if mask is None and context.causal and context.query_index.shape[0] > 1:
         mask = (context.key_index[None, :] <= context.query_index[:, None])[None, None]
     return mask
 
 
-def visible_block(context: LayerContext, cross: bool, rows: slice, keys: slice, order: bool = True) -> Tensor | None:
+def visible_block(context: Call, cross: bool, rows: slice, keys: slice, order: bool = True) -> Tensor | None:
     """The part of [`visible_pairs`] for some queries and some keys, made without making the whole; `order=False`:
     without the causal order, which the caller sees to."""
     if cross:
@@ -98,20 +98,20 @@ def visible_block(context: LayerContext, cross: bool, rows: slice, keys: slice, 
     return mask
 
 
-def tokens_in_order(context: LayerContext) -> Tensor | None:
+def tokens_in_order(context: Call) -> Tensor | None:
     """The slots [B, S] of the keys, real ones first, each as they stand; None: none is padding."""
     mask = context.padding_mask
     return None if mask is None else context.prepare(RealFirst, lambda: RealFirst(real_first(mask))).order
 
 
-def rows_can_be_empty(context: LayerContext, cross: bool = False) -> bool:
+def rows_can_be_empty(context: Call, cross: bool = False) -> bool:
     """Whether some query may see nothing at all. By causal order alone that never happens: a token sees itself."""
     if cross:
         return context.memory_padding_mask is not None
     return context.padding_mask is not None or context.explicit_mask is not None
 
 
-def last_key(context: LayerContext, cross: bool, num_keys: int, stop: int) -> int:
+def last_key(context: Call, cross: bool, num_keys: int, stop: int) -> int:
     """How many of `num_keys` keys the queries before `stop` can see at most."""
     if cross or not context.causal or context.static:
         return num_keys

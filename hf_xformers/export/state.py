@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindowLayer
 
 from ..core.cache import make_cache
-from ..core.context import self_attention_cache
+from ..core.call import self_attention_cache
 from ..core.outputs import TowerOutput
 from ..modeling_base import XFormerPreTrainedModel
 from ..modeling_xformer import XFormerModel

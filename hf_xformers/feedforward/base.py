@@ -7,14 +7,14 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from ..core.call import Call, Sublayer, SublayerOutput
 from ..core.components import Spec
-from ..core.context import LayerContext, Sublayer, SublayerOutput
 
 
 class FeedForward(Sublayer):
     """Base of feed-forward modules: functions of single tokens, up to what they count over a batch."""
 
-    def forward(self, hidden_states: Tensor, context: LayerContext) -> SublayerOutput:
+    def forward(self, hidden_states: Tensor, context: Call) -> SublayerOutput:
         """hidden_states [B, T, D] -> [B, T, D]."""
         raise NotImplementedError
 

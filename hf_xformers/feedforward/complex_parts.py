@@ -8,8 +8,8 @@ import copy
 import torch
 from torch import Tensor
 
+from ..core.call import Call, SublayerOutput
 from ..core.components import build_spec, register
-from ..core.context import LayerContext, SublayerOutput
 from .base import FeedForward, FeedForwardSpec
 from .dense import DenseFeedForwardSpec
 
@@ -24,7 +24,7 @@ class PartsFeedForward(FeedForward):
         half.hidden_size, half.intermediate_size = config.hidden_size // 2, config.intermediate_size // 2
         self.inner = build_spec("feedforward", spec.inner).build(half)
 
-    def forward(self, hidden_states: Tensor, context: LayerContext) -> SublayerOutput:
+    def forward(self, hidden_states: Tensor, context: Call) -> SublayerOutput:
         real, imaginary = (self.inner(part, context).output for part in hidden_states.chunk(2, dim=-1))
         return SublayerOutput(torch.cat((real, imaginary), dim=-1))
 

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..core.call import Call, SublayerOutput
 from ..core.components import bounded, register
-from ..core.context import LayerContext, SublayerOutput
 from ..core.gates import Gates, check_stack, gate_usage
 from ..core.initialization import start_projections
 from ..normalization.base import norm_inputs
@@ -66,7 +66,7 @@ class ConditionalFeedForward(FeedForward):
             output = output.index_add(0, index, part(flat[index]).to(output.dtype))
         return output.view_as(tokens)
 
-    def forward(self, hidden_states: Tensor, context: LayerContext) -> SublayerOutput:
+    def forward(self, hidden_states: Tensor, context: Call) -> SublayerOutput:
         """hidden_states [B, T, D] -> [B, T, D]; `chunk_size_feed_forward` bounds the tokens in flight."""
         given = norm_inputs(self.normalization, context)
         last = cast(Part, self.parts[-1])

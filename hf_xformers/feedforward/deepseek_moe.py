@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from ..core.after_step import StepFollower
+from ..core.call import Call, SublayerOutput
 from ..core.components import bounded, register
-from ..core.context import LayerContext, SublayerOutput
 from ..core.distributed import sum_over_processes
 from ..core.precision import Float32Module
 from .base import FeedForward
@@ -120,7 +120,7 @@ class DeepSeekExperts(FeedForward):
             scores = grouped.masked_fill(~kept[..., None], float("-inf")).flatten(-2)
         return scores.topk(spec.topk, dim=-1).indices
 
-    def forward(self, hidden_states: Tensor, context: LayerContext | None) -> SublayerOutput:
+    def forward(self, hidden_states: Tensor, context: Call | None) -> SublayerOutput:
         """hidden_states [B, T, D] -> [B, T, D], with the loss `router_balance` where it has a weight."""
         spec, tokens = self.spec, hidden_states.flatten(0, 1)
         real = real_tokens(hidden_states, context)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.activations import ACT2FN
 
+from ..core.call import Call, SublayerOutput
 from ..core.components import bounded, register
-from ..core.context import LayerContext, SublayerOutput
 from ..core.initialization import start_projections
 from .base import FeedForward, FeedForwardSpec
 
@@ -75,7 +75,7 @@ class DenseFeedForward(FeedForward):
             inner = F.dropout(inner, self.dropout)
         return self.down_proj(inner)
 
-    def forward(self, hidden_states: Tensor, context: LayerContext) -> SublayerOutput:
+    def forward(self, hidden_states: Tensor, context: Call) -> SublayerOutput:
         """hidden_states [B, T, D] -> [B, T, D]; `chunk_size_feed_forward` bounds the tokens in flight, also those kept
         for the backward pass, which computes each chunk's inner activations again."""
         if not self.chunk_size:

@@ -8,8 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ..core.call import Call, SublayerOutput
 from ..core.components import aliased, bounded, register
-from ..core.context import LayerContext, SublayerOutput
 from .base import FeedForward
 from .experts import ExpertsSpec, Router
 from .routing import balance_loss, documents, real_tokens, within_capacity
@@ -38,7 +38,7 @@ class PrototypedExperts(FeedForward):
             return factor
         return factor * self.spec.num_prototypes
 
-    def forward(self, hidden_states: Tensor, context: LayerContext | None) -> SublayerOutput:
+    def forward(self, hidden_states: Tensor, context: Call | None) -> SublayerOutput:
         """hidden_states [B, T, D] -> [B, T, D], with loss `router_balance` where it has a weight."""
         spec, tokens = self.spec, hidden_states.flatten(0, 1)
         real = real_tokens(hidden_states, context)

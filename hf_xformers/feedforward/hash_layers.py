@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from ..core.cache import RecurrentStateLayer
+from ..core.call import Call, SublayerOutput, self_attention_cache
 from ..core.components import aliased, bounded, register
-from ..core.context import LayerContext, SublayerOutput, self_attention_cache
 from ..core.hand_overs import HandOver
 from ..core.prepared import Prepared
 from .base import FeedForward
@@ -41,7 +41,7 @@ class LastIdLayer(RecurrentStateLayer):
     is_compileable = True  # its size is fixed, so a static cache stays one
 
 
-def previous_ids(ids: Tensor, context: LayerContext, cache: Cache | None, nothing: int) -> Tensor:
+def previous_ids(ids: Tensor, context: Call, cache: Cache | None, nothing: int) -> Tensor:
     """The ids [B, T] of the real tokens before those of `ids`; `nothing` where a text, or a document of a packed row,
     begins.
 
@@ -64,7 +64,7 @@ def previous_ids(ids: Tensor, context: LayerContext, cache: Cache | None, nothin
     return found
 
 
-def _last_id_layer(cache: Cache, context: LayerContext) -> LastIdLayer:
+def _last_id_layer(cache: Cache, context: Call) -> LastIdLayer:
     layer = cache.layers[-1] if cache.layers else None
     if isinstance(layer, LastIdLayer):
         return layer
@@ -166,14 +166,14 @@ class HashExperts(FeedForward):
             )
         balance(model, counts())
 
-    def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
+    def prepare(self, context: Call, past_key_values: Cache | None) -> None:
         """Finds the ids before those of the call, once for all layers, and keeps the last one in the cache."""
         ids = context.inputs.get("input_ids")
         if self.spec.reads and ids is not None:
             arguments = ids.long(), context, self_attention_cache(past_key_values), self.nothing
             context.prepare(EarlierIds, lambda: EarlierIds(previous_ids(*arguments)))
 
-    def choose(self, context: LayerContext | None) -> Tensor:
+    def choose(self, context: Call | None) -> Tensor:
         """Experts [B or 1, T], or [B or 1, T, N]."""
         if context is not None and self.spec.hash == "position":
             return self.spread(context.positions)
@@ -190,7 +190,7 @@ class HashExperts(FeedForward):
         before = context.prepared(EarlierIds).ids  # type: ignore[union-attr]
         return self.spread(before) if self.spec.hash == "previous" else self.spread(ids, before)
 
-    def forward(self, hidden_states: Tensor, context: LayerContext | None) -> SublayerOutput:
+    def forward(self, hidden_states: Tensor, context: Call | None) -> SublayerOutput:
         """hidden_states [B, T, D] -> [B, T, D].
 
         Raises:

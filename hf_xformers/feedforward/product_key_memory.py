@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
+from ..core.call import Call, SublayerOutput
 from ..core.components import bounded, register
-from ..core.context import LayerContext, SublayerOutput
 from ..core.distributed import sum_over_processes
 from ..core.weight_decay import Undecayed
 from ..ops.common.constants import constant
@@ -177,7 +177,7 @@ class ProductKeyMemory(FeedForward):
         slots = index[:, :, 0].gather(-1, first[chosen]) * self.num_keys + index[:, :, 1].gather(-1, second[chosen])
         return scores, slots
 
-    def forward(self, hidden_states: Tensor, context: LayerContext | None) -> SublayerOutput:
+    def forward(self, hidden_states: Tensor, context: Call | None) -> SublayerOutput:
         """hidden_states [B, T, D] -> [B, T, D]."""
         tokens = hidden_states.flatten(0, 1)
         scores, slots = self.best_slots(self.queries(tokens, real_tokens(hidden_states, context)))

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..core.context import LayerContext
+from ..core.call import Call
 
 
-def real_tokens(hidden_states: Tensor, context: LayerContext | None) -> Tensor:
+def real_tokens(hidden_states: Tensor, context: Call | None) -> Tensor:
     """[B * T] boolean, True = real."""
     mask = None if context is None else context.query_padding_mask
     if mask is None:
@@ -18,7 +18,7 @@ def real_tokens(hidden_states: Tensor, context: LayerContext | None) -> Tensor:
     return mask.reshape(-1)
 
 
-def documents(hidden_states: Tensor, context: LayerContext | None) -> Tensor:
+def documents(hidden_states: Tensor, context: Call | None) -> Tensor:
     """[B * T] number of each token's text, 0 <= number < B * T: its row, or its document in packed rows."""
     batch, length = hidden_states.shape[:2]
     rows = torch.arange(batch, device=hidden_states.device)[:, None] * length

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..core.call import Call, SublayerOutput
 from ..core.components import bounded, register
-from ..core.context import LayerContext, SublayerOutput
 from .base import FeedForward
 from .experts import ExpertsSpec, Router
 from .routing import mean_over, real_tokens
@@ -51,7 +51,7 @@ class SparselyGatedExperts(FeedForward):
         limit = torch.where(taken.bool(), best[:, k:], best[:, k - 1 : k])
         return torch.special.ndtr((clean - limit) / spread)
 
-    def forward(self, hidden_states: Tensor, context: LayerContext | None) -> SublayerOutput:
+    def forward(self, hidden_states: Tensor, context: Call | None) -> SublayerOutput:
         """hidden_states [B, T, D] -> [B, T, D], with losses `router_importance` and `router_load` where they have a
         weight."""
         spec, tokens = self.spec, hidden_states.flatten(0, 1)

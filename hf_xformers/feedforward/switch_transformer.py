@@ -6,8 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..core.call import Call, SublayerOutput
 from ..core.components import bounded, register
-from ..core.context import LayerContext, SublayerOutput
 from .base import FeedForward
 from .experts import ExpertsSpec, Router
 from .routing import balance_loss, documents, real_tokens, within_capacity, z_loss
@@ -33,7 +33,7 @@ class SwitchFeedForward(FeedForward):
         init.trunc_normal_(self.router.weight, mean=0.0, std=std, a=-2 * std, b=2 * std)
         self.experts.start(config, init, scale=scale)
 
-    def forward(self, hidden_states: Tensor, context: LayerContext | None) -> SublayerOutput:
+    def forward(self, hidden_states: Tensor, context: Call | None) -> SublayerOutput:
         """hidden_states [B, T, D] -> [B, T, D], with losses `router_balance` and `router_z` where they have a
         weight."""
         spec, tokens = self.spec, hidden_states.flatten(0, 1)

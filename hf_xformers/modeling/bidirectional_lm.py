@@ -13,9 +13,9 @@ from transformers.utils import can_return_tuple
 
 from ..configuration_xformer import XFormerConfig
 from ..core import outputs
+from ..core.call import check_axes
 from ..core.call_readers import sharding_in_force
 from ..core.choices import joint, token_rows
-from ..core.context import check_axes
 from ..core.losses import direction_targets, step_share, token_cross_entropy
 from ..core.pretraining_specs import PretrainingSpec, register_pretraining
 from ..core.weight_decay import Undecayed

@@ -14,9 +14,9 @@ from transformers.utils import can_return_tuple
 from ..compat import CACHE, one_cache, slice_logits_to_keep
 from ..configuration_xformer import XFormerConfig
 from ..core import outputs
+from ..core.call import check_axes
 from ..core.call_readers import sharding_in_force
 from ..core.choices import token_rows
-from ..core.context import check_axes
 from ..core.inputs import check_token_labels
 from ..core.losses import counted_after_real_tokens, next_token_cross_entropy, step_share, token_cross_entropy
 from ..core.paging import PagedTexts

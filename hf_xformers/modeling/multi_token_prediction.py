@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from ..attention.shared.base import Attention
 from ..configuration_xformer import XFormerConfig
+from ..core.call import Call, add_losses
 from ..core.call_readers import sharding_in_force
 from ..core.components import bounded
-from ..core.context import LayerContext, add_losses
 from ..core.holes import moves_of_call, take
 from ..core.losses import token_cross_entropy
 from ..core.pretraining_specs import PretrainingSpec, register_pretraining
@@ -53,7 +53,7 @@ class PredictionModule(nn.Module):
         self.final_norm = view.residual.build_final(view)
 
     def forward(
-        self, vectors: Tensor, states: Tensor, context: LayerContext, position: Any
+        self, vectors: Tensor, states: Tensor, context: Call, position: Any
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """vectors, states [B, T, D] -> states [B, T, D], and the layer's auxiliary losses."""
         given = norm_inputs(self.normalization, context)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.utils import can_return_tuple
 
 from ..core import outputs
-from ..core.context import can_inspect
+from ..core.call import can_inspect
 from ..core.losses import step_share
 from ..modeling_base import XFormerPreTrainedModel
 from ..modeling_xformer import XFormerModel

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..core.call import Call
 from ..core.components import register
-from ..core.context import LayerContext
 from ..core.reading_weights import weight_of
 from .residual import PostNorm, ResidualSpec
 
@@ -39,7 +39,7 @@ class Admin(PostNorm):
         init.constant_(self.omega, self.start)
         init.constant_(self.profiled, int(not self.needs_profile))
 
-    def inputs(self, context: LayerContext) -> dict[str, Any]:
+    def inputs(self, context: Call) -> dict[str, Any]:
         given = super().inputs(context)
         return given if self._trace is None else {**given, "mask": context.query_padding_mask}
 

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from ..core.call import Call
 from ..core.components import Spec
-from ..core.context import LayerContext
 
 
 class NormSpec(Spec):
@@ -30,7 +30,7 @@ class NormSpec(Spec):
         raise NotImplementedError
 
 
-def norm_inputs(norm: NormSpec, context: LayerContext | None) -> dict[str, Any]:
+def norm_inputs(norm: NormSpec, context: Call | None) -> dict[str, Any]:
     """What a norm of this spec is given besides the vectors [B, T, D]: `mask` [B, T] if its statistics are over
     tokens."""
     if context is None or not norm.over_tokens:

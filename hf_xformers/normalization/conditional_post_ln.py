@@ -8,8 +8,8 @@ from typing import Any, Literal
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..core.call import Call
 from ..core.components import register
-from ..core.context import LayerContext
 from ..core.hand_overs import HandOver
 from ..core.reading_weights import weight_of
 from ..core.tasks import TaskVector
@@ -48,7 +48,7 @@ class ConditionalPostNorm(PostNorm):
         super().__init__(config, scale, stream_scale)
         self.gain = TaskGain(config.hidden_size, config.hidden_size)
 
-    def inputs(self, context: LayerContext) -> dict[str, Any]:
+    def inputs(self, context: Call) -> dict[str, Any]:
         return {"task": context.given(TaskVector).vector}
 
     def leave(self, hidden_states: Tensor, output: Tensor, gate: Tensor | None = None, **inputs: Any) -> Tensor:

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from ..compat import has_hooks
+from ..core.call import Call
 from ..core.components import Spec, bounded, register
-from ..core.context import LayerContext
 from ..core.weight_decay import Undecayed
 from .base import NormSpec, norm_inputs
 
@@ -27,7 +27,7 @@ class Residual(Undecayed, nn.Module):
         self.scale = scale
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
-    def inputs(self, context: LayerContext) -> dict[str, Any]:
+    def inputs(self, context: Call) -> dict[str, Any]:
         """What `enter` and `leave` are given of the call next to the vectors, by keyword."""
         return {}
 
@@ -68,7 +68,7 @@ class PostNorm(Residual):
         self.normalization: NormSpec = config.normalization
         self.norm = config.normalization.build(config)
 
-    def inputs(self, context: LayerContext) -> dict[str, Any]:
+    def inputs(self, context: Call) -> dict[str, Any]:
         return norm_inputs(self.normalization, context) if self.normalization.over_tokens else {}
 
     def leave(self, hidden_states: Tensor, output: Tensor, gate: Tensor | None = None, **inputs: Any) -> Tensor:
@@ -88,7 +88,7 @@ class PreNorm(Residual):
         self.normalization: NormSpec = config.normalization
         self.norm = config.normalization.build(config)
 
-    def inputs(self, context: LayerContext) -> dict[str, Any]:
+    def inputs(self, context: Call) -> dict[str, Any]:
         return norm_inputs(self.normalization, context) if self.normalization.over_tokens else {}
 
     def enter(self, hidden_states: Tensor, **inputs: Any) -> Tensor:

@@ -21,8 +21,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from ..core.call import Call
 from ..core.components import Spec
-from ..core.context import LayerContext
 from ..core.prepared import Prepared, State
 from ..core.weight_decay import Undecayed
 from ..ops.common.real_tokens import real_places
@@ -68,7 +68,7 @@ class ScoreBias(ABC):
         flat = distance.flatten()
         return self.block(torch.zeros_like(flat[:1]), flat).squeeze(-2).unflatten(-1, distance.shape)
 
-    def score_terms(self, heads: int, scale: float, context: LayerContext) -> SelfAttentionTerms:
+    def score_terms(self, heads: int, scale: float, context: Call) -> SelfAttentionTerms:
         """This bias for all `heads` as engines with score terms read it."""
         if self.relative:
             line = self.by_distance(distances_of_block(context, slice(None), context.key_index.shape[0]))
@@ -124,7 +124,7 @@ class Position(Undecayed, nn.Module):
         has `angles="local"`."""
         return None
 
-    def share_rotations(self, context: LayerContext, like: Tensor) -> None:
+    def share_rotations(self, context: Call, like: Tensor) -> None:
         """Makes the rotations for the tokens of a call; [`Attention.rotation`] reads them."""
         for angles in ("global", "local") if self.has_local else ("global",):
             local = angles == "local"
@@ -135,7 +135,7 @@ class Position(Undecayed, nn.Module):
             if made is not None and of_keys is not None:
                 context.keep(Turns(made, of_keys), angles)
 
-    def share(self, context: LayerContext, like: Tensor) -> None:
+    def share(self, context: Call, like: Tensor) -> None:
         """Puts all that attention reads of this module into a call."""
         self.share_rotations(context, like)
         bias, tables = self.score_bias(), self.shared_tables()
@@ -175,20 +175,20 @@ class PositionTerms(nn.Module):
     content_scale: float = 1.0
     changes_scores: bool = True
 
-    def prepare(self, context: LayerContext) -> None:
+    def prepare(self, context: Call) -> None:
         """Called once per call and layer before the first layer runs: give the call
         what layers share and is no parameter (`context.start`), unless it is there already."""
 
-    def of_states(self, hidden_states: Tensor, context: LayerContext) -> LayerContext:
+    def of_states(self, hidden_states: Tensor, context: Call) -> Call:
         """The call as the attention of this layer sees it; hidden_states [B, T, D]: its input, before projections."""
         return context
 
-    def heads(self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext) -> tuple[Tensor, Tensor, Tensor]:
+    def heads(self, query: Tensor, key: Tensor, value: Tensor, context: Call) -> tuple[Tensor, Tensor, Tensor]:
         """query [B, H, T, d], key and value [B, K, T, d] of the current tokens, before they enter the cache -> the
         same with what the position adds."""
         return query, key, value
 
-    def score_terms(self, attention: Any, scale: float, context: LayerContext) -> SelfAttentionTerms:
+    def score_terms(self, attention: Any, scale: float, context: Call) -> SelfAttentionTerms:
         """What is added to scores and values in this call (only where `changes_scores`). attention: the module that
         this stands on, whose projections may be shared; scale: the factor on the products of queries and keys."""
         raise NotImplementedError(f"{type(self).__name__} does not say what it adds to scores.")
@@ -232,7 +232,7 @@ class PositionSpec(Spec):
         raise NotImplementedError(f"position {self.type!r} adds nothing inside attention.")
 
 
-def key_positions(context: LayerContext) -> Tensor:
+def key_positions(context: Call) -> Tensor:
     """Positions of all keys, [B or 1, S]: those of the current tokens where nothing is cached; else real tokens
     counted from 0, as positions are unless the caller chooses others. Keys may be fewer than the tokens that the
     padding mask covers, where a cache forgets what is out of reach."""

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..core.call import Call
 from ..core.components import bounded, register
-from ..core.context import LayerContext
 from ..core.prepared import State
 from ..core.reading_weights import weight_of
 from ..ops.score_terms.attention import distance_products
@@ -73,11 +73,11 @@ class DebertaTerms(PositionTerms):
         self.key_proj = nn.Linear(width, heads, bias=False) if own and "c2p" in spec.terms else None
         self.query_proj = nn.Linear(width, heads) if own and "p2c" in spec.terms else None
 
-    def prepare(self, context: LayerContext) -> None:
+    def prepare(self, context: Call) -> None:
         if context.state(DistanceVectors) is None:
             context.start(DistanceVectors(context.prepared(PositionTables).module.vectors()))
 
-    def score_terms(self, attention: Any, scale: float, context: LayerContext) -> DebertaScores:
+    def score_terms(self, attention: Any, scale: float, context: Call) -> DebertaScores:
         vectors = context.given(DistanceVectors).rows
         if self.training and self.dropout:
             vectors = F.dropout(vectors, self.dropout)
@@ -100,7 +100,7 @@ class DebertaScores(SelfAttentionTerms):
         self,
         scale: float,
         tables: tuple[Tensor, ...],
-        context: LayerContext,
+        context: Call,
         spec: DebertaSpec,
         span: int,
         far: int,

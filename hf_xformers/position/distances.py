@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..core.context import LayerContext
+from ..core.call import Call
 from ..ops.common.constants import constant
 from ..ops.common.shifted_rows import shift_rows
 from ..ops.score_terms.terms import Pairs
@@ -26,7 +26,7 @@ class Near(NamedTuple):
     stop: int
 
     @classmethod
-    def of(cls, context: LayerContext, rows: slice, keys: int, reach: int) -> Near:
+    def of(cls, context: Call, rows: slice, keys: int, reach: int) -> Near:
         """rows: queries of the block; keys: how many keys it reads; reach: distance (slots) from which all distances
         to a side count as one."""
         if context.static or torch.compiler.is_compiling():
@@ -43,7 +43,7 @@ def pick(products: Tensor, index: Tensor) -> Tensor:
     return products.gather(-1, index.expand(*products.shape[:-1], -1))
 
 
-def slot_distances(pairs: Pairs, context: LayerContext) -> Tensor:
+def slot_distances(pairs: Pairs, context: Call) -> Tensor:
     """Distance key - query in slots, [B or 1, h or 1, n, t, s]"""
     return context.key_index[pairs.key_at].unsqueeze(-2) - context.query_index[pairs.query_at].unsqueeze(-1)
 
@@ -70,7 +70,7 @@ def pick_rows(vectors: Tensor, table: Tensor, row_at: Tensor) -> Tensor:
     return torch.matmul(rows, vectors.unsqueeze(-1)).squeeze(-1)
 
 
-def pick_numbers(line: Tensor, distance: Tensor, context: LayerContext) -> Tensor:
+def pick_numbers(line: Tensor, distance: Tensor, context: Call) -> Tensor:
     """line [h, T + S - 1], a number for each of [`distances_of_block`] of all queries, distance [B or 1, h or 1, n, t,
     s]
     -> [B or 1, h, n, t, s]"""
@@ -81,7 +81,7 @@ def pick_numbers(line: Tensor, distance: Tensor, context: LayerContext) -> Tenso
     return line.flatten().index_select(0, index.flatten()).view(index.shape)
 
 
-def pair_distances(context: LayerContext, rows: slice, keys: slice) -> Tensor:
+def pair_distances(context: Call, rows: slice, keys: slice) -> Tensor:
     """Distance key - query in slots, [t, s] integer."""
     return context.key_index[None, keys] - context.query_index[rows, None]
 
@@ -97,7 +97,7 @@ def spread_queries(
     reach: int,
     rows: slice,
     keys: int,
-    context: LayerContext,
+    context: Call,
 ) -> Tensor:
     """products [B, h, t, n] of the queries `rows` with n rows of a table -> [B, h, t, keys], for each pair the product
     with row `row_of(key - query)`."""
@@ -111,7 +111,7 @@ def spread_queries(
 
 
 def sum_by_distance(
-    weights: Tensor, row_of: Callable[[Tensor], Tensor], count: int, reach: int, rows: slice, context: LayerContext
+    weights: Tensor, row_of: Callable[[Tensor], Tensor], count: int, reach: int, rows: slice, context: Call
 ) -> Tensor:
     """weights [B, h, t, s] -> [B, h, t, count]: the sums over the keys of each row `row_of(key - query)`."""
     keys = weights.shape[-1]
@@ -127,7 +127,7 @@ def sum_by_distance(
     return sums.index_add(-1, far_rows(row_of, reach, weights.device), torch.stack(outer, dim=-1))
 
 
-def distances_of_block(context: LayerContext, rows: slice, keys: int) -> Tensor:
+def distances_of_block(context: Call, rows: slice, keys: int) -> Tensor:
     """Distances key - query from the block's last query and the first key on, [t + keys - 1]: what [`shift_rows`]
     turns into [t, keys]. Slots follow each other."""
     queries = context.query_index[rows]

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.call import Call
 from ..core.components import register
-from ..core.context import LayerContext
 from ..core.hand_overs import HandOver
 from ..core.prepared import Prepared
 from ..core.reading_weights import weight_of
@@ -50,7 +50,7 @@ class EtcTerms(PositionTerms):
         for bias in (self.long_bias, self.global_bias):
             init.zeros_(bias)
 
-    def score_terms(self, attention: Any, scale: float, context: LayerContext) -> EtcScores:
+    def score_terms(self, attention: Any, scale: float, context: Call) -> EtcScores:
         vectors = torch.cat([weight_of(self, "long_table"), weight_of(self, "global_table")], dim=1)
         numbers = torch.cat([weight_of(self, "long_bias"), weight_of(self, "global_bias")], dim=1) * scale
         return EtcScores(scale, (vectors, numbers), context, self.spec)
@@ -59,7 +59,7 @@ class EtcTerms(PositionTerms):
 class EtcScores(SelfAttentionTerms):
     """The terms of one call. Tables: both streams' E [H, 2R, d] and scaled beta [H, 2R]."""
 
-    def __init__(self, scale: float, tables: tuple[Tensor, ...], context: LayerContext, spec: EtcRelativeSpec) -> None:
+    def __init__(self, scale: float, tables: tuple[Tensor, ...], context: Call, spec: EtcRelativeSpec) -> None:
         super().__init__(scale, tables, context)
         self.spec = spec
         index = context.key_index[None]

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from ..core.call import Call
 from ..core.components import bounded, register
-from ..core.context import LayerContext
 from ..core.linear_maps import is_plain_linear
 from ..core.precision import Float32Module
 from ..core.prepared import State
@@ -175,7 +175,7 @@ class FloaterTerms(PositionTerms):
         super().__init__()
         self.layer_idx = layer_idx
 
-    def prepare(self, context: LayerContext) -> None:
+    def prepare(self, context: Call) -> None:
         if context.state(FloaterBiases) is not None:
             return
         length = context.key_index.shape[0]
@@ -185,7 +185,7 @@ class FloaterTerms(PositionTerms):
             length = max(length, int(context.positions.max()) + 1)  # the caller's own positions may lie beyond
         context.start(FloaterBiases(context.prepared(PositionTables).module.biases(length, trusted)))
 
-    def heads(self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext) -> tuple[Tensor, Tensor, Tensor]:
+    def heads(self, query: Tensor, key: Tensor, value: Tensor, context: Call) -> tuple[Tensor, Tensor, Tensor]:
         rows = context.given(FloaterBiases).rows[:, :, self.layer_idx][context.positions]  # [B or 1, T, 3, D]
         rows = rows.unflatten(-1, (query.shape[1], -1)).permute(2, 0, 3, 1, 4).to(query.dtype)
         return query + rows[0], key + rows[1], value + rows[2]

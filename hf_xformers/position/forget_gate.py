@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..core.call import Call
 from ..core.components import register
-from ..core.context import LayerContext
 from ..core.prepared import one_state
 from ..ops.common.products import widened
 from ..ops.score_terms.terms import Pairs, QueryBlock
@@ -33,14 +33,14 @@ class ForgetTerms(PositionTerms):
     def initialize(self, config, init) -> None:
         init.constant_(self.forget_proj.bias, self.start)
 
-    def of_states(self, hidden_states: Tensor, context: LayerContext) -> LayerContext:
+    def of_states(self, hidden_states: Tensor, context: Call) -> Call:
         gates = F.logsigmoid(*widened(self.forget_proj(hidden_states))).transpose(1, 2)
         padding = context.query_padding_mask
         if padding is not None:
             gates = gates.masked_fill(~padding[:, None], 0.0)
         return context.passing({**context.states, **one_state(TokenNumbers(gates))})
 
-    def score_terms(self, attention: Any, scale: float, context: LayerContext) -> ForgetScores:
+    def score_terms(self, attention: Any, scale: float, context: Call) -> ForgetScores:
         gates = context.given(TokenNumbers).numbers
         gates = F.pad(gates, (context.key_index.shape[0] - gates.shape[2], 0))  # what a stack has put before the text
         return ForgetScores(scale, (_in_two_parts(gates).transpose(0, 1),), context)

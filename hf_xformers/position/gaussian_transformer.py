@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..core.call import Call
 from ..core.components import bounded, register
-from ..core.context import LayerContext
 from ..core.precision import Float32Module
 from ..core.reading_weights import weight_of
 from ..core.weight_decay import Undecayed
@@ -56,7 +56,7 @@ class GaussianTerms(Float32Module, Undecayed, PositionTerms):
             value = value - F.softplus(weight_of(self, "raw_offset"))[:, None]
         return -value.abs().expand(self.heads_count, -1)
 
-    def score_terms(self, attention: Any, scale: float, context: LayerContext) -> SelfAttentionTerms:
+    def score_terms(self, attention: Any, scale: float, context: Call) -> SelfAttentionTerms:
         distances = distances_of_block(context, slice(None), context.key_index.shape[0])
         return BiasByDistance(scale, (self.by_distance(distances),), context)
 

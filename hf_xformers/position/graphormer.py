@@ -8,8 +8,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from ..core.call import Call, can_inspect
 from ..core.components import bounded, register
-from ..core.context import LayerContext, can_inspect
 from ..core.graph_inputs import GRAPH_TOKEN, UNREACHABLE
 from ..core.prepared import State
 from ..core.reading_weights import weight_of
@@ -109,7 +109,7 @@ class GraphormerTerms(PositionTerms):
     All layers add the same, which is made once per call: [B, H, T, T], or for texts a number for each distance.
     """
 
-    def prepare(self, context: LayerContext) -> None:
+    def prepare(self, context: Call) -> None:
         if context.state(GraphTerms) is not None:
             return
         position: GraphormerPosition = context.prepared(PositionTables).module
@@ -120,7 +120,7 @@ class GraphormerTerms(PositionTerms):
             distance = distances_of_block(context, slice(None), context.key_index.shape[0])
             context.start(GraphTerms(line=position.of_path(distance)))
 
-    def score_terms(self, attention: Any, scale: float, context: LayerContext) -> SelfAttentionTerms:
+    def score_terms(self, attention: Any, scale: float, context: Call) -> SelfAttentionTerms:
         terms = context.given(GraphTerms)
         if terms.line is not None:
             return BiasByDistance(scale, (terms.line[0],), context)

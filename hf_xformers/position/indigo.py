@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.call import Call
 from ..core.components import register
-from ..core.context import LayerContext
 from ..core.hand_overs import HandOver
 from ..core.reading_weights import weight_of
 from ..ops.score_terms.terms import Pairs, QueryBlock
@@ -51,7 +51,7 @@ class IndigoTerms(PositionTerms):
     def initialize(self, config, init) -> None:
         init.normal_(self.table, mean=0.0, std=config.initializer_range)
 
-    def prepare(self, context: LayerContext) -> None:
+    def prepare(self, context: Call) -> None:
         """Raises `ValueError` where places are missing."""
         places = context.inputs.get(PLACES)
         if places is not None and places.shape[-1] < context.key_index.shape[0] and not context.static:
@@ -60,7 +60,7 @@ class IndigoTerms(PositionTerms):
                 f"{context.key_index.shape[0]}; give the places of all of them."
             )
 
-    def score_terms(self, attention: Any, scale: float, context: LayerContext) -> IndigoScores:
+    def score_terms(self, attention: Any, scale: float, context: Call) -> IndigoScores:
         return IndigoScores(scale, (weight_of(self, "table")[None],), context)
 
 

@@ -8,8 +8,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from ..core.call import Call
 from ..core.components import bounded, register
-from ..core.context import LayerContext
 from ..core.precision import Float32Module
 from ..core.reading_weights import weight_of
 from .base import Position, PositionSpec, PositionTables, PositionTerms
@@ -88,7 +88,7 @@ class RelativeSinusoidTerms(PositionTerms):
     place alone, so it costs one matrix product and picks nothing.
     """
 
-    def score_terms(self, attention: Any, scale: float, context: LayerContext) -> RelativeSinusoidScores:
+    def score_terms(self, attention: Any, scale: float, context: Call) -> RelativeSinusoidScores:
         angles = context.prepared(PositionTables).module.angles
         made = (angles(context.query_index)[None], angles(context.key_index)[None])
         tables = tuple(table for angle in made for table in (angle.sin(), angle.cos()))

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.call import Call
 from ..core.components import bounded, register
-from ..core.context import LayerContext
 from ..core.reading_weights import weight_of
 from ..ops.score_terms.terms import Pairs, QueryBlock
 from .base import Position, PositionSpec, PositionTerms
@@ -29,7 +29,7 @@ class MusicTerms(PositionTerms):
     def initialize(self, config, init) -> None:
         init.normal_(self.table, mean=0.0, std=self.table.shape[-1] ** -0.5)
 
-    def score_terms(self, attention: Any, scale: float, context: LayerContext) -> MusicScores:
+    def score_terms(self, attention: Any, scale: float, context: Call) -> MusicScores:
         return MusicScores(scale, (weight_of(self, "table"),), context)
 
 

@@ -14,8 +14,8 @@ from typing import ClassVar, dataclass_transform
 import torch
 from torch import Tensor
 
+from ..core.call import can_inspect
 from ..core.components import bounded
-from ..core.context import can_inspect
 from ..core.specs import Registry, TypedSpec, build_in, register_in
 from ..ops.common.constants import constant
 

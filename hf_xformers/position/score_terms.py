@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..core.context import LayerContext
+from ..core.call import Call
 from ..core.visibility import last_key, rows_can_be_empty, visible_block
 from ..ops.score_terms.blocks import plus_products
 from ..ops.score_terms.terms import Pairs, QueryBlock, ScoreTerms
@@ -24,9 +24,7 @@ class SelfAttentionTerms(ScoreTerms):
 
     cross: bool = False
 
-    def __init__(
-        self, scale: float, tables: tuple[Tensor, ...], context: LayerContext, num_keys: int | None = None
-    ) -> None:
+    def __init__(self, scale: float, tables: tuple[Tensor, ...], context: Call, num_keys: int | None = None) -> None:
         keys = context.key_index.shape[0] if num_keys is None else num_keys
         super().__init__(scale, tables, context.query_index.shape[0], keys)
         self.context = context
@@ -88,7 +86,7 @@ class BiasOfPairs(SelfAttentionTerms):
         self,
         scale: float,
         tables: tuple[Tensor, ...],
-        context: LayerContext,
+        context: Call,
         evaluate: Callable[[Tensor, Tensor], Tensor],
     ) -> None:
         super().__init__(scale, tables, context)

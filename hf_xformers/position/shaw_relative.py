@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.call import Call
 from ..core.components import bounded, register
-from ..core.context import LayerContext
 from ..core.reading_weights import weight_of
 from ..ops.score_terms.terms import Pairs, QueryBlock
 from .base import Position, PositionSpec, PositionTerms
@@ -39,7 +39,7 @@ class ShawTerms(PositionTerms):
             if table is not None:  # as the projections of keys and values, which they stand next to
                 init.xavier_uniform_(table)
 
-    def score_terms(self, attention: Any, scale: float, context: LayerContext) -> ShawScores:
+    def score_terms(self, attention: Any, scale: float, context: Call) -> ShawScores:
         keys = weight_of(self, "key_table")
         tables = (keys,) if self.value_table is None else (keys, weight_of(self, "value_table"))
         if self.reads_keys:
@@ -55,7 +55,7 @@ class ShawScores(SelfAttentionTerms):
         self,
         scale: float,
         tables: tuple[Tensor, ...],
-        context: LayerContext,
+        context: Call,
         reach: int,
         has_values: bool,
         reads_keys: bool,

@@ -9,8 +9,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ..core.call import can_inspect
 from ..core.components import bounded, register
-from ..core.context import can_inspect
 from .base import Position, PositionSpec
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from ..core.call import Call
 from ..core.components import register
-from ..core.context import LayerContext
 from .base import Position, PositionTerms
 from .distances import distances_of_block
 from .score_terms import BiasByDistance, SelfAttentionTerms
@@ -29,7 +29,7 @@ class T5BiasOfLayer(PositionTerms):
             std = config.initializer_factor * config.hidden_size**-0.5
         init.normal_(self.table.weight, mean=0.0, std=std)
 
-    def score_terms(self, attention: Any, scale: float, context: LayerContext) -> SelfAttentionTerms:
+    def score_terms(self, attention: Any, scale: float, context: Call) -> SelfAttentionTerms:
         buckets = relative_buckets(
             distances_of_block(context, slice(None), context.key_index.shape[0]),
             bidirectional=self.bidirectional,

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.call import Call
 from ..core.components import register
-from ..core.context import LayerContext
 from ..core.prepared import State
 from ..core.reading_weights import weight_of
 from .base import Position, PositionSpec, PositionTables, PositionTerms, key_positions
@@ -63,11 +63,11 @@ class TupeTerms(PositionTerms):
         super().__init__()
         self.spec, self.bidirectional, self.resets = spec, not config.is_decoder, spec.resets(config)
 
-    def prepare(self, context: LayerContext) -> None:
+    def prepare(self, context: Call) -> None:
         if context.state(TupeProducts) is None:
             context.start(TupeProducts(*context.prepared(PositionTables).module.projected()))
 
-    def score_terms(self, attention: Any, scale: float, context: LayerContext) -> TupeScores:
+    def score_terms(self, attention: Any, scale: float, context: Call) -> TupeScores:
         products = context.given(TupeProducts)
         queries, keys = products.queries * scale, products.keys
         bias, made = context.prepared(PositionTables).module.bias, []
@@ -98,7 +98,7 @@ class TupeScores(SelfAttentionTerms):
     separable = True
 
     def __init__(
-        self, scale: float, tables: tuple[Tensor, ...], context: LayerContext, *, resets: bool, relative: bool
+        self, scale: float, tables: tuple[Tensor, ...], context: Call, *, resets: bool, relative: bool
     ) -> None:
         super().__init__(scale, tables, context)
         self.resets, self.relative = resets, relative

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ..core.cache import RecurrentStateLayer, SlotStateLayer
+from ..core.call import Call, add_losses, can_inspect, self_attention_cache
 from ..core.components import register
-from ..core.context import LayerContext, add_losses, can_inspect, self_attention_cache
 from ..core.hand_overs import HandOver
 from ..ops.common.padding import row_spans
 from ..position.base import key_positions
@@ -65,7 +65,7 @@ class AxialStack(PlainStack):
     def _layer(
         run: Pass,
         states: Tensor,
-        context: LayerContext,
+        context: Call,
         memories: Sequence[Tensor | None],
         step: int,
         past_key_values: Cache | None = None,

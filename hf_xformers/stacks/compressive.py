@@ -14,8 +14,8 @@ from transformers.cache_utils import Cache
 
 from ..attention.shared.query_grid import KeyUsage
 from ..blocks.base import XFormerLayer
+from ..core.call import Call
 from ..core.components import bounded, register
-from ..core.context import LayerContext
 from ..core.hand_overs import HandOver
 from ..core.segment_memory import CompressiveMemory, MemoryCacheLayer, MemoryLayout, SegmentMemory, take_slots
 from .segment_recurrent import SegmentRecurrentSpec, SegmentRecurrentStack
@@ -112,7 +112,7 @@ class CompressiveStack(SegmentRecurrentStack):
         self.compressed_length = spec.compressed(config)
         self.compressions = nn.ModuleList(Compression(config, spec) for _ in range(config.num_hidden_layers))
 
-    def begin(self, context: LayerContext) -> None:
+    def begin(self, context: Call) -> None:
         if self.spec.compression == "most_used":
             context.keep(KeyUsage({}))
 
@@ -128,7 +128,7 @@ class CompressiveStack(SegmentRecurrentStack):
         return slot
 
     def remember(
-        self, layers: Sequence[XFormerLayer], carried: SegmentMemory, inputs: Sequence[Tensor], context: LayerContext
+        self, layers: Sequence[XFormerLayer], carried: SegmentMemory, inputs: Sequence[Tensor], context: Call
     ) -> tuple[SegmentMemory, dict[str, Tensor]]:
         if not isinstance(carried, CompressiveMemory):
             raise TypeError(f"The compressive stack needs a CompressiveMemory, got {type(carried).__name__}.")
@@ -153,7 +153,7 @@ class CompressiveStack(SegmentRecurrentStack):
         total = {"reconstruction": self.spec.reconstruction_weight * torch.stack(losses).sum()} if losses else {}
         return kept, total
 
-    def received(self, carried: CompressiveMemory, inputs: Sequence[Tensor], context: LayerContext) -> list[Tensor]:
+    def received(self, carried: CompressiveMemory, inputs: Sequence[Tensor], context: Call) -> list[Tensor]:
         """The attention that every state of [m ; h] got in this segment, one [B, M + T] per step; empty if not
         counted."""
         usage, order = context.find(KeyUsage), MemoryLayout.of(context).order
@@ -172,7 +172,7 @@ class CompressiveStack(SegmentRecurrentStack):
         return (error * weight).sum() / weight.sum().clamp(min=1)
 
     def reconstruction(
-        self, layer: nn.Module, states: Tensor, old: CompressiveMemory, step: int, slots: Tensor, context: LayerContext
+        self, layer: nn.Module, states: Tensor, old: CompressiveMemory, step: int, slots: Tensor, context: Call
     ) -> Tensor:
         """Algorithm 2 for one layer, a scalar."""
         module = _ContentAttention(layer)

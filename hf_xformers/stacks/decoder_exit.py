@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..blocks.base import XFormerLayer
+from ..core.call import Call, can_inspect
 from ..core.components import bounded, register
-from ..core.context import LayerContext, can_inspect
 from ..core.losses import token_cross_entropy
 from .base import Stack, StackSpec
 from .driver import Pass
@@ -26,18 +26,18 @@ LanguageModel = Any
 class DecoderCourse(TokenCourse):
     """As in an encoder, but that no row leaves the batch: once all tokens have halted, layers are passed over."""
 
-    def __init__(self, watch: Any, context: LayerContext):
+    def __init__(self, watch: Any, context: Call):
         super().__init__(watch)
         self.gathers = False
         recorded = context.output_hidden_states or context.output_attentions
         self.steers = can_inspect() and not (watch.learns or recorded)
         self.done = False
 
-    def before(self, context: LayerContext, gathers: bool) -> None:
+    def before(self, context: Call, gathers: bool) -> None:
         super().before(context, self.steers)
 
     def look(
-        self, layer: int, hidden_states: Tensor, context: LayerContext, rows: Tensor | None, gathers: bool
+        self, layer: int, hidden_states: Tensor, context: Call, rows: Tensor | None, gathers: bool
     ) -> Tensor | None:
         super().look(layer, hidden_states, context, rows, False)
         real = context.query_padding_mask
@@ -57,7 +57,7 @@ class DecoderExitStack(TokenExitStack):
     token by token leaves at the same depths as one pass over the whole text.
     """
 
-    def course(self, watch: Any, context: LayerContext) -> Course:
+    def course(self, watch: Any, context: Call) -> Course:
         return DecoderCourse(watch, context)
 
     def run_layer(self, course: Course, layer: XFormerLayer, run: Pass, step: int) -> None:

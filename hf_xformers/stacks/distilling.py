@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..core.call import add_losses
 from ..core.components import bounded, register
-from ..core.context import add_losses
 from ..core.segment_memory import take_slots
 from ..ops.common.real_tokens import real_first
 from .base import Stack, StackSpec

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from ..blocks.base import XFormerLayer, flattened, unflattened
-from ..core.context import LayerContext, add_losses
+from ..core.call import Call, add_losses
 from ..core.prepared import States
 from ..core.segment_memory import SegmentMemory
 from ..position.base import Position
@@ -26,7 +26,7 @@ class StackOutput:
     text, in their order, from a stack that gives [`HandOver.SUMMARIES`]."""
 
     hidden_states: Tensor
-    context: LayerContext
+    context: Call
     aux_losses: dict[str, Tensor] = field(default_factory=dict)
     memories: Tensor | None = None
     segment_memory: SegmentMemory | None = None
@@ -68,7 +68,7 @@ class Pass:
         self,
         layers: Sequence[XFormerLayer],
         hidden_states: Tensor,
-        context: LayerContext,
+        context: Call,
         position: Position,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,
@@ -85,9 +85,7 @@ class Pass:
         moved.past_key_values, moved.collect = self.past_key_values, self.collect
         return moved
 
-    def within(
-        self, hidden_states: Tensor, context: LayerContext, layers: Sequence[XFormerLayer] | None = None
-    ) -> Pass:
+    def within(self, hidden_states: Tensor, context: Call, layers: Sequence[XFormerLayer] | None = None) -> Pass:
         """Another way through these layers (None: all), with other states in a call of their own, without memory and
         cache."""
         return Pass(self.layers if layers is None else layers, hidden_states, context, self.position)
@@ -125,7 +123,7 @@ class Pass:
         self.layer(step, layer)
         return self.hidden_states
 
-    def narrow(self, rows: Tensor, context: LayerContext) -> None:
+    def narrow(self, rows: Tensor, context: Call) -> None:
         """Continues with some rows [R] alone, whose call `context` is. What no layer has touched is made anew with the
         rest; what layers pass on is cut."""
         before, passed = (dict(zip(*flattened(states), strict=True)) for states in (self.context.states, self.states))

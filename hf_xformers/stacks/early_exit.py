@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..blocks.base import XFormerLayer
-from ..core.context import LayerContext
+from ..core.call import Call
 from ..core.unpadding import Unpadding
 from ..position.base import Position
 from .base import StackSpec
@@ -38,7 +38,7 @@ class Course:
     def __init__(self, watch: Any):
         self.watch = watch
 
-    def before(self, context: LayerContext, gathers: bool) -> None:
+    def before(self, context: Call, gathers: bool) -> None:
         """Before each layer."""
 
     def after(self, before: Tensor, hidden_states: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ class Course:
         return hidden_states
 
     def look(
-        self, layer: int, hidden_states: Tensor, context: LayerContext, rows: Tensor | None, gathers: bool
+        self, layer: int, hidden_states: Tensor, context: Call, rows: Tensor | None, gathers: bool
     ) -> Tensor | None:
         """After each layer but the last: which of the rows leave, [R] boolean; None: none of them ever."""
         raise NotImplementedError
@@ -68,7 +68,7 @@ class RowCourse(Course):
         self.left: Tensor | None = None
 
     def look(
-        self, layer: int, hidden_states: Tensor, context: LayerContext, rows: Tensor | None, gathers: bool
+        self, layer: int, hidden_states: Tensor, context: Call, rows: Tensor | None, gathers: bool
     ) -> Tensor | None:
         leaves = self.watch(layer, hidden_states, context.query_padding_mask, rows)
         if leaves is not None and not gathers:
@@ -98,7 +98,7 @@ class EarlyExitStack(PlainStack):
         super().__init__()
         self.steps = steps
 
-    def course(self, watch: Any, context: LayerContext) -> Course:
+    def course(self, watch: Any, context: Call) -> Course:
         """How a call continues that `watch` looks at."""
         return RowCourse(watch)
 
@@ -164,7 +164,7 @@ def take(tensor: Tensor, rows: Tensor) -> Tensor:
     return tensor if tensor.shape[0] == 1 else tensor[rows]
 
 
-def take_rows(context: LayerContext, rows: Tensor, position: Position, like: Tensor) -> LayerContext:
+def take_rows(context: Call, rows: Tensor, position: Position, like: Tensor) -> Call:
     """The call's state bundle for some of its rows [R]; layers have to prepare anew."""
     kept = copy.copy(context)
     for name in ("padding_mask", "positions", "explicit_mask", "segment_ids", "inputs_embeds", "position_ids"):

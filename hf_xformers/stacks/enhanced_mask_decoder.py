@@ -6,8 +6,8 @@ from __future__ import annotations
 import copy
 
 from ..attention.shared.base import KeyStates
+from ..core.call import add_losses
 from ..core.components import bounded, register
-from ..core.context import add_losses
 from ..core.hand_overs import HandOver
 from ..core.prepared import one_state
 from .base import StackSpec

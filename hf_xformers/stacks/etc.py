@@ -6,8 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ..core.call import Call, can_inspect
 from ..core.components import bounded, register
-from ..core.context import LayerContext, can_inspect
 from ..core.hand_overs import HandOver
 from ..core.segment_memory import take_slots
 from ..ops.common.real_tokens import real_places, real_together
@@ -36,7 +36,7 @@ class EtcStack(PlainStack):
     def initialize(self, config, init) -> None:
         init.normal_(self.token, mean=0.0, std=config.initializer_range)
 
-    def parts(self, context: LayerContext, batch: int) -> tuple[Tensor, int]:
+    def parts(self, context: Call, batch: int) -> tuple[Tensor, int]:
         """The number of each token's part [B or 1, T] (of padding any), and how many there are at most."""
         length, device = context.query_index.shape[0], context.query_index.device
         real, ids = context.padding_mask, context.inputs.get("sentence_ids")

@@ -14,8 +14,8 @@ from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from ..attention.feedback import FeedbackMemory
 from ..core.cache import RecurrentStateLayer
+from ..core.call import add_losses, self_attention_cache
 from ..core.components import register
-from ..core.context import add_losses, self_attention_cache
 from ..core.hand_overs import HandOver
 from ..core.prepared import one_state
 from .base import Stack, StackSpec

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from ..attention.shared.base import KeyStates
 from ..attention.shared.query_grid import Grid, QueryGrid
 from ..blocks.base import XFormerLayer
+from ..core.call import Call, add_losses
 from ..core.components import bounded, register
-from ..core.context import LayerContext, add_losses
 from ..core.hand_overs import HandOver
 from ..core.holes import PaddingBehind
 from ..core.prepared import States, one_state
@@ -124,12 +124,12 @@ class FunnelStack(Stack):
 class _Run:
     """The layers of one forward call, with its step count and auxiliary losses."""
 
-    def __init__(self, layers: Sequence[XFormerLayer], context: LayerContext, spec: FunnelSpec):
+    def __init__(self, layers: Sequence[XFormerLayer], context: Call, spec: FunnelSpec):
         self.layers, self.base, self.spec = layers, context, spec
         self.step = 0
         self.losses: dict[str, Tensor] = {}
 
-    def context(self, states: Tensor, real: Tensor | None, moved: QueryGrid) -> LayerContext:
+    def context(self, states: Tensor, real: Tensor | None, moved: QueryGrid) -> Call:
         """The state bundle for states [B, T, D] of another length."""
         index = torch.arange(states.shape[1], device=states.device)
         places = index[None] * moved.grid.stride
@@ -139,9 +139,7 @@ class _Run:
             layer.prepare(context, None)
         return context
 
-    def __call__(
-        self, layer: XFormerLayer, states: Tensor, context: LayerContext, further: States | None = None
-    ) -> Tensor:
+    def __call__(self, layer: XFormerLayer, states: Tensor, context: Call, further: States | None = None) -> Tensor:
         given = {**context.states, **(further or {})}
         states, _, losses = layer(states, None, given, context=context, step=self.step)
         add_losses(self.losses, losses)

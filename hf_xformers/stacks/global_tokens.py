@@ -6,8 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ..core.call import Call
 from ..core.components import bounded, register
-from ..core.context import LayerContext
 from ..core.segment_memory import take_slots
 from ..ops.common.real_tokens import real_first
 from .base import StackSpec
@@ -58,7 +58,7 @@ class GlobalTokensStack(PlainStack):
         return StackOutput(hidden_states[:, :length], context, result.aux_losses)
 
     @staticmethod
-    def _ordered(context: LayerContext, order: Tensor) -> LayerContext:
+    def _ordered(context: Call, order: Tensor) -> Call:
         """The context of the same tokens in the order [B, T] of slots."""
         chosen = context.inputs["global_attention_mask"].gather(1, order)
         return context.derive(
@@ -67,7 +67,7 @@ class GlobalTokensStack(PlainStack):
             inputs={**context.inputs, "global_attention_mask": chosen},
         )
 
-    def _context(self, context: LayerContext, batch: int, count: int) -> LayerContext:
+    def _context(self, context: Call, batch: int, count: int) -> Call:
         """The context of texts with `count` more tokens."""
         length, device = context.query_index.shape[0], context.query_index.device
         mask, given = context.padding_mask, context.inputs.get("global_attention_mask")

@@ -13,9 +13,9 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from ..compat import shared_setting
 from ..core.cache import FollowsRows, KeepsMore
+from ..core.call import Call, add_losses, self_attention_cache
 from ..core.call_features import CallFeature
 from ..core.components import bounded, register
-from ..core.context import LayerContext, add_losses, self_attention_cache
 from ..core.prepared import Prepared, State
 from .base import StackSpec
 from .driver import Pass, StackOutput
@@ -113,7 +113,7 @@ class FurtherStates(State):
 class FurtherTexts(Prepared):
     """The call of the sentences before."""
 
-    call: LayerContext
+    call: Call
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class EmbedsFurtherTexts(CallFeature):
     most: int
     causal: bool
 
-    def enter(self, context: LayerContext, tower: Any) -> None:
+    def enter(self, context: Call, tower: Any) -> None:
         prefix = "decoder_" if self.causal else ""
         names = (f"{prefix}context_input_ids", f"{prefix}context_attention_mask")
         ids, mask = (context.inputs.get(name) for name in names)
@@ -195,7 +195,7 @@ class HanStack(PlainStack):
         self,
         run: Pass,
         before: Tensor | None,
-        inner: LayerContext | None,
+        inner: Call | None,
         memory: tuple[Tensor, Tensor] | None,
         output: StackOutput,
     ) -> tuple[Tensor | None, Tensor | None]:
@@ -219,9 +219,7 @@ class HanStack(PlainStack):
             kept.states = {"before": states, "mask": mask}
         return states, mask
 
-    def _divided(
-        self, memory: Tensor | None, context: LayerContext
-    ) -> tuple[Tensor | None, tuple[Tensor, Tensor] | None]:
+    def _divided(self, memory: Tensor | None, context: Call) -> tuple[Tensor | None, tuple[Tensor, Tensor] | None]:
         """A decoder's memory -> (of its sentence, that of the sentences before [B * K, S, D] with its mask)."""
         told = context.inputs.get("context_input_ids")
         if memory is None or told is None or not self.causal or self.spec.side == "encoder":

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ..blocks.nesting import Levels, make_nesting
+from ..core.call import add_losses
 from ..core.components import bounded, register
-from ..core.context import add_losses
 from ..core.pooling import TextPooler
 from ..core.reading_weights import weight_of
 from .base import StackSpec

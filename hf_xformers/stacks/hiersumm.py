@@ -8,8 +8,8 @@ from torch import Tensor
 
 from ..blocks.hiersumm import Paragraphs
 from ..blocks.nesting import Levels, Nesting
+from ..core.call import Call
 from ..core.components import bounded, register
-from ..core.context import LayerContext
 from ..core.hand_overs import HandOver
 from ..position.sinusoidal_absolute import sinusoids
 from .base import StackSpec
@@ -47,7 +47,7 @@ class HierSummStack(PlainStack):
         return StackOutput(nesting.flatten(output.hidden_states, length), context, output.aux_losses)
 
     @staticmethod
-    def _graph(context: LayerContext, nesting: Nesting) -> Tensor | None:
+    def _graph(context: Call, nesting: Nesting) -> Tensor | None:
         """The weights of the paragraphs' graph. Raises ValueError for one of other paragraphs."""
         graph = context.inputs.get("paragraph_graph")
         wanted = (nesting.words.shape[0], nesting.sentences, nesting.sentences)

@@ -8,8 +8,8 @@ import copy
 import torch
 from torch import Tensor
 
+from ..core.call import Call, can_inspect
 from ..core.components import register
-from ..core.context import LayerContext, can_inspect
 from ..core.mask_modes import BIDIRECTIONAL, LEFT_TO_RIGHT, MODES, RIGHT_TO_LEFT, SEQ2SEQ
 from ..ops.common.real_tokens import real_places
 from .driver import Pass, StackOutput
@@ -46,7 +46,7 @@ class MaskModesStack(PlainStack):
         return super().forward(run)
 
     @staticmethod
-    def _masked(given: Tensor, context: LayerContext, batch: int) -> LayerContext:
+    def _masked(given: Tensor, context: Call, batch: int) -> Call:
         """The call under the masks of its rows. Rows of one mode without padding share a mask, and have none
         where all are bidirectional."""
         if tuple(given.shape) != (batch, 2):

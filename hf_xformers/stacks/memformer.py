@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from ..blocks.memformer import MemorySlots
 from ..compat import shared_setting
+from ..core.call import self_attention_cache
 from ..core.components import bounded, register
-from ..core.context import self_attention_cache
 from ..core.hand_overs import HandOver
 from ..core.segment_memory import SegmentMemory
 from ..ops.common.products import wide_products

@@ -7,12 +7,10 @@ import torch
 from torch import Tensor
 
 from ..blocks.nesting import Nesting, make_nesting
-from ..core.context import LayerContext
+from ..core.call import Call
 
 
-def nesting_of(
-    hidden_states: Tensor, context: LayerContext, width: int, most: int, *, name: str, part: str
-) -> Nesting:
+def nesting_of(hidden_states: Tensor, context: Call, width: int, most: int, *, name: str, part: str) -> Nesting:
     """How the tokens of a call stand in parts of at most `width`. most: parts that there are positions for; name: of
     the stack; part: what it calls them.
 

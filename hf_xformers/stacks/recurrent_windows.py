@@ -16,8 +16,8 @@ from transformers.cache_utils import Cache
 
 from ..attention.shared.base import LeadingKeys
 from ..blocks.base import XFormerLayer
+from ..core.call import Call, add_losses, self_attention_cache
 from ..core.components import bounded, register
-from ..core.context import LayerContext, add_losses, self_attention_cache
 from ..core.hand_overs import HandOver
 from ..core.segment_memory import SegmentMemory
 from ..ops.common.real_tokens import real_last
@@ -140,7 +140,7 @@ class RecurrentWindowsStack(Stack):
         hidden_states: Tensor,
         carried: Tensor | None,
         held: Tensor,
-        context: LayerContext,
+        context: Call,
         position: Position,
         cache: Cache | None,
         slots: Sequence[WindowCacheLayer],
@@ -164,7 +164,7 @@ class RecurrentWindowsStack(Stack):
                 pooled = hidden_states
         return hidden_states, pooled, aux_losses
 
-    def with_stored(self, context: LayerContext, slots: Sequence[WindowCacheLayer]) -> LayerContext:
+    def with_stored(self, context: Call, slots: Sequence[WindowCacheLayer]) -> Call:
         """The call on a part of a window whose earlier tokens are in the cache."""
         stored = slots[0].stored if slots else 0
         if not stored:
@@ -176,7 +176,7 @@ class RecurrentWindowsStack(Stack):
         real = torch.cat([earlier, real], dim=1)
         return context.derive(Turns, padding_mask=real, query_index=index[stored:], key_index=index, fresh=False)
 
-    def with_carried(self, context: LayerContext, vector: Tensor, held: Tensor) -> LayerContext:
+    def with_carried(self, context: Call, vector: Tensor, held: Tensor) -> Call:
         """The call as the layer with one more key sees it: that key comes first, in the rows `held` [B]."""
         if context.explicit_mask is not None:
             raise ValueError(

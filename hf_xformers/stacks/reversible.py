@@ -14,8 +14,8 @@ from transformers.cache_utils import Cache
 from transformers.utils import logging
 
 from ..blocks.base import Names, Partner, SublayerPlan, XFormerLayer, flattened, unflattened
+from ..core.call import Call, add_losses
 from ..core.components import register
-from ..core.context import LayerContext, add_losses
 from ..core.hand_overs import HandOver
 from ..core.prepared import States, one_state
 from ..ops.common.derivatives import first_derivative_only
@@ -70,7 +70,7 @@ class ReversibleStack(Stack):
         return StackOutput(context.padded(joined), context, losses)
 
     @staticmethod
-    def _rebuilds(layers: Sequence[XFormerLayer], context: LayerContext, past_key_values: Cache | None) -> bool:
+    def _rebuilds(layers: Sequence[XFormerLayer], context: Call, past_key_values: Cache | None) -> bool:
         if not torch.is_grad_enabled() or past_key_values is not None or torch.compiler.is_compiling():
             return False
         if context.output_attentions or context.output_hidden_states:
@@ -83,7 +83,7 @@ class _Run:
     """One forward call: what its backward pass needs besides the tensors that autograd keeps."""
 
     layers: Sequence[XFormerLayer]
-    context: LayerContext
+    context: Call
     past_key_values: Cache | None
     position: Position
     names: Names = ()

@@ -12,8 +12,8 @@ from transformers.cache_utils import Cache
 
 from ..blocks.base import XFormerLayer
 from ..core.cache import RecurrentStateLayer
+from ..core.call import Call, add_losses, can_inspect, self_attention_cache
 from ..core.components import bounded, register
-from ..core.context import LayerContext, add_losses, can_inspect, self_attention_cache
 from ..core.hand_overs import HandOver
 from ..core.prepared import one_state
 from ..core.segment_memory import (
@@ -152,7 +152,7 @@ class SegmentRecurrentStack(Stack):
         layer = cache.layers[0] if cache is not None and cache.layers else None
         return isinstance(layer, SegmentCacheLayer) and layer.follows_memory
 
-    def slots_of_part(self, context: LayerContext, parts: TextParts) -> tuple[int, Tensor | None]:
+    def slots_of_part(self, context: Call, parts: TextParts) -> tuple[int, Tensor | None]:
         """How many states before its part of a text this process remembers, and which of these and of its own are real
         [B, slots + t] (None: all).
 
@@ -181,14 +181,14 @@ class SegmentRecurrentStack(Stack):
             )
         return slots, parts.mask[:, parts.start - slots : parts.start + parts.length]
 
-    def begin(self, context: LayerContext) -> None:
+    def begin(self, context: Call) -> None:
         """Called before the layers run."""
 
     def slot(self, cache: Cache | None) -> MemoryCacheLayer | None:
         """Where a generation cache holds the memory itself; None where it holds keys and values."""
         return None
 
-    def carried(self, context: LayerContext, like: Tensor, steps: int) -> SegmentMemory:
+    def carried(self, context: Call, like: Tensor, steps: int) -> SegmentMemory:
         """The memory given to this call. Raises `TypeError` and `ValueError` for one that does not fit."""
         given = context.inputs.get(SEGMENT_MEMORY)
         if given is None:
@@ -216,7 +216,7 @@ class SegmentRecurrentStack(Stack):
         return given
 
     def remember(
-        self, layers: Sequence[XFormerLayer], carried: SegmentMemory, inputs: Sequence[Tensor], context: LayerContext
+        self, layers: Sequence[XFormerLayer], carried: SegmentMemory, inputs: Sequence[Tensor], context: Call
     ) -> tuple[SegmentMemory, dict[str, Tensor]]:
         """The memory after this segment, and losses of making it. inputs: of each layer, or what it gave."""
         return carried.update(inputs, context.query_padding_mask, self.memory_length), {}

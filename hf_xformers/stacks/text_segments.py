@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..core.context import LayerContext
+from ..core.call import Call
 from ..ops.common.real_tokens import real_first
 from ..position.base import Position
 
@@ -21,7 +21,7 @@ class TextSegments:
         ValueError: what cannot be cut: packed rows, prepared masks, or outputs of every layer.
     """
 
-    def __init__(self, hidden_states: Tensor, context: LayerContext, position: Position, length: int) -> None:
+    def __init__(self, hidden_states: Tensor, context: Call, position: Position, length: int) -> None:
         if context.segment_ids is not None or context.explicit_mask is not None:
             raise ValueError(
                 f"Rows of {hidden_states.shape[1]} tokens are read in segments of {length}, which packed documents and"
@@ -52,7 +52,7 @@ class TextSegments:
         """[B], True for rows that have one segment alone; None where no row is padded."""
         return None if self.real is None else self.real.sum(1) <= self.length
 
-    def __iter__(self) -> Iterator[tuple[Tensor, LayerContext]]:
+    def __iter__(self) -> Iterator[tuple[Tensor, Call]]:
         """States [B, t, D] and context of each segment."""
         given, device = self.context, self.states.device
         for begin in range(0, self.total, self.length):

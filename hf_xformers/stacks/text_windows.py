@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from transformers.cache_utils import DynamicLayer
 
 from ..core.cache import FollowsRows
+from ..core.call import Call
 from ..core.call_features import CallFeature
-from ..core.context import LayerContext
 from ..core.segment_memory import take_slots
 from ..position.base import Position
 from .text_segments import TextSegments
@@ -140,9 +140,7 @@ class ContinuedText(TextSegments):
     """Texts that continue in windows of which `place` [B] tokens are read: a row's first segment is what is left of
     its window, the following ones are windows."""
 
-    def __init__(
-        self, hidden_states: Tensor, context: LayerContext, position: Position, length: int, place: Tensor
-    ) -> None:
+    def __init__(self, hidden_states: Tensor, context: Call, position: Position, length: int, place: Tensor) -> None:
         super().__init__(hidden_states, context, position, length)
         self.place = place
         self.slots: list[Tensor] = []
@@ -150,7 +148,7 @@ class ContinuedText(TextSegments):
     def __len__(self) -> int:
         return (self.length - 1 + self.total - 1) // self.length + 1  # the window may want one token
 
-    def __iter__(self) -> Iterator[tuple[Tensor, LayerContext]]:
+    def __iter__(self) -> Iterator[tuple[Tensor, Call]]:
         column = torch.arange(min(self.length, self.total), device=self.place.device)
         number = self.total if self.real is None else self.real.sum(1, keepdim=True)
         self.slots = []

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..blocks.base import RunningTokens
+from ..core.call import Call
 from ..core.components import bounded, register
-from ..core.context import LayerContext
 from ..core.losses import step_share, token_cross_entropy
 from ..core.outputs import XFormerEarlyExitTokenOutput
 from .base import StackSpec
@@ -30,7 +30,7 @@ class TokenCourse(Course):
         self.gathers = not watch.learns
         self.halted: Tensor | None = None
 
-    def before(self, context: LayerContext, gathers: bool) -> None:
+    def before(self, context: Call, gathers: bool) -> None:
         if gathers and self.halted is not None:
             context.keep(RunningTokens(~self.halted))
 
@@ -38,7 +38,7 @@ class TokenCourse(Course):
         return hidden_states if self.halted is None else torch.where(self.halted[..., None], before, hidden_states)
 
     def look(
-        self, layer: int, hidden_states: Tensor, context: LayerContext, rows: Tensor | None, gathers: bool
+        self, layer: int, hidden_states: Tensor, context: Call, rows: Tensor | None, gathers: bool
     ) -> Tensor | None:
         self.halted = self.watch(layer, hidden_states, context.query_padding_mask, rows)
         return self.watch.finished(rows) if gathers and self.halted is not None else None
@@ -53,7 +53,7 @@ class TokenExitStack(EarlyExitStack):
     them out. Rows whose tokens have all halted leave the batch. Where values must not steer the program, or states are
     recorded, all is computed and halted states are kept; both ways give the same."""
 
-    def course(self, watch: Any, context: LayerContext) -> Course:
+    def course(self, watch: Any, context: Call) -> Course:
         return TokenCourse(watch)
 
 

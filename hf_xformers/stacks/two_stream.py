@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from ..attention.shared.base import KeyStates
 from ..attention.shared.query_grid import PairsInSight, QueryGrid, ScatteredGrid
+from ..core.call import Call, add_losses, can_inspect
 from ..core.components import register
-from ..core.context import LayerContext, add_losses, can_inspect
 from ..core.hand_overs import HandOver
 from ..core.prepared import one_state
 from .base import Stack, StackSpec
@@ -85,9 +85,7 @@ class TwoStreamStack(Stack):
         return order == 0
 
     @staticmethod
-    def _context_of_queries(
-        mapping: Tensor, seen: Tensor | None, states: Tensor, context: LayerContext
-    ) -> LayerContext:
+    def _context_of_queries(mapping: Tensor, seen: Tensor | None, states: Tensor, context: Call) -> Call:
         """The call as queries see it: they are as many as targets, and stand at their places."""
         batch, length = states.shape[:2]
         if mapping.ndim != 3 or (mapping.shape[0], mapping.shape[2]) != (batch, length):

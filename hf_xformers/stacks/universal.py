@@ -8,8 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from ..core.call import Call, add_losses
 from ..core.components import bounded, register
-from ..core.context import LayerContext, add_losses
 from ..core.reading_weights import weight_of
 from ..position.sinusoidal_absolute import sinusoids
 from .base import Stack, StackSpec
@@ -159,7 +159,7 @@ class _Ledger:
         return (self.steps + self.remainder).sum() / count
 
 
-def _leaves_a_trace(context: LayerContext) -> bool:
+def _leaves_a_trace(context: Call) -> bool:
     """Whether somebody wants what every step gives, or values must not steer the program."""
     recorded = context.output_attentions or context.output_hidden_states
     return recorded or torch.compiler.is_compiling() or torch.jit.is_tracing()

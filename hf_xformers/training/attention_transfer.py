@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from ..attention.shared.base import Attention
 from ..blocks.base import XFormerLayer
-from ..core.context import LayerContext, SublayerOutput
+from ..core.call import Call, SublayerOutput
 from ..modeling_xformer import XFormerModel
 from .head_pieces import head_left_out, leaves_head_out
 from .partial_checkpoints import TrainedAlone, share_frozen
@@ -89,7 +89,7 @@ class _Comparison:
         pair = self.pairs[place]
 
         def compare(_: nn.Module, given: tuple, named: dict[str, Any], result: SublayerOutput) -> SublayerOutput:
-            context: LayerContext = given[1]
+            context: Call = given[1]
             seen = copy.copy(context)
             seen.made, seen.states = dict(context.made), dict(context.states)
             with torch.no_grad():

@@ -200,7 +200,7 @@ def components() -> str:
                 "core.components.names",
                 "core.specs.aliased",
                 "core.bounds.bounded",
-                "core.context.LayerContext",
+                "core.call.Call",
                 "attention.shared.spec.AttentionSpec",
                 "attention.shared.base.Attention",
                 "position.base.PositionSpec",

@@ -7,7 +7,7 @@ import torch
 from transformers import initialization as init
 
 from hf_xformers import XFormerConfig
-from hf_xformers.core.context import LayerContext
+from hf_xformers.core.call import Call
 
 SIZES = {
     "vocab_size": 40,
@@ -34,7 +34,7 @@ def build_layer(attention, decoder=False, layer_idx=0, **fields):
 
 def context(length, decoder=False, mask=None, implementation="sdpa"):
     slots = torch.arange(length)
-    return LayerContext(mask, slots[None], slots, slots, decoder, True, implementation=implementation)
+    return Call(mask, slots[None], slots, slots, decoder, True, implementation=implementation)
 
 
 def states(length, batch=2, seed=0):

@@ -9,7 +9,7 @@ import torch
 from hf_xformers import XFormerConfig
 from hf_xformers.attention.shared import query_blocks
 from hf_xformers.core.cache import make_cache
-from hf_xformers.core.context import LayerContext
+from hf_xformers.core.call import Call
 
 WIDTH, HEADS = 16, 4
 GEOMETRY = dict(
@@ -49,7 +49,7 @@ def make_context(length, causal=False, past=0, **fields):
         causal=causal,
         fresh=past == 0,
     )
-    return LayerContext(**{**given, **fields})
+    return Call(**{**given, **fields})
 
 
 def run_layers(layers, states, context, memory=None, cache=None, residual=True):

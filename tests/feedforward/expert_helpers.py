@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import initialization
 
 from hf_xformers import XFormerConfig, build_spec
-from hf_xformers.core.context import LayerContext
+from hf_xformers.core.call import Call
 from tests.helpers import make_strong
 
 WIDTH, INNER = 6, 10
@@ -37,7 +37,7 @@ def vectors(*shape, seed=0, dtype=torch.float64, width=WIDTH):
 
 def context(batch: int, length: int, mask: Tensor | None = None, segments: Tensor | None = None, **inputs):
     index = torch.arange(length)
-    return LayerContext(
+    return Call(
         padding_mask=mask,
         positions=index[None],
         query_index=index,

@@ -6,7 +6,7 @@ from accelerate.hooks import ModelHook, add_hook_to_module
 from accelerate.utils import send_to_device
 from torch import nn
 
-from hf_xformers.core.context import LayerContext
+from hf_xformers.core.call import Call
 from hf_xformers.modeling_tower import XFormerTower
 from tests.common.cases import CASES, COMPONENTS
 from tests.helpers import close, pad, tokens
@@ -120,5 +120,5 @@ def test_gradients_come_back(name, monkeypatch):
 
 def test_what_is_there_already_stays():
     index = torch.arange(3)
-    context = LayerContext(None, index[None], index, index, causal=True, fresh=True)
+    context = Call(None, index[None], index, index, causal=True, fresh=True)
     assert context.to("cpu") is context

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_xformers import XFormerConfig
-from hf_xformers.core.context import LayerContext
+from hf_xformers.core.call import Call
 from hf_xformers.stacks.base import Stack
 from hf_xformers.variants import family
 from tests.helpers import make_strong, pad, tokens
@@ -247,7 +247,7 @@ class Checks:
             given.update(start_positions=ids[:, 0] % 4, end_positions=ids[:, 1] % 4)
         elif head == "ForSequenceClassification":
             given["labels"] = ids[:, 0] % 2
-        contexts: list[LayerContext] = []
+        contexts: list[Call] = []
         for module in model.modules():
             if isinstance(module, Stack):
                 module.register_forward_pre_hook(lambda module, inputs: contexts.append(inputs[0].context))

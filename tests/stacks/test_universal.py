@@ -10,7 +10,7 @@ from torch import nn
 
 from hf_xformers import XFormerConfig, XFormerForSeq2SeqLM, XFormerModel
 from hf_xformers.blocks.base import LayerOutput
-from hf_xformers.core.context import LayerContext
+from hf_xformers.core.call import Call
 from hf_xformers.position.base import Position
 from hf_xformers.stacks.driver import Pass
 from tests.helpers import NO_DROPOUT, close, make_strong, pad, tokens
@@ -92,7 +92,7 @@ class Outputs(nn.Module):
 
 def context(length, padding=None):
     index = torch.arange(length)
-    return LayerContext(
+    return Call(
         padding_mask=padding, positions=index[None], query_index=index, key_index=index, causal=False, fresh=True
     )
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from ...core.cache import appended, appended_with_numbers
-from ...core.context import LayerContext, Sublayer, SublayerOutput, self_attention_cache
+from ...core.call import Call, Sublayer, SublayerOutput, self_attention_cache
 from ...core.initialization import start_projections
 from ...core.prepared import State, States
 from ...core.weight_decay import Undecayed
@@ -114,7 +114,7 @@ class Attention(Undecayed, Sublayer):
 
     # ------------------------------------------------------------------------------------------- for mechanisms
 
-    def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
+    def prepare(self, context: Call, past_key_values: Cache | None) -> None:
         """Called once per forward call and layer before the first layer runs: let the call make what layers can share,
         once (`context.prepare`). What carries gradients it is given by `context.start`. A mechanism that has
         something of its own to prepare calls this as well."""
@@ -124,11 +124,11 @@ class Attention(Undecayed, Sublayer):
             # What is frozen (under adapters) keeps its counts as well.
             loss.prepare(context, learns=self.q_proj.weight.requires_grad and torch.is_grad_enabled())
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, context: Call) -> tuple[Tensor, Tensor | None]:
         """query [B, H, T, d], key and value [B, K, S, d] -> (output [B, T, H, d], weights [B, H, T, S] or None)."""
         raise NotImplementedError
 
-    def wants_weights(self, context: LayerContext) -> bool:
+    def wants_weights(self, context: Call) -> bool:
         """Whether the literal path must run."""
         return context.output_attentions or context.implementation == "eager"
 
@@ -137,7 +137,7 @@ class Attention(Undecayed, Sublayer):
         ones, where a mechanism keeps a state in their place)."""
         return None
 
-    def weights_of_block(self, query: Tensor, key: Tensor, context: LayerContext, rows: slice, heads: slice) -> Tensor:
+    def weights_of_block(self, query: Tensor, key: Tensor, context: Call, rows: slice, heads: slice) -> Tensor:
         """The attention weights of some queries and heads alone, before dropout, in float32 at least, where the spec
         has the head option `blocks`. query [B, h, t, d]: of these rows and heads; key [B, K, S, d] -> [B, h, t, s], on
         the first s keys, which hold all that the queries see."""
@@ -198,7 +198,7 @@ class Attention(Undecayed, Sublayer):
         query, key = self.normalized(query, key)
         return self.heads(query), self.heads(key), self.heads(value)
 
-    def rotation(self, context: LayerContext) -> Rotation | None:
+    def rotation(self, context: Call) -> Rotation | None:
         """What the position turns queries and keys of this layer by, if it does."""
         turns = context.find(Turns, self.spec.angles)
         return None if turns is None else turns.tokens
@@ -208,7 +208,7 @@ class Attention(Undecayed, Sublayer):
         return x.repeat_interleave(self.num_key_value_groups, dim=1) if self.num_key_value_groups > 1 else x
 
     def project_self(
-        self, hidden_states: Tensor, context: LayerContext, past_key_values: Cache | None, step: int
+        self, hidden_states: Tensor, context: Call, past_key_values: Cache | None, step: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, and the keys and values of all tokens seen so far."""
         source = context.state(KeyStates)
@@ -236,7 +236,7 @@ class Attention(Undecayed, Sublayer):
             value = torch.cat([leading.values.to(value.dtype), value], dim=2)
         return query, key, value
 
-    def turned(self, query: Tensor, key: Tensor, context: LayerContext) -> tuple[Tensor, Tensor]:
+    def turned(self, query: Tensor, key: Tensor, context: Call) -> tuple[Tensor, Tensor]:
         """query [B, H, T, d] and key [B, K, T, d] of the current tokens -> the same, rotated as they go into a cache;
         what comes out of it is for [`Attention.turned_late`]."""
         rotation = self.rotation(context)
@@ -244,7 +244,7 @@ class Attention(Undecayed, Sublayer):
             return query, key
         return rotation(query), key if rotation.by_length else rotation(key)
 
-    def turned_late(self, key: Tensor, context: LayerContext) -> Tensor:
+    def turned_late(self, key: Tensor, context: Call) -> Tensor:
         """Keys [B, K, S, d] of the last S tokens seen so far, as they come out of a cache -> rotated, where that is
         not done before they go in."""
         turns = context.find(Turns, self.spec.angles)
@@ -253,7 +253,7 @@ class Attention(Undecayed, Sublayer):
         return turns.keys.of_last(key.shape[2])(key)
 
     def place(
-        self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext, *, turn_keys: bool = True
+        self, query: Tensor, key: Tensor, value: Tensor, context: Call, *, turn_keys: bool = True
     ) -> tuple[Tensor, Tensor, Tensor]:
         """query [B, H, T, d], key and value [B, K, T, d] of the current tokens -> the same with what the position does
         to them. turn_keys: whether keys are rotated here."""
@@ -265,7 +265,7 @@ class Attention(Undecayed, Sublayer):
             query, key, value = self.position_terms.heads(query, key, value, context)
         return query, key, value
 
-    def of_states(self, hidden_states: Tensor, context: LayerContext) -> LayerContext:
+    def of_states(self, hidden_states: Tensor, context: Call) -> Call:
         """The call as this layer sees it, with what its position makes of the layer's input [B, T, D]."""
         return context if self.position_terms is None else self.position_terms.of_states(hidden_states, context)
 
@@ -274,12 +274,12 @@ class Attention(Undecayed, Sublayer):
         """Whether the position adds terms with parameters of this layer to its scores."""
         return self.position_terms is not None and self.position_terms.changes_scores
 
-    def score_bias(self, context: LayerContext) -> ScoreBias | None:
+    def score_bias(self, context: Call) -> ScoreBias | None:
         """The bias that the position adds to scores, if it does."""
         found = None if self.cross else context.find(CallBias)
         return None if found is None else found.bias
 
-    def score_terms(self, context: LayerContext) -> SelfAttentionTerms | None:
+    def score_terms(self, context: Call) -> SelfAttentionTerms | None:
         """What is added to the scores of all heads in this call, a bias included; None: nothing."""
         if self.position_terms is None:
             bias = self.score_bias(context)
@@ -325,7 +325,7 @@ class Attention(Undecayed, Sublayer):
         left = torch.sigmoid(norm.clamp(min=lowest) - self.sinks.to(norm.dtype)[:, None])
         return (output * left[..., None]).to(output.dtype)
 
-    def written(self, output: Tensor, context: LayerContext, hidden_states: Tensor) -> Tensor:
+    def written(self, output: Tensor, context: Call, hidden_states: Tensor) -> Tensor:
         """What the heads have read, [B, T, H, d] -> [B, T, D] for the residual stream: side by side through the output
         projection, or as the spec's `aggregation` joins them. hidden_states [B, T, D]: the layer's input, which the
         output gate reads."""
@@ -344,7 +344,7 @@ class Attention(Undecayed, Sublayer):
     def forward(
         self,
         hidden_states: Tensor,
-        context: LayerContext,
+        context: Call,
         *,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,

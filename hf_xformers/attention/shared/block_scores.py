@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...core.context import LayerContext
+from ...core.call import Call
 from ...core.visibility import last_key, rows_can_be_empty, visible_block
 from ...ops.common.shifted_rows import SharedRows
 from .base import Attention
@@ -20,7 +20,7 @@ class ScoreBlock(NamedTuple):
     """Which scores are asked for: of the queries `rows`, the keys `keys` and the heads `heads` of a call. tables: what
     [`BlockScoresAttention.tables`] names, to take rows of."""
 
-    context: LayerContext
+    context: Call
     rows: slice
     keys: slice
     heads: slice
@@ -43,7 +43,7 @@ class BlockScoresAttention(Attention):
         bias and masks."""
         raise NotImplementedError
 
-    def weights_of_block(self, query: Tensor, key: Tensor, context: LayerContext, rows: slice, heads: slice) -> Tensor:
+    def weights_of_block(self, query: Tensor, key: Tensor, context: Call, rows: slice, heads: slice) -> Tensor:
         keys = slice(0, last_key(context, self.cross, key.shape[2], rows.stop))
         tables = tuple(SharedRows(x, 1) for x in self.tables())
         return self._weights(query, key[:, :, keys], ScoreBlock(context, rows, keys, heads, tables))
@@ -58,7 +58,7 @@ class BlockScoresAttention(Attention):
         mask = mask if mask is None or mask.shape[1] == 1 else mask[:, heads]
         return visible_softmax(scores, mask, rows_can_be_empty(context, self.cross))
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, context: LayerContext) -> tuple[Tensor, Tensor | None]:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, context: Call) -> tuple[Tensor, Tensor | None]:
         length, literal = query.shape[2], self.wants_weights(context)
         at_once = length if literal else rows_at_once(query.shape[0] * self.num_heads * key.shape[2])
         tables = tuple(shared_rows(x, length, at_once) for x in self.tables())

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
-from ...core.context import LayerContext
+from ...core.call import Call
 from ...core.prepared import Prepared
 from ...core.visibility import DenseBias, visible_pairs
 from ...ops.block_sparse.attention import block_sparse_attention
@@ -62,7 +62,7 @@ class BlockSparseAttention(Attention):
         self.pattern = same_pattern(spec.pattern(config, self.layer_idx))
         self.pattern.check_heads(self.num_heads)
 
-    def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
+    def prepare(self, context: Call, past_key_values: Cache | None) -> None:
         super().prepare(context, past_key_values)
         if context.parts is not None or not self._literal(context, context.query_index.shape[0]):
             return
@@ -72,7 +72,7 @@ class BlockSparseAttention(Attention):
             matrix = bias.block(context.query_index, context.key_index)
             context.start(DenseBias(matrix if matrix.ndim == 4 else matrix[None]))
 
-    def global_tokens(self, context: LayerContext) -> tuple[Tensor | None, int | None]:
+    def global_tokens(self, context: Call) -> tuple[Tensor | None, int | None]:
         """[B or 1, T] boolean mask of tokens that see and are seen by all, and the largest number of them in a row
         (None: not known); (None, 0) without any."""
         return None, 0
@@ -82,7 +82,7 @@ class BlockSparseAttention(Attention):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        context: LayerContext,
+        context: Call,
         global_rows: Inputs | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """As every mechanism; global_rows: queries, keys and values of the global tokens' own rows, where they
@@ -139,7 +139,7 @@ class BlockSparseAttention(Attention):
         output = result if self.sinks is None else self.less_sinks(*result)
         return output.transpose(1, 2), None
 
-    def _attend_part(self, given: Inputs, global_rows: Inputs | None, context: LayerContext) -> Tensor:
+    def _attend_part(self, given: Inputs, global_rows: Inputs | None, context: Call) -> Tensor:
         """[B, t, H, d] of the tokens of this process, where each holds a part of every text."""
         chosen, most = self.global_tokens(context)
         if chosen is not None and most is not None:
@@ -155,7 +155,7 @@ class BlockSparseAttention(Attention):
         added: ScoreTerms,
         globals_: tuple[Tensor | None, int | None],
         dropped: int,
-        context: LayerContext,
+        context: Call,
     ) -> tuple[Tensor, Tensor | None]:
         chosen, dropout, inputs = globals_[0], self.dropout if self.training else 0.0, self._by_head(given)
         rows = inputs if global_rows is None else self._by_head(global_rows)
@@ -178,7 +178,7 @@ class BlockSparseAttention(Attention):
         rows: Inputs,
         added: ScoreTerms,
         globals_: tuple[Tensor | None, int | None],
-        context: LayerContext,
+        context: Call,
         dropped: int,
         dropout: float,
     ) -> Tensor:
@@ -206,9 +206,7 @@ class BlockSparseAttention(Attention):
         places = torch.where(taken, index, query.shape[2])[:, None, :, None].expand_as(own)
         return F.pad(output, (0, 0, 0, 1)).scatter(2, places, own)[:, :, :-1]
 
-    def _tiles(
-        self, context: LayerContext, keys: int, dropped: int, chosen: Tensor | None
-    ) -> list[tuple[slice, Rounds]]:
+    def _tiles(self, context: Call, keys: int, dropped: int, chosen: Tensor | None) -> list[tuple[slice, Rounds]]:
         """The tiles of the pattern without global keys; made once per call for each distinct pattern."""
         padding, queries = context.padding_mask, context.query_index.shape[0]
 
@@ -234,7 +232,7 @@ class BlockSparseAttention(Attention):
         """Queries, keys and values, as many of each."""
         return inputs[0], self.repeated(inputs[1]), self.repeated(inputs[2])
 
-    def _literal(self, context: LayerContext, queries: int) -> bool:
+    def _literal(self, context: Call, queries: int) -> bool:
         """Whether the dense equation runs: asked for, or cheaper, or the keys are slots of which some are not written,
         or the caller prepared a mask."""
         dense = self.wants_weights(context) or context.static or context.explicit_mask is not None
@@ -248,7 +246,7 @@ class BlockSparseAttention(Attention):
         mask: Tensor,
         chosen: Tensor,
         dropout: float,
-        context: LayerContext,
+        context: Call,
         added: ScoreTerms | None = None,
     ) -> tuple[Tensor, Tensor]:
         padding, visible = context.padding_mask, visible_pairs(context)
@@ -268,7 +266,7 @@ class BlockSparseAttention(Attention):
         output = output if added is None else output + added.values_of_all(thinned)
         return output.transpose(1, 2), weights
 
-    def _pairs(self, context: LayerContext) -> Tensor:
+    def _pairs(self, context: Call) -> Tensor:
         """Who may attend to whom, [B or 1, 1 or H, T, S] boolean; made once per call for each distinct pattern."""
         own = self.pattern
         return context.prepare(
@@ -276,7 +274,7 @@ class BlockSparseAttention(Attention):
         ).pairs
 
 
-def pattern_pairs(pattern: Pattern, heads: int, context: LayerContext) -> Tensor:
+def pattern_pairs(pattern: Pattern, heads: int, context: Call) -> Tensor:
     """The pattern together with padding, causal order, documents or a prepared mask, [B or 1, 1 or H, T, S]
     boolean."""
     visible = visible_pairs(context)

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ...core.cache import FollowsRows
-from ...core.context import LayerContext
+from ...core.call import Call
 from ...ops.bucketed.attention import Chunks, Recent, bucketed_attention, bucketed_reference
 from ...ops.common.constants import constant
 from ...ops.common.real_tokens import real_first, real_places
@@ -110,7 +110,7 @@ def recent_attention(
     value: Tensor,
     labels: Tensor,
     stages: Sequence[Stage],
-    context: LayerContext,
+    context: Call,
     *,
     literal: bool,
     num_labels: int,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...core.context import LayerContext
+from ...core.call import Call
 from ...core.prepared import Prepared
 from ...core.text_parts import whole_rows
 
@@ -20,7 +20,7 @@ class GlobalTokens(Prepared):
     of_texts: Tensor | None = None
 
 
-def given_globals(context: LayerContext, most: int | None) -> tuple[Tensor | None, int | None]:
+def given_globals(context: Call, most: int | None) -> tuple[Tensor | None, int | None]:
     """The model input `global_attention_mask` [B, T] as a boolean mask of real tokens, and the largest number of them
     in a row: the input `max_global_tokens` or `most`, where they bound it, else counted once per call. A graph that is
     being recorded cannot count, and makes room for all tokens. (None, 0) where there are none.
@@ -35,7 +35,7 @@ def given_globals(context: LayerContext, most: int | None) -> tuple[Tensor | Non
     return found.chosen, found.most
 
 
-def _chosen(given: Tensor, context: LayerContext, most: int | None) -> GlobalTokens:
+def _chosen(given: Tensor, context: Call, most: int | None) -> GlobalTokens:
     length = context.query_index.shape[0]
     if context.causal:
         raise ValueError(

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol, dataclass_transform
 import torch
 from torch import Tensor, nn
 
-from ...core.context import LayerContext
+from ...core.call import Call
 from ...core.distributed import sum_over_processes
 from ...core.specs import Registry, TypedSpec, build_in, register_in
 from .query_blocks import over_query_blocks, rows_at_once
@@ -25,7 +25,7 @@ class GivesWeights(Protocol):
 
     cross: bool
 
-    def weights_of_block(self, query: Tensor, key: Tensor, context: LayerContext, rows: slice, heads: slice) -> Tensor:
+    def weights_of_block(self, query: Tensor, key: Tensor, context: Call, rows: slice, heads: slice) -> Tensor:
         """The weights of some queries and heads alone ([`Attention.weights_of_block`](base.py))."""
 
 
@@ -50,7 +50,7 @@ class Heads:
     value: Tensor
     output: Tensor
     weights: Tensor | None
-    context: LayerContext
+    context: Call
 
     @property
     def real_queries(self) -> Tensor:
@@ -93,7 +93,7 @@ def mean_over_tokens(values: Tensor, real: Tensor) -> Tensor:
 class HeadLossModule(nn.Module):
     """A loss on the heads of one layer."""
 
-    def prepare(self, context: LayerContext, learns: bool) -> None:
+    def prepare(self, context: Call, learns: bool) -> None:
         """Called once per training call, before the first layer runs: a loss that counts calls counts here those from
         which the attention `learns`."""
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ...core.cache import RecurrentStateLayer
+from ...core.call import Call, SublayerOutput, self_attention_cache
 from ...core.components import bounded
-from ...core.context import LayerContext, SublayerOutput, self_attention_cache
 from ...core.sequence_parallel import SequenceForm, Unserved
 from ...ops.common.products import wide_products, widened
 from ...ops.linear.attention import (
@@ -79,15 +79,15 @@ class LinearAttention(Attention):
         """phi of a query, times any factor of its own, which cancels."""
         return self.phi
 
-    def phi_params(self, context: LayerContext) -> tuple[Tensor, ...]:
+    def phi_params(self, context: Call) -> tuple[Tensor, ...]:
         """The tensors that `phi` needs besides its input."""
         return ()
 
-    def decay(self, states: Tensor, context: LayerContext) -> Decay | None:
+    def decay(self, states: Tensor, context: Call) -> Decay | None:
         """How the weight of keys falls with time, from states [B, T, D]; None: it does not. Causal mechanisms only."""
         return None
 
-    def at_once(self, states: Tensor, context: LayerContext) -> Tensor | None:
+    def at_once(self, states: Tensor, context: Call) -> Tensor | None:
         """The output [B, T, D] of the whole sublayer, where a mechanism has a shorter way to it than through its
         heads."""
         return None
@@ -101,7 +101,7 @@ class LinearAttention(Attention):
     def forward(
         self,
         hidden_states: Tensor,
-        context: LayerContext,
+        context: Call,
         *,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,
@@ -151,7 +151,7 @@ class LinearAttention(Attention):
         key: Tensor,
         value: Tensor,
         decay: Decay | None,
-        context: LayerContext,
+        context: Call,
         past: Cache | None,
         step: int,
     ) -> tuple[Tensor, Tensor | None]:
@@ -174,7 +174,7 @@ class LinearAttention(Attention):
         return output, weights
 
     def _read_memory(
-        self, query: Tensor, memory: Tensor | None, context: LayerContext, past: Cache | None, step: int
+        self, query: Tensor, memory: Tensor | None, context: Call, past: Cache | None, step: int
     ) -> tuple[Tensor, Tensor | None]:
         mask = context.memory_padding_mask
         if self.wants_weights(context):
@@ -199,7 +199,7 @@ class LinearAttention(Attention):
         key: Tensor,
         value: Tensor,
         mask: Tensor | None,
-        context: LayerContext,
+        context: Call,
         state: Any,
         rotation: Callable[[Tensor], Tensor] | None,
         decay: Decay | None = None,
@@ -240,7 +240,7 @@ class LinearAttention(Attention):
         key: Tensor,
         value: Tensor,
         mask: Tensor | None,
-        context: LayerContext,
+        context: Call,
         rotation: Callable[[Tensor], Tensor] | None,
     ) -> LinearState:
         """The state after these keys alone."""
@@ -251,7 +251,7 @@ class LinearAttention(Attention):
         return linear_attention_write(phi, value, key_padding_mask=mask, log_weight=logs, rotated_key=rotation(phi))
 
     def _read_state(
-        self, query: Tensor, state: LinearState, context: LayerContext, rotation: Callable[[Tensor], Tensor] | None
+        self, query: Tensor, state: LinearState, context: Call, rotation: Callable[[Tensor], Tensor] | None
     ) -> Tensor:
         params = self.phi_params(context)
         if rotation is None:
@@ -269,7 +269,7 @@ class LinearAttention(Attention):
         key: Tensor,
         value: Tensor,
         visible: Tensor | None,
-        context: LayerContext,
+        context: Call,
         rotation: Callable[[Tensor], Tensor] | None,
         decay: Decay | None = None,
     ) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from ...core.context import LayerContext
+from ...core.call import Call
 from ...core.initialization import seeded_generator
 from ...core.prepared import Prepared
 from ...ops.linear.feature_maps import random_matrix
@@ -82,7 +82,7 @@ class RandomRows(_Base):
         self.draws += 1
         self.directions.copy_(self.draw(int(self.draws)))
 
-    def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
+    def prepare(self, context: Call, past_key_values: Cache | None) -> None:
         super().prepare(context, past_key_values)
         if not self.training or self.num_rows is None:
             return
@@ -100,7 +100,7 @@ class RandomRows(_Base):
     def _slot(self) -> tuple[str, int, bool]:
         return self.spec.type, self.layer_idx, self.cross
 
-    def rows(self, context: LayerContext) -> Tensor:
+    def rows(self, context: Call) -> Tensor:
         """Those of this call."""
         if not self.training:  # nothing redraws them, and a graph need not know which layer it is of
             return self.directions

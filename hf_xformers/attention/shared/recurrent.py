@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
 from ...core.cache import RecurrentStateLayer
+from ...core.call import Call, Sublayer, SublayerOutput
 from ...core.components import bounded
-from ...core.context import LayerContext, Sublayer, SublayerOutput
 from ...core.initialization import start_projections
 from ...core.precision import Float32Module
 from ...core.sequence_parallel import SequenceForm, Unserved
@@ -50,7 +50,7 @@ class ShortConvolution(nn.Module):
         if self.bias is not None:
             init.uniform_(self.bias, -bound, bound)
 
-    def forward(self, inputs: Tensor, context: LayerContext, window: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(self, inputs: Tensor, context: Call, window: Tensor | None) -> tuple[Tensor, Tensor]:
         """inputs [B, T, C], window [B, k - 1, C] or None -> [B, T, C], and the window after them."""
         return short_convolution(
             inputs, self.weight, self.bias, silu=self.silu, window=window,
@@ -220,7 +220,7 @@ class RecurrentAttention(Attention):
 
     # ------------------------------------------------------------------------------------------- for mechanisms
 
-    def tokens(self, hidden_states: Tensor, context: LayerContext, window: Tensor | None) -> tuple[Tokens, Any]:
+    def tokens(self, hidden_states: Tensor, context: Call, window: Tensor | None) -> tuple[Tokens, Any]:
         """[B, T, D] and the window of earlier inputs -> what the recurrence reads, and the window after these."""
         raise NotImplementedError
 
@@ -232,7 +232,7 @@ class RecurrentAttention(Attention):
         """Queries, keys and values [B, T, C] as their projections give them."""
         return [project(hidden_states) for project in (self.q_proj, self.k_proj, self.v_proj)]
 
-    def query_key_value(self, hidden_states: Tensor, context: LayerContext, window: Tensor | None):
+    def query_key_value(self, hidden_states: Tensor, context: Call, window: Tensor | None):
         """Queries [B, G, T, K], keys [B, G, n T, K] and values [B, H, n T, dv] of n writes to a token, projected and
         convolved, and the window after."""
         parts = self.part_projections(hidden_states)
@@ -254,7 +254,7 @@ class RecurrentAttention(Attention):
 
     # ------------------------------------------------------------------------------------------- shared machinery
 
-    def turned(self, query: Tensor, key: Tensor, context: LayerContext) -> tuple[Tensor, Tensor]:
+    def turned(self, query: Tensor, key: Tensor, context: Call) -> tuple[Tensor, Tensor]:
         """Queries and keys [B, H, T, K] as a rotary position turns them, where the spec's `angles` say so."""
         rotation = self.rotation(context)
         return (query, key) if rotation is None else (rotation(query), rotation(key))
@@ -262,7 +262,7 @@ class RecurrentAttention(Attention):
     def forward(
         self,
         hidden_states: Tensor,
-        context: LayerContext,
+        context: Call,
         *,
         memory: Tensor | None = None,
         past_key_values: Cache | None = None,
@@ -279,7 +279,7 @@ class RecurrentAttention(Attention):
         return SublayerOutput(self.o_proj(written.to(hidden_states.dtype)), weights, states=states)
 
     def read(
-        self, hidden_states: Tensor, context: LayerContext, layer: RecurrentStateLayer | None
+        self, hidden_states: Tensor, context: Call, layer: RecurrentStateLayer | None
     ) -> tuple[Tensor, Tensor | None, Tokens]:
         """A text [B, T, D] from its beginning to its end -> what is to be projected [B, T, H * dv], the weights, and
         what it was to the recurrence. layer: what earlier tokens left, which is replaced."""
@@ -332,7 +332,7 @@ class RecurrentAttention(Attention):
         return output, after, weights
 
 
-def from_the_end(context: LayerContext) -> LayerContext:
+def from_the_end(context: Call) -> Call:
     """The call as it is for texts whose last token comes first."""
     seen = copy.copy(context)
     mask, documents = context.padding_mask, context.segment_ids

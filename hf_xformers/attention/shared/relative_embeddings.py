@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ...core.context import LayerContext
+from ...core.call import Call
 from ...core.prepared import Prepared
 from ...core.reading_weights import weight_of
 from ...ops.common.real_tokens import first_real
@@ -57,7 +57,7 @@ class RelativeEmbeddings(nn.Module):
         return self.dropout(self.type_norm(weight_of(self.types)))
 
 
-def key_types(given: Tensor | None, context: LayerContext, slots: int, order: Tensor | None) -> Tensor:
+def key_types(given: Tensor | None, context: Call, slots: int, order: Tensor | None) -> Tensor:
     """The types [B or 1, slots + T] of keys: those `given` [B, T] (None: all 0) to the segment's tokens, and before
     them, for a memory of `slots` states, the type of the row's first real token. order: in which keys stand."""
     length = context.query_index.shape[0]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...core.context import LayerContext
+from ...core.call import Call
 from ...ops.common.shifted_rows import shift_rows
 from ...ops.score_terms.attention import distance_products
 from ...ops.score_terms.terms import QueryBlock
@@ -18,7 +18,7 @@ from .query_grid import Grid, KeyUsage, PairsInSight, ScatteredGrid
 from .relative_embeddings import KeyTypes
 
 
-def count_usage(context: LayerContext, step: int, weights: Tensor, rows: slice, keys: int) -> None:
+def count_usage(context: Call, step: int, weights: Tensor, rows: slice, keys: int) -> None:
     """Adds the attention [B, H, t, s] that the real ones of the queries `rows` pay to what each of `keys` keys has
     got."""
     found = context.find(KeyUsage)
@@ -51,7 +51,7 @@ class RelativeTerms(SelfAttentionTerms):
         self,
         layer: Any,
         tables: tuple[Tensor, ...],
-        context: LayerContext,
+        context: Call,
         num_keys: int,
         grid: Grid,
         real: Tensor | None,

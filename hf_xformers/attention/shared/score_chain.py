@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...core.context import LayerContext
+from ...core.call import Call
 from ...core.prepared import State
 from ...core.visibility import visible_pairs
 from .base import Attention
@@ -44,7 +44,7 @@ class ScoreChain(Attention):
         super().__init__(config, spec, **where)
         self.slot = (self.chain_name, self.cross)
 
-    def handed(self, context: LayerContext) -> Link:
+    def handed(self, context: Call) -> Link:
         """What a layer below has passed on."""
         return context.state(Link, self.slot) or Link()
 
@@ -56,7 +56,7 @@ class ScoreChain(Attention):
                 f" {list(handed)}; all layers of a chain need the same numbers of heads and the same length."
             )
 
-    def weigh(self, scores: Tensor, value: Tensor, context: LayerContext) -> tuple[Tensor, Tensor, Tensor]:
+    def weigh(self, scores: Tensor, value: Tensor, context: Call) -> tuple[Tensor, Tensor, Tensor]:
         """scores [B, H, T, S] without mask and bias, value [B, H, S, d] -> output [B, T, H, d], weights [B, H, T, S],
         and weights after dropout."""
         bias = self.score_bias(context)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...core.context import LayerContext
+from ...core.call import Call
 from ...core.sequence_parallel import SequenceForm, Unserved
 from ...core.text_parts import Span, TextParts
 from ...ops.block_sparse.attention import block_sparse_attention
@@ -59,7 +59,7 @@ def spans_of_parts(pattern: Pattern, heads: int, parts: TextParts, causal: bool)
     return spans
 
 
-def attend_to_window(attention: Any, given: Inputs, context: LayerContext, beside: Beside | None = None) -> Any:
+def attend_to_window(attention: Any, given: Inputs, context: Call, beside: Beside | None = None) -> Any:
     """What the queries of this part read, [B, H, t, d], or that and the logarithm of the denominators [B, H, t] where
     learned sinks need it."""
     (query, key, value), parts = given, _parts(context)
@@ -95,7 +95,7 @@ def attend_to_window(attention: Any, given: Inputs, context: LayerContext, besid
 
 
 def attend_with_globals(
-    attention: Any, given: Inputs, rows: Inputs, context: LayerContext, chosen: Tensor, most: int
+    attention: Any, given: Inputs, rows: Inputs, context: Call, chosen: Tensor, most: int
 ) -> Tensor:
     """The same with tokens that all others read, and that read all: chosen [B, T] of whole rows, at most `most` in a
     row. rows: queries, keys and values of their own rows. [B, H, t, d]."""
@@ -120,7 +120,7 @@ def attend_with_globals(
     return F.pad(output, (0, 0, 0, 1)).scatter(2, index, whole)[:, :, :-1]
 
 
-def _parts(context: LayerContext) -> TextParts:
+def _parts(context: Call) -> TextParts:
     if context.parts is None:
         raise ValueError("There are no parts of texts outside of `sequence_parallel`; call the model inside of it.")
     return context.parts

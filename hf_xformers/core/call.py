@@ -158,7 +158,7 @@ def token_positions(position_ids: Tensor | None, padding: Tensor | None, current
 
 
 @dataclass
-class LayerContext:
+class Call:
     """The state bundle of one tower's forward call.
 
     Attributes:
@@ -187,9 +187,9 @@ class LayerContext:
             tokens of several texts stand side by side (`core/serving.py`).
         inputs: further model inputs that a component asked for by name (`Spec.inputs`) and the caller gave.
         made: what is made once per call and read by every layer (masks, rotary tables), by class and slot
-            ([`LayerContext.prepare`]). No tensor with a gradient.
+            ([`Call.prepare`]). No tensor with a gradient.
         states: tensors with gradients that layers read and pass on (score biases, other layers' scores, extra
-            sequences), likewise by class and slot ([`LayerContext.state`]).
+            sequences), likewise by class and slot ([`Call.state`]).
     """
 
     padding_mask: Tensor | None
@@ -214,14 +214,14 @@ class LayerContext:
     made: MutableMapping[Key, Any] = field(default_factory=dict)
     states: States = field(default_factory=dict)
 
-    def __copy__(self) -> LayerContext:
+    def __copy__(self) -> Call:
         # Every layer of a decoding step may have a view of its own. copy.copy is slow
         # here: it takes as long as the arithmetic of some layers.
         seen = object.__new__(type(self))
         seen.__dict__.update(self.__dict__)
         return seen
 
-    def to(self, device: torch.device | str | int, **_: Any) -> LayerContext:
+    def to(self, device: torch.device | str | int, **_: Any) -> Call:
         """This call on another device; this very object, if all of it is there."""
         device = torch.device(device)
         there = self.positions.device == device and (Moved, None) not in self.made
@@ -285,19 +285,19 @@ class LayerContext:
         """[B, T, ...] -> [1, N, ...] of the real tokens, where layers are given them alone."""
         return tokens if self.unpadding is None else self.unpadding.pack(tokens)
 
-    def of_padded(self) -> LayerContext:
+    def of_padded(self) -> Call:
         """This call for a function that reads the padded batch."""
         seen = copy.copy(self)
         seen.unpadding = None
         return seen
 
-    def of_tokens(self) -> LayerContext:
+    def of_tokens(self) -> Call:
         """This call for a function of single tokens: all that it is given are real."""
         seen = copy.copy(self)
         seen.padding_mask = None
         return seen
 
-    def passing(self, states: States) -> LayerContext:
+    def passing(self, states: States) -> Call:
         """The same call seen from inside one layer, with that layer's states; this very object, if neither has any."""
         if not states and not self.states:
             return self
@@ -309,7 +309,7 @@ class LayerContext:
         """What is made of these kinds."""
         return {key: value for key, value in self.made.items() if key[0] in kinds}
 
-    def derive(self, *kinds: type[Prepared], **changes: Any) -> LayerContext:
+    def derive(self, *kinds: type[Prepared], **changes: Any) -> Call:
         """A copy for a part of the stack with other length, positions or masks; of what is made, only these `kinds`
         are carried over."""
         return replace(self, made=self.kept(*kinds), states={}, **changes)
@@ -343,7 +343,7 @@ class Sublayer(nn.Module):
         not is given the padded batch."""
         return False
 
-    def prepare(self, context: LayerContext, past_key_values: Cache | None) -> None:
+    def prepare(self, context: Call, past_key_values: Cache | None) -> None:
         """Called once per forward call and layer before the first layer runs: let the call make what layers can
         share, once (`context.prepare`). What carries gradients it is given by `context.start`."""
 

@@ -10,8 +10,8 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerForMaskedLM, XFormerModel
 from hf_xformers.blocks.base import flattened, unflattened
 from hf_xformers.core.cache import make_cache
-from hf_xformers.core.context import (
-    LayerContext,
+from hf_xformers.core.call import (
+    Call,
     SublayerOutput,
     add_losses,
     segments_from_positions,
@@ -42,7 +42,7 @@ def test_sums_of_losses():
 def context(**fields):
     index = torch.arange(4)
     given = dict(padding_mask=None, positions=index[None], query_index=index, key_index=index, causal=True, fresh=True)
-    return LayerContext(**{**given, **fields})
+    return Call(**{**given, **fields})
 
 
 class Table(Prepared):
@@ -306,3 +306,10 @@ def test_packed_rows_are_kept_apart(shape, fields):
     with torch.no_grad():
         packed = model(input_ids=torch.cat(parts, 1), position_ids=positions).logits
         close(packed, torch.cat([model(input_ids=part).logits for part in parts], 1))
+
+
+def test_its_former_name_says_the_new_one():
+    from hf_xformers import extend
+
+    with pytest.warns(FutureWarning, match="write `Call`"):
+        assert extend.LayerContext is Call
