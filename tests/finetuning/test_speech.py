@@ -99,7 +99,7 @@ def test_training_goes_on_with_the_saved_vocabulary(run, folders, tmp_path):
     assert model.config.vocab_size == AutoModelForCTC.from_pretrained(run).config.vocab_size
 
 
-def test_what_is_refused(capsys, *run, folders, tmp_path):
+def test_what_is_refused(run, folders, tmp_path, capsys):
     base = ["finetune", *OPTIONS, "--output_dir", str(tmp_path / "run"), "--max_steps", "1", "--data"]
     place = tmp_path / "sounds"
     place.mkdir()

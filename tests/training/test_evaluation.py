@@ -117,9 +117,9 @@ def test_what_was_trained_is_evaluated():
     for name, objective in known.items():
         config, other = XFormerConfig(), next(kind for kind in known.values() if kind.head != objective.head)
         for head, expected in (
-            (f"XFormer{objective.head}", name),
+            (f"XFormerFor{objective.head}", name),
             (None, name),
-            (f"XFormer{other.head}", next(key for key, kind in known.items() if kind.head == other.head)),
+            (f"XFormerFor{other.head}", next(key for key, kind in known.items() if kind.head == other.head)),
         ):
             config.architectures = [head] if head else None
             assert choose_objective(config, None, {}, {"objective": {"type": name}}).type == expected
