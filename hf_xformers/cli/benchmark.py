@@ -31,7 +31,7 @@ _EPILOG = """An entry of --variants is a variant, or LABEL=VARIANT; --set change
 
 A component of yours, in my_attention.py:
 
-  --import my_attention --variants mine=xformer,longformer \\
+  hf-xformers benchmark --import my_attention --variants mine=xformer,longformer \\
     --set mine.attention=my_attention"""
 
 

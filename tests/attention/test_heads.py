@@ -9,6 +9,7 @@ from tests.helpers import close, make_strong, tokens
 
 TINY = dict(vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=40)
 ATTENTIONS = {name: SLOTS["attention"].get(name) for name in SLOTS["attention"]}
+FIRST = ("lazyformer", "axial_transformer", "cross_layer_attention")  # whose first layer alone has all norms
 
 
 def config(**changes):
@@ -44,9 +45,7 @@ def test_norms_of_all_mechanisms_are_read(name):
             later = [model(given["input_ids"][:, [i]], past_key_values=past).logits for i in range(6, 9)]
             close(torch.cat(later, 1), first[:, 6:], 2e-4)
         for norm in ("q_norm", "k_norm"):
-            part = getattr(
-                model.base_model.trunk.layers[0 if name in ("lazyformer", "axial_transformer") else 1].attention, norm
-            )
+            part = getattr(model.base_model.trunk.layers[0 if name in FIRST else 1].attention, norm)
             kept = part.weight.clone()
             part.weight.mul_(torch.linspace(0.2, 3.0, len(kept)))
             assert float((model(**given)[0] - first).abs().max()) > 1e-4, norm

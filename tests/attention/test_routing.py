@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerForMaskedLM, XFormerModel
-from hf_xformers.attention import routing_transformer as routing
+from hf_xformers.attention.shared import centroids
 from tests.attention.group_helpers import SIZES, build_layer, context, states
 from tests.helpers import make_strong, pad, tokens
 
@@ -103,11 +103,11 @@ def test_all_processes_learn_the_same(monkeypatch):
     alone = module(training=True, num_routing_heads=2)
     alone(x, context(9))
     parts = []
-    monkeypatch.setattr(routing.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(routing.dist, "all_reduce", lambda tensor: parts.append(tensor.clone()))
+    monkeypatch.setattr(centroids.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(centroids.dist, "all_reduce", lambda tensor: parts.append(tensor.clone()))
     for half in (x[:2], x[2:]):  # what each process would send
         module(training=True, num_routing_heads=2)(half, context(9))
-    monkeypatch.setattr(routing.dist, "all_reduce", lambda tensor: tensor.copy_(sum(parts)))
+    monkeypatch.setattr(centroids.dist, "all_reduce", lambda tensor: tensor.copy_(sum(parts)))
     for half in (x[:2], x[2:]):
         process = module(training=True, num_routing_heads=2)
         process(half, context(9))
@@ -125,7 +125,7 @@ def test_heads_are_routed_one_at_a_time(padded, monkeypatch):
         mask[1, 5:] = False
     query, key, _ = projected(attention, x)
     together = attention.route(query, key, mask)
-    monkeypatch.setattr(routing, "_AFFINITIES_AT_ONCE", 1)
+    monkeypatch.setattr(centroids, "_AFFINITIES_AT_ONCE", 1)
     apart = attention.route(query, key, mask)
     for one, other in ((together.query_labels, apart.query_labels), (together.key_labels, apart.key_labels)):
         assert torch.equal(one, other)
@@ -233,7 +233,7 @@ def test_as_many_clusters_as_the_text_needs():
 
 
 def test_a_causal_text_takes_the_clusters_of_what_it_has_so_far(monkeypatch):
-    monkeypatch.setattr(routing, "_FIRST_STAGE", 4)
+    monkeypatch.setattr(centroids, "_FIRST_STAGE", 4)
     attention, x = module(True, **DERIVED), states(50)
     assert [stage.begin for stage in attention.stages] == [0, 4, 16] and attention.stage_clusters == [2, 4, 8]
     parts = [with_numbers(attention, count, count)(x, context(50, True)).output for count in (2, 4, 8)]
@@ -261,7 +261,7 @@ def test_centroids_out_of_use_do_not_move():
 
 
 def test_generation_passes_from_stage_to_stage(monkeypatch):
-    monkeypatch.setattr(routing, "_FIRST_STAGE", 4)
+    monkeypatch.setattr(centroids, "_FIRST_STAGE", 4)
     torch.manual_seed(0)
     config = XFormerConfig(**SIZES, attention={**SMALL, **DERIVED}, position="rotary")
     net, ids = XFormerForCausalLM(config).double().eval(), torch.randint(5, 40, (2, 30))
