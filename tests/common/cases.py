@@ -429,16 +429,19 @@ ATTENTION = ("attention", "cross_attention")
 PARTS = covering(CASES, _parts)
 
 
-def _components(cases: list[Case]) -> list[Case]:
+def _components(cases: list[Case], slots: Iterable[str] = SLOTS) -> list[Case]:
     """Each component once, in one tower if there is such a case: for what direction and settings do not change."""
-    names = {case: {part[:2] for part in components(case)} for case in cases}
+    names = {case: {part[:2] for part in components(case) if part[0] in slots} for case in cases}
     alone = covering([case for case in cases if case.shape != "seq2seq"], names.__getitem__)
     shown = set[Any]().union(*map(names.__getitem__, alone))
     return alone + covering([case for case in cases if case.shape == "seq2seq"], lambda case: names[case] - shown)
 
 
 COMPONENTS = _components(CASES)
-CAUSAL = _components([case for case in CASES if case.causal])
+# Those that keep something of earlier tokens, or may read it.
+CAUSAL = _components(
+    [case for case in CASES if case.causal], (*ATTENTION, "position", "feedforward", "block", "stack")
+)
 
 each_part = pytest.mark.parametrize("case", PARTS, ids=str)
 each_causal_part = pytest.mark.parametrize("case", [case for case in PARTS if case.causal], ids=str)

@@ -18,10 +18,10 @@ DECODERS = {case.name: case for case in CASES if case.shape == "decoder"}
 QUICK = ("xf_bert",)
 # One for each engine, and those with operators that torch does not translate or with a size that follows from the
 # length; that torch can export the other families, transformers' common tests show.
-OTHERS = ("xf_longformer", "xf_reformer", "xf_delta_net", "xf_nystromformer")
+OTHERS = ("xf_reformer", "xf_delta_net", "xf_nystromformer")  # Longformer's: below
 # Which of them have the literal equation, and whether their memory grows with the square of the length.
 FORMS = {
-    **dict.fromkeys(("xf_longformer", "xf_nystromformer", "xf_delta_net"), (False, False)),
+    **dict.fromkeys(("xf_nystromformer", "xf_delta_net"), (False, False)),
     "xf_reformer": (True, True),
     "xf_bert": (False, True),
 }
