@@ -40,9 +40,11 @@ _ALL = full()  # built at import: torch.compile cannot trace it
 
 
 class DenseMask(Prepared):
-    """The mask of a call as the back-end reads it."""
+    """The mask of a call as the back-end reads it, and which queries see nothing, [B, 1, T or 1, 1], where these see
+    everything in `mask`."""
 
     mask: Any
+    blind: Tensor | None = None
 
 
 class DenseAttention(Attention):
@@ -60,11 +62,22 @@ class DenseAttention(Attention):
         super().prepare(context, past_key_values)
         if self.cross or self.changes_scores:  # what follows is not read
             return
-        context.prepare(DenseMask, lambda: DenseMask(self._mask(context, past_key_values)))
+        context.prepare(DenseMask, lambda: DenseMask(*self._open(self._mask(context, past_key_values), context)))
         bias = self.score_bias(context)
         if bias is not None and context.state(DenseBias) is None and not self._bias_in_blocks(context):
             matrix = bias.block(context.query_index, context.key_index)
             context.start(DenseBias(matrix if matrix.ndim == 4 else matrix[None]))
+
+    @staticmethod
+    def _open(mask: Any, context: Call) -> tuple[Any, Tensor | None]:
+        """Off the processor, fused kernels of half precision give gradients of any size for a query that sees
+        nothing: it sees everything, and what it has read is put to zero."""
+        if context.implementation != "sdpa" or not isinstance(mask, Tensor) or mask.device.type == "cpu":
+            return mask, None
+        if mask.dtype != torch.bool or not rows_can_be_empty(context):
+            return mask, None
+        blind = ~mask.any(-1, keepdim=True)
+        return mask | blind, blind
 
     def _mask(self, context: Call, past_key_values: Cache | None) -> Any:
         """The mask in the form that the back-end expects."""
@@ -111,16 +124,19 @@ class DenseAttention(Attention):
         if added is not None:
             inputs = (query * added.scale, self.repeated(key), self.repeated(value), added, dropout)
             return weights_with_terms(*inputs) if self.wants_weights(context) else (attend_with_terms(*inputs), None)
+        blind: Tensor | None = None
         if self.cross:
             padding = context.memory_padding_mask
             mask, bias = (None if padding is None else padding[:, None, None, :]), None
         else:
-            mask, made = context.prepared(DenseMask).mask, context.state(DenseBias)
+            prepared, made = context.prepared(DenseMask), context.state(DenseBias)
+            mask, blind = prepared.mask, prepared.blind
             bias = None if made is None else made.matrix
         causal = self.is_causal and mask is None and context.fresh
         if self.wants_weights(context):
             if causal:
                 mask = (context.key_index[None, :] <= context.query_index[:, None])[None, None]
+            mask = mask if mask is None or blind is None else mask & ~blind
             return literal_softmax_attention(
                 query, key, value, mask, bias, self.scaling, dropout, self.spec.score_cap, self.sinks
             )
@@ -144,7 +160,9 @@ class DenseAttention(Attention):
         )
         if context.back_end:  # engines give tokens side by side, without batch and heads
             output = output.reshape(query.shape[0], query.shape[2], self.num_heads, -1)
-        if bias is not None and context.implementation == "sdpa" and mask is not None:
+        if blind is not None:
+            output = output.masked_fill(blind.transpose(1, 2), 0.0)
+        elif bias is not None and context.implementation == "sdpa" and mask is not None:
             # With a bias the mask becomes large negative numbers, under which a row that sees nothing sees everything.
             sees = mask.any(dim=-1).transpose(1, 2).unsqueeze(-1)
             output = output.masked_fill(~sees, 0.0)

@@ -248,10 +248,9 @@ class SinkhornAttention(Attention):
         mass = chosen.mass.flatten(2)
         query, keys = with_mass(query, chosen.key.flatten(2, 3), mass, self.scaling)
         mask = (mass > 0)[:, :, None].expand(-1, -1, query.shape[2], -1)
-        output = F.scaled_dot_product_attention(
-            *(query, keys, chosen.value.flatten(2, 3)), attn_mask=mask, dropout_p=self._dropout, scale=self.scaling
-        )
-        return output.masked_fill(~mask.any(-1, keepdim=True), 0.0)
+        blind = ~mask.any(-1, keepdim=True)  # such queries see everything, and read nothing
+        read = query, keys, chosen.value.flatten(2, 3), mask | blind, self._dropout
+        return F.scaled_dot_product_attention(*read, scale=self.scaling).masked_fill(blind, 0.0)
 
     def _literal(
         self,

@@ -265,7 +265,10 @@ class SynthesizerAttention(Attention):
         width = -(-max(query.shape[-1], value.shape[-1]) // 8) * 8
         query, key, value = (F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
         dropout = self.dropout if self.training else 0.0
+        blind = None if mask is None else ~mask.any(-1, keepdim=True)  # such queries see everything, and read nothing
+        mask = mask if mask is None or blind is None else mask | blind
         output = F.scaled_dot_product_attention(query, key, value, mask, dropout, is_causal=causal, scale=1.0)
+        output = output if blind is None else output.masked_fill(blind, 0.0)
         return output[..., : self.head_dim].transpose(1, 2)
 
     def _blocks(

@@ -94,9 +94,11 @@ def near_and_sorted(
         mask = torch.cat([there, visible.expand(*query.shape[:4], -1)], dim=-1).flatten(1, 2)
     # The blocks of all heads side by side are the heads of one call.
     query, keys, values = (x.flatten(1, 2) for x in (query, keys, values))
+    blind = None if mask is None else ~mask.any(-1, keepdim=True)  # such queries see everything, and read nothing
+    mask = mask if mask is None or blind is None else mask | blind
     output = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, dropout_p=dropout, scale=scale)
-    if mask is not None:
-        output = output.masked_fill(~mask.any(-1, keepdim=True), 0.0)
+    if blind is not None:
+        output = output.masked_fill(blind, 0.0)
     return output.unflatten(1, chosen.value.shape[1:3])
 
 

@@ -3,10 +3,12 @@
 import pytest
 import torch
 
-from hf_xformers import XFormerConfig, XFormerForCausalLM
+from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerModel
+from hf_xformers.attention import dense
 from tests.attention.references.table import softmax_attention
 from tests.attention.score_helpers import GEOMETRY, build_layers, make_context, run_layers, vectors
 from tests.helpers import close, make_strong, tokens
+from tests.pretend_cuda import OnGPU, on_gpu, pretend_cuda
 
 GEOMETRY = {**GEOMETRY, "num_hidden_layers": 1}
 
@@ -57,3 +59,24 @@ def test_mask_of_the_new_tokens_alone():
         cache = model(input_ids=ids[:, :4], use_cache=True).past_key_values
         output = model(input_ids=ids[:, 4:], attention_mask=torch.ones(2, 2), past_key_values=cache).logits
         close(output, model(input_ids=ids).logits[:, 4:])
+
+
+@pytest.mark.parametrize("position", ["none", "t5_relative_bias"])
+def test_queries_that_see_nothing_are_open_to_the_kernels_of_an_accelerator(position, monkeypatch):
+    """In half precision their gradients would be what stood in memory; outputs are those of a processor."""
+    masks, plain = [], dense.ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def watched(module, query, key, value, mask, **options):
+        masks.append(mask)
+        return plain(module, query, key, value, mask, **options)
+
+    config = XFormerConfig(**{**GEOMETRY, "position": position}, is_decoder=True)
+    model, ids = make_strong(XFormerModel(config)).eval(), tokens(2, 9, high=40)
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[1, :4] = 0
+    expected = model(ids, attention_mask=mask, use_cache=False).last_hidden_state
+    monkeypatch.setattr(dense, "ALL_ATTENTION_FUNCTIONS", {"sdpa": watched})
+    with pretend_cuda(monkeypatch):
+        found = on_gpu(model)(OnGPU(ids), attention_mask=OnGPU(mask), use_cache=False).last_hidden_state.inner
+    close(found, expected, 2e-5)
+    assert masks and all(each.inner.any(-1).all() for each in masks)
