@@ -339,6 +339,7 @@ def main() -> None:
             left -= 1
         else:
             bad = any("error" in key for key in row) or row.get("fp32 logits", 0) > 1e-3 or row.get("cached") is False
+            bad = bad or not row.get("bf16 gradients", 0) < 0.5  # nan, too
             rows.add(row, shown=bad)
     rows.page(TITLE, NOTE, COLUMNS)
     print(f"{len(rows.rows)} rows in {rows.path}")
