@@ -121,13 +121,14 @@ def check(attention, causal, position="none"):
         layer, table = layer.to(dtype), None if table is None else table.to(dtype)
         wide, wide_table = copy.deepcopy(layer).float(), None if table is None else copy.deepcopy(table).float()
         states = long_inputs(1)
-        expected, _ = run(wide, wide_table, states.float(), causal, "eager")
+        expected, wide_gradients = run(wide, wide_table, states.float(), causal, "eager")
         assert expected.isfinite().all(), "the literal path in float32"
         for implementation in ("sdpa", "eager"):
             output, gradients = run(layer, table, states.to(dtype), causal, implementation)
             where = f"{implementation}, {dtype}"
             assert output.isfinite().all(), where
-            assert all(gradient.isfinite().all() for gradient in gradients), f"gradients, {where}"
+            for own, theirs in zip(gradients, wide_gradients, strict=True):  # unless it is itself too large
+                assert own.isfinite().all() or theirs.abs().max() > torch.finfo(dtype).max, f"gradients, {where}"
             error = (output - expected).norm() / expected.norm()
             assert error < limit, f"{where}: {error:.3f}"
 
