@@ -102,8 +102,7 @@ class RWKV7Attention(RecurrentAttention):
         direction = unit_length(self.by_head(key * self.key_scale), 1e-12, largest=True)
         key = key * (1 + (rate - 1) * self.key_rate)
         query, key, rate, log_decay, value = (self.by_head(x) for x in (query, key, rate, log_decay, value))
-        # What is read of long keys leaves float16's range before the norm brings it back.
-        wide, value, *products = widened(direction, value, query, key)
+        wide, *products = widened(direction, query, key)  # products of long keys leave float16's range
         passed = (products[0] * products[1] * self.bonus[:, None]).sum(-1, keepdim=True) * value
         gate = self.low_rank("gate", g, torch.sigmoid)
         corrected = {"read": wide * torch.exp(-log_decay), "write": direction * rate}
@@ -118,7 +117,7 @@ class RWKV7Attention(RecurrentAttention):
         (wide,) = widened(output)
         normed = F.layer_norm(wide, wide.shape[-1:], eps=self.spec.eps(self.config)).flatten(2)
         normed = normed * self.norm_weight.to(wide.dtype) + self.norm_bias.to(wide.dtype)
-        return ((normed + tokens.passed.transpose(1, 2).flatten(2)) * tokens.gate).to(hidden_states.dtype)
+        return (normed + tokens.passed.transpose(1, 2).flatten(2)) * tokens.gate
 
 
 @register("attention", "rwkv7")
