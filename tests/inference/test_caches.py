@@ -104,7 +104,8 @@ def test_static_cache(case, caplog, monkeypatch):
     assert isinstance(cache, StaticCache) == (not part)
     if not part:
         size = case.run(model, batch, mask).shape[1] + 6 if case.shape == "decoder" else 7
-        assert all(layer.keys.shape[2] == size - 1 for layer in cache.layers)
+        filled = [layer for layer in cache.layers if layer.is_initialized]  # layers may read what another one keeps
+        assert filled and all(layer.keys.shape[2] == size - 1 for layer in filled)
     else:
         kind = part.split("'")[1]
         config = decoder_config(model)
