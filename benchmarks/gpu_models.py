@@ -168,7 +168,7 @@ def compare(rows: list[dict[str, Any]]) -> None:
     for (task, length, model), speed in speeds.items():
         baseline = speeds.get((task, length, "transformers BERT" if model in ENCODERS else "transformers Llama"))
         for row in rows:
-            if baseline and (row["task"], row["T"], row["model"]) == (task, length, model):
+            if baseline and (row.get("task"), row.get("T"), row["model"]) == (task, length, model):
                 row["against transformers"] = speed / baseline
 
 
