@@ -52,6 +52,14 @@ def test_chunks_are_the_recurrence(length, strength):
         assert_same(found, literal(given), given, 1e-11)
 
 
+def test_states_joined_in_log2_steps(monkeypatch):
+    """As on a device whose launches are dear."""
+    monkeypatch.setattr(low_rank_delta, "in_one_batch", lambda x: True)
+    given = case(50)
+    found = low_rank_delta_rule(**given, return_state=True, chunk_size=4)
+    assert_same(found, literal(given), given, 1e-11)
+
+
 def test_segments_keep_no_chunks(monkeypatch):
     """A text in segments gives the same, and keeps its inputs and the states between them for the gradient."""
     given, sizes = case(200), []

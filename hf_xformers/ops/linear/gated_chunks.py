@@ -165,7 +165,7 @@ def _states(part: _Part, written: Tensor, state: Tensor) -> tuple[Tensor, Tensor
     if in_one_batch(part.adds):
         change = product(part.adds.mT, written.to(part.adds.dtype)).unflatten(0, (rows, -1)).transpose(0, 1)
         maps = (whole if part.forgets is None else _maps(part, part.forgets).unflatten(0, (rows, -1))).transpose(0, 1)
-        states = _joined(maps, torch.cat([state[None], change]))
+        states = joined(maps, torch.cat([state[None], change]))
         before = states[:-1].transpose(0, 1)
         if part.forgets is not None:
             low = part.forgets.dtype
@@ -195,7 +195,7 @@ def _states(part: _Part, written: Tensor, state: Tensor) -> tuple[Tensor, Tensor
     return torch.stack(befores, dim=1), state, written.flatten(0, 1)
 
 
-def _joined(maps: Tensor, states: Tensor, reverse: bool = False) -> Tensor:
+def joined(maps: Tensor, states: Tensor, reverse: bool = False) -> Tensor:
     """[N + 1, R, K, dv], all states of `S_{n+1} = maps_n S_n + change_n`, from `states` that hold the first state and
     behind it the changes; with `reverse` those of `S_n = maps_n S_{n+1} + change_n`, from the changes and behind them
     the last state. maps [N, R, K, K], or factors [N, R, K or 1, 1].
@@ -239,7 +239,7 @@ def _states_backward(part: _Part, to_before: Tensor, to_written: Tensor, to_stat
     to_before, to_written, adds = (x.unflatten(0, (rows, -1)) for x in (to_before, to_written, part.adds))
     if in_one_batch(part.adds):
         each = (whole if maps is None else maps.mT).transpose(0, 1)
-        states = _joined(each, torch.cat([to_before.transpose(0, 1), to_state[None]]), reverse=True)
+        states = joined(each, torch.cat([to_before.transpose(0, 1), to_state[None]]), reverse=True)
         return states[1:].transpose(0, 1).flatten(0, 1), states[0]
     for n in reversed(range(adds.shape[1])):
         afters.append(to_state)

@@ -19,9 +19,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ..common.products import without_autocast
-from ..common.segments import accumulation_dtype, segments, to_chunks
+from ..common.segments import accumulation_dtype, in_one_batch, segments, to_chunks
 from .chunk_decay import ChunkDecay
 from .decayed_scan import check_recurrence, for_step, forgetting, power_of_two
+from .gated_chunks import joined
 
 
 def low_rank_delta_rule(
@@ -91,11 +92,15 @@ def _segment(chunk: int, *given: Tensor) -> tuple[Tensor, Tensor]:
     change = (k * decay.to_end).mT @ v - writes @ own
     maps = torch.diag_embed(decay.whole[..., 0]) - writes @ held
     change, maps = change.unflatten(0, (rows, -1)), maps.unflatten(0, (rows, -1))
-    befores = []
-    for n in range(change.shape[1]):
-        befores.append(state)
-        state = torch.baddbmm(change[:, n], maps[:, n], state)
-    before = torch.stack(befores, dim=1).flatten(0, 1)
+    if in_one_batch(value):
+        states = joined(maps.transpose(0, 1), torch.cat([state[None], change.transpose(0, 1)]))
+        before, state = states[:-1].transpose(0, 1).flatten(0, 1), states[-1]
+    else:
+        befores = []
+        for n in range(change.shape[1]):
+            befores.append(state)
+            state = torch.baddbmm(change[:, n], maps[:, n], state)
+        before = torch.stack(befores, dim=1).flatten(0, 1)
     out = (q * decay.from_start) @ before + decay.products(q, k) @ v - decay.products(q, w) @ (own + held @ before)
     return out.reshape(batch, heads, -1, width)[:, :, :length].to(value.dtype), state
 
