@@ -81,8 +81,8 @@ class HybridHeadsBlockSpec(BlockSpec):
     def check(self, config) -> None:
         if not config.is_decoder:
             raise ValueError(
-                f"block 'hybrid_heads' has {self.mixer.type!r} next to attention, which reads earlier tokens alone;"
-                " use it in a decoder (`is_decoder=True`, or `decoder={'block': ...}`)."
+                f"block 'hybrid_heads' with its mixer {self.mixer.type!r} reads a text from its beginning; use it in a"
+                " decoder (`is_decoder=True`, or `decoder={'block': ...}`)."
             )
         if not (config.residual.additive and config.residual.shares_input):
             raise ValueError(

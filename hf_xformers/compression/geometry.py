@@ -84,7 +84,8 @@ def remade(
     for name, place in wanted.items():
         made = take(name, place.shape)
         if made is None or made.shape != place.shape:
-            found = f"{list(state[name].shape)} cannot be cut to that" if name in state else "there is nothing"
+            cut = name in state and state[name].shape != place.shape
+            found = f"{list(state[name].shape)} cannot be cut to that" if cut else "there is nothing for it"
             raise ValueError(
                 f"{name} of the smaller model has the shape {list(place.shape)}, and in the larger one {found}:"
                 f" {type(model).__name__} as it is set cannot lose these parts; take another --method"

@@ -57,7 +57,7 @@ REFUSED = [
     ("odd `kernels`, got 4", dict(block={"type": "separable_convolution", "kernels": (3, 4)})),
     ("no place for in a", dict(block="separable_convolution", attention="linear_transformer", is_decoder=True)),
     # hybrid_heads
-    ("reads earlier tokens alone", dict(block="hybrid_heads", residual="pre_ln")),
+    ("reads a text from its beginning", dict(block="hybrid_heads", residual="pre_ln")),
     ("one norm before them", dict(block="hybrid_heads", is_decoder=True)),
     ("whose state decays", dict(block={"type": "hybrid_heads", "mixer": "dense"})),
     ("has two", dict(block="hybrid_heads", position="deberta", residual="pre_ln", is_decoder=True)),

@@ -8,6 +8,7 @@ import torch
 from hf_xformers.ops import chosen_blocks
 from hf_xformers.ops.block_sparse import attention, flex, patterns
 from hf_xformers.ops.block_sparse.reference import block_sparse_reference
+from tests.pretend_cuda import OnGPU, pretend_cuda
 
 LENGTH = 300  # more than two blocks of the kernel, and no multiple of them
 PATTERNS = {
@@ -85,6 +86,21 @@ def test_cap(chosen):
     torch.compiler.reset()  # the cap is a constant of a graph, and uncompiled calls share theirs
     compare(PATTERNS["band"], causal=True, score_cap=2.0)
     assert chosen
+
+
+@pytest.mark.parametrize("causal, queries", [(False, LENGTH), (False, 7), (True, LENGTH), (True, 7)])
+def test_dense_attention_of_an_accelerator_needs_no_pattern(causal, queries, monkeypatch):
+    """Queries of the end of a text, too, where its causal order is not that of the kernel."""
+    monkeypatch.setattr(attention, "flex_applies", lambda *tensors: False)  # else tiles, here
+    q, k, v = (x.detach() for x in inputs(queries))
+    options = {"causal": causal, "query_offset": LENGTH - queries}
+    expected = block_sparse_reference(q, k, v, patterns.full(), **options)[0]
+    taken, plain = [], attention._takes_sdpa
+    monkeypatch.setattr(attention, "_takes_sdpa", lambda *given: taken.append(plain(*given)) or taken[-1])
+    with pretend_cuda(monkeypatch):
+        found = attention.block_sparse_attention(*map(OnGPU, (q, k, v)), patterns.full(), **options).inner
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    assert taken == [not causal or queries == LENGTH]
 
 
 @pytest.mark.parametrize("side", ["none", "left"])

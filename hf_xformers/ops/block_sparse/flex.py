@@ -252,7 +252,8 @@ def _attend(kind: tuple, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any
         if "No valid triton configs" not in str(error):
             raise
         _too_large.add(sizes)
-        warnings.warn(f"FlexAttention's kernel does not fit on the device; tiles are slower. {error}", stacklevel=2)
+        reason = str(error).splitlines()[0]
+        warnings.warn(f"FlexAttention's kernel does not fit on the device; tiles are slower. {reason}", stacklevel=2)
         return None
 
 
