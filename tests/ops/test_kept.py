@@ -5,7 +5,7 @@ import torch
 
 from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerForMaskedLM
 from hf_xformers.ops.binary_partition import leaf_tiles, listed_spans
-from hf_xformers.ops.block_sparse.attention import _seen_by_few
+from hf_xformers.ops.block_sparse.few_rows import _seen_by_few
 from hf_xformers.ops.block_sparse.flex import _block_map
 from hf_xformers.ops.block_sparse.op import make_pieces
 from hf_xformers.ops.block_sparse.patterns import band, global_, random_blocks

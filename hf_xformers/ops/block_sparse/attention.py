@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..common.kept import kept
 from ..common.padding import row_spans
 from ..common.products import wide_products
 from ..common.real_tokens import real_first
 from .exported import Hidden, exported_attention
+from .few_rows import FEW_QUERIES, few_rows
 from .flex import Places, flex_applies, flex_block_sparse
 from .op import bound_rows, forward_op, make_pieces, pieces_of_rows
 from .pattern_base import Pattern, PerHead
@@ -30,8 +30,6 @@ from .patterns import causal as causal_pattern
 from .patterns import full
 from .reference import ScoreBias, block_sparse_reference, counts_positions
 
-# Up to this many queries against this many keys, one dense masked row each.
-FEW_QUERIES, FEW_KEYS = 4, 8192
 _ALL = full()  # built at import: torch.compile cannot trace it
 
 __all__ = ["block_sparse_attention", "block_sparse_reference", "bound_rows", "make_pieces"]
@@ -199,7 +197,9 @@ def _engine(
     plain = call.dropout == 0 and call.score_bias is None and call.segment_ids is None and call.row_lengths is None
     plain = plain and call.side[0] is None
     if plain and query.shape[2] <= FEW_QUERIES and not torch.compiler.is_compiling():
-        found = _few_rows(query, key, value, pattern, key_mask, call)
+        at = Places(call.query_offset, call.key_offset, call.causal)
+        inputs = query, key, value, pattern, key_mask, at, call.scale
+        found = few_rows(*inputs, cap=call.cap, needs_lse=call.needs_lse)
         if found is not None:
             return found
     # Other runtimes have no such operator. (Where dynamo records, it cannot make the pattern.)
@@ -275,64 +275,6 @@ def _join_side(
     total = total.masked_fill(empty, 1.0)
     out = (out * own[..., None] + side_out * other[..., None]) / total[..., None]
     return out.to(query.dtype), (top + total.log()).masked_fill(empty, -math.inf)
-
-
-def _few_rows(
-    query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, key_mask: Tensor | None, call: _Call
-) -> tuple[Tensor, Tensor | None] | None:
-    """A decoding step: a few masked rows cost less than planning them. None when even those rows are long."""
-    (heads, q_len), (kv_heads, k_len) = query.shape[1:3], key.shape[1:3]
-    # What does not change along the text is found once, and not for every token anew.
-    fixed = pattern.needs_length or not pattern.period
-    shift = 0 if fixed else min(call.query_offset, call.key_offset) // pattern.period * pattern.period
-    places = (call.query_offset - shift, call.query_offset - shift + q_len)
-    begin, end, allowed = _seen_by_few(
-        pattern, heads, call.causal, places, call.key_offset - shift, k_len, query.device
-    )
-    if end - begin > FEW_KEYS or end == begin:
-        return None
-    if (begin, end) != (0, k_len):
-        key, value = key[:, :, begin:end], value[:, :, begin:end]
-    if key_mask is not None:
-        seen = key_mask[:, None, None, begin:end]
-        allowed = seen.expand(-1, -1, q_len, -1) if allowed is None else allowed & seen
-    if not call.needs_lse and not call.cap:
-        grouped = heads != kv_heads
-        out = F.scaled_dot_product_attention(query, key, value, allowed, scale=call.scale, enable_gqa=grouped)
-        return out, None
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    keys, values = (x[:, :, None].to(dtype) for x in (key, value))
-    scores = (call.scale * query.unflatten(1, (kv_heads, -1)).to(dtype) @ keys.transpose(3, 4)).flatten(1, 2)
-    scores = call.cap * torch.tanh(scores / call.cap) if call.cap else scores
-    if allowed is None:
-        allowed = torch.ones_like(scores[:1, :1], dtype=torch.bool)
-    scores = scores.masked_fill(~allowed, torch.finfo(dtype).min)
-    weights = scores.softmax(-1)
-    lse = scores.amax(-1, keepdim=True) - weights.amax(-1, keepdim=True).log()
-    weights = weights.masked_fill(~allowed, 0.0)
-    out = (weights.unflatten(1, (kv_heads, -1)) @ values).flatten(1, 2)
-    return out.to(query.dtype), lse.masked_fill(~allowed.any(-1, keepdim=True), -math.inf)[..., 0]
-
-
-@kept(64)
-def _seen_by_few(
-    pattern: Pattern, heads: int, causal: bool, places: tuple[int, int], offset: int, k_len: int, device: torch.device
-) -> tuple[int, int, Tensor | None]:
-    """The first and the last key, of `k_len` from `offset` on, that queries at these `places` may read, and which of
-    those between them [1, H or 1, q, k]; None: all."""
-    bound = (pattern & causal_pattern() if causal else pattern).bind(offset + k_len)
-    low, high = bound.span(places[0], places[1] - 1)
-    begin = 0 if low is None else min(max(low - offset, 0), k_len)
-    end = k_len if high is None else min(max(high - offset + 1, begin), k_len)
-    if end - begin > FEW_KEYS or (bound.solid and places[1] - places[0] == 1):
-        return begin, end, None
-    q_at = torch.arange(*places, device=device)[:, None]
-    k_at = torch.arange(offset + begin, offset + end, device=device)[None]
-    own = [bound.for_head(head) for head in range(heads)]
-    distinct = {each: each.allows(q_at, k_at) for each in set(own)}
-    allowed = torch.stack([distinct[each] for each in own]) if len(distinct) > 1 else distinct[own[0]][None]
-    everything = device.type == "cpu" and bool(allowed.all())  # elsewhere looking costs more than a mask
-    return begin, end, None if everything else allowed[None]
 
 
 @torch.compiler.disable

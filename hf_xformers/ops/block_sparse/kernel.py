@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from ..common.dropout import Dropout
-from .plan import TILE_BUDGET, Part, Tiles
+from .plan import TILE_BUDGET
+from .tiles import Part, Tiles
 
 # ------------------------------------------------------------------------------------------ reading and writing tiles
 

@@ -20,7 +20,8 @@ from ..common.names import OPTIONS, operator_name
 from .kernel import Hidden, Source, backward_tiles, forward_tiles
 from .pattern_atoms import Band
 from .pattern_base import Everything, Pattern, pattern_from_key
-from .plan import Part, make_plan
+from .plan import make_plan
+from .tiles import Part
 
 
 @dataclass(frozen=True)
