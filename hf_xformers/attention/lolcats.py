@@ -56,6 +56,10 @@ class LolcatsAttention(LearnedFeatures):
         """[H], the mixing factors."""
         return torch.sigmoid(self.mixing)
 
+    def repeated(self, x: Tensor) -> Tensor:
+        """[B, K, S, d] as it is: heads that share keys share a window."""
+        return x
+
     def phi(self, x: Tensor, *params: Tensor) -> Tensor:
         return hedgehog_features(x, *self.key_map.tensors())
 
@@ -74,7 +78,6 @@ class LolcatsAttention(LearnedFeatures):
         decay: Decay | None = None,
         remember: bool = False,
     ) -> tuple[Tensor, WindowState | None]:
-        key, value = (x[:, :: self.num_key_value_groups] for x in (key, value))  # grouped heads keep one window
         output, end = window_linear_attention(
             *(query, key, value, self.query_features, self.phi, self.gamma),
             window=self.spec.window,
@@ -98,6 +101,7 @@ class LolcatsAttention(LearnedFeatures):
         rotation: Callable[[Tensor], Tensor] | None,
         decay: Decay | None = None,
     ) -> tuple[Tensor, Tensor]:
+        key, value = super().repeated(key), super().repeated(value)
         query, key = widened(query)[0], widened(key)[0]
         scores = wide_products(query, key) * self.scaling
         products = wide_products(self.query_features(query), self.phi(key))

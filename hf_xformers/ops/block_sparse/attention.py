@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..common.padding import row_spans
+from ..common.padding import may_look, row_spans
 from ..common.products import wide_products
 from ..common.real_tokens import real_first
 from .exported import Hidden, exported_attention
@@ -337,12 +337,7 @@ def _aligned(
 
 def _has_lead(padding_mask: Tensor) -> bool:
     """Whether any row starts with padding; "yes" where that is not looked at."""
-    return not _may_look(padding_mask) or bool((padding_mask.any(1) & ~padding_mask[:, 0]).any())
-
-
-def _may_look(mask: Tensor) -> bool:
-    """Whether its numbers may be read: that is dear on an accelerator and impossible in a graph."""
-    return not torch.compiler.is_compiling() and mask.device.type == "cpu"
+    return not may_look(padding_mask) or bool((padding_mask.any(1) & ~padding_mask[:, 0]).any())
 
 
 def _take(x: Tensor, index: Tensor) -> Tensor:
@@ -366,7 +361,7 @@ def _with_globals(
     chosen = global_mask if key_mask is None else global_mask & key_mask
     if max_globals is None:
         max_globals = int(chosen.sum(1).max())
-    elif _may_look(chosen) and int(chosen.sum(1).max()) > max_globals:
+    elif may_look(chosen) and int(chosen.sum(1).max()) > max_globals:
         raise ValueError(f"a row has {int(chosen.sum(1).max())} global tokens, more than max_globals={max_globals}.")
     if max_globals == 0:
         return _aligned(query, key, value, pattern, key_mask, key_mask, call)[0]

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..common.padding import check_padding_mask
+from ..common.padding import check_padding_mask, may_look
 from ..common.segments import accumulation_dtype
 from .kernels import inverse_or_zero
 
@@ -236,40 +236,38 @@ def _step(
     mix: _Mix, query: Tensor, key: Tensor, value: Tensor, real: Tensor, state: WindowState, sinks: int
 ) -> tuple[Tensor, WindowState]:
     """One token of each text, and the state after it. Its time goes with the number of operations and the bytes that
-    they touch, so nothing is copied but the window as it moves on."""
-    keys, values, first = [state.key.to(key.dtype), key], [state.value.to(value.dtype), value], state[5:]
-    near = [state.real, real]
+    they touch: sinks and window are one tensor, of which the next state is a part."""
+    first, here = state[5:], real
+    keys, values, near = (state.key.to(key.dtype), key), (state.value.to(value.dtype), value), state.real
     if sinks:
         sink_key, sink_value, taken = cast("tuple[Tensor, Tensor, Tensor]", first)
-        count = taken.sum(-1, keepdim=True)
-        new = real & (count == torch.arange(sinks, device=key.device))
-        here = new[:, None, :, None]
-        first = torch.where(here, key, sink_key), torch.where(here, value, sink_value), taken | new
-        keys, values, near = [*keys, first[0]], [*values, first[1]], [state.real, real & (count >= sinks), first[2]]
-    visible = torch.cat(near, dim=-1)[:, None, None]
+        if not (may_look(taken) and bool(taken.all())):
+            count = taken.sum(-1, keepdim=True)
+            new = real & (count == torch.arange(sinks, device=key.device))
+            chosen, here = new[:, None, :, None], real & (count >= sinks)
+            sink_key, sink_value = torch.where(chosen, key, sink_key), torch.where(chosen, value, sink_value)
+            taken = taken | new
+        keys, values, near = (sink_key, *keys), (sink_value, *values), torch.cat([taken, near], dim=1)
+    key, value, near = torch.cat(keys, dim=2), torch.cat(values, dim=2), torch.cat([near, here], dim=1)
+    visible = near[:, None, None]
     heads = (*query.shape[:3], -1)
     asked = (query * mix.scale).view(query.shape[0], key.shape[1], -1, query.shape[3])
-    scores = torch.cat([asked @ part.mT for part in keys], dim=-1)
-    weights = torch.softmax(scores.masked_fill(~visible, torch.finfo(scores.dtype).min), dim=-1)
+    weights = torch.softmax((asked @ key.mT).masked_fill(~visible, torch.finfo(key.dtype).min), dim=-1)
     # The largest weight is 1 / sum_j exp(s_j - c).
     total = mix.gamma[:, 0] * visible.any(-1, keepdim=True) / weights.amax(-1).view(heads)
-    shares = weights.split([part.shape[2] for part in values], dim=-1)
-    out = torch.stack([share @ part for share, part in zip(shares, values, strict=True)]).sum(0).view(heads) * total
     phi = mix.query_map(query)
     phi = phi if mix.beta is None else phi * mix.beta[:, 0]
-    out = (out + phi @ state.kv) * inverse_or_zero(total + phi @ state.z[..., None])
-    kv, z, moved = state.kv, state.z, int(state.key.shape[2] == mix.window - 1)
-    if moved:  # the oldest token leaves the window, which is this one where there is no other
-        oldest = int(mix.window == 1)
-        gone, passed = (_for_heads(x[oldest][:, :, :1], query) for x in (keys, values))
-        more = _sums(mix, gone, passed, near[oldest][:, :1])
-        kv, z = kv + more[0], z + more[1]
-    if mix.window > 1:
-        key, value = (torch.cat([x[0][:, :, moved:], x[1]], dim=2) for x in (keys, values))
-        real = torch.cat([near[0][:, moved:], near[1]], dim=1)
-    else:
-        key, value, real = keys[0], values[0], near[0]
-    return out, WindowState(key, value, real, kv, z, *first)
+    out = (weights @ value).view(heads) * total + phi @ state.kv
+    out = out * inverse_or_zero(total + phi @ state.z[..., None])
+    kv, z, left = state.kv, state.z, sinks
+    if state.key.shape[2] == mix.window - 1:  # the oldest token leaves the window
+        left = sinks + 1
+        oldest = slice(sinks, left)
+        phi = mix.key_map(_for_heads(key[:, :, oldest], query)) * near[:, None, oldest, None]
+        kv, z = torch.addcmul(kv, phi.mT, _for_heads(value[:, :, oldest], query)), z + phi[:, :, 0]
+    if sinks:
+        first = key[:, :, :sinks], value[:, :, :sinks], near[:, :sinks]
+    return out, WindowState(key[:, :, left:], value[:, :, left:], near[:, left:], kv, z, *first)
 
 
 def _in_chunks(
@@ -338,7 +336,7 @@ def _in_chunks(
 def _for_heads(x: Tensor, query: Tensor) -> Tensor:
     """`x [B, K, ...]` once for each of the query's heads."""
     groups = query.shape[1] // x.shape[1]
-    return x if groups == 1 else x.repeat_interleave(groups, dim=1)
+    return x if groups == 1 else x[:, :, None].expand(-1, -1, groups, *x.shape[2:]).flatten(1, 2)
 
 
 def _before(sums: Tensor, count: int) -> Tensor:
