@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
-import re
 from collections.abc import Sequence
 from typing import Any
 
 from ..core.components import SLOTS, Spec, field_aliases
+from ..core.field_docs import meanings
 from ..core.specs import default_of
 from ..families import CHANGES, SURVEY, survey_number
 from ..objectives import Objective
@@ -46,7 +45,6 @@ _KIND = {
     "block": "architecture",
     "stack": "architecture",
 }
-_FIELD = re.compile(r"(?:^|(?<=[.;\n)] )|(?<=\n))((?:\w+,\s)*\w+):\s")
 
 
 def variants(names: Sequence[str] = ()) -> list[dict[str, Any]]:
@@ -140,21 +138,6 @@ def component(slot: str, spec: type[Spec] | type[Objective] | Spec) -> dict[str,
         "aliases": aliases,
         "meanings": meanings(cls),
     }
-
-
-def meanings(cls: type) -> dict[str, str]:
-    """What the fields of a dataclass mean: the sentences behind `field: ` in its docstring and its bases'."""
-    names = {field.name for field in dataclasses.fields(cls)}
-    found: dict[str, str] = {}
-    for owner in cls.__mro__:
-        text = inspect.cleandoc(owner.__doc__ or "")
-        heads = [match for match in _FIELD.finditer(text) if names.issuperset(re.split(r",\s", match[1]))]
-        for head, following in zip(heads, [*heads[1:], None]):
-            end = len(text) if following is None else following.start()
-            meaning = " ".join(text[head.end() : end].split("\n\n")[0].split())
-            for name in re.split(r",\s", head[1]):
-                found.setdefault(name, meaning.rstrip(".;"))
-    return found
 
 
 def _defaults(cls: type) -> dict[str, Any]:

@@ -8,9 +8,9 @@ import inspect
 import re
 from typing import Any
 
-from hf_xformers.cli.descriptions import meanings
 from hf_xformers.configuration_xformer import XFormerConfig
 from hf_xformers.core.components import SLOTS, field_aliases
+from hf_xformers.core.field_docs import meanings
 from hf_xformers.core.specs import default_of
 
 from .markup import code, literal, prose, table

@@ -4,8 +4,9 @@ import json
 import pytest
 
 from hf_xformers.cli import main
-from hf_xformers.cli.descriptions import meanings, variants
+from hf_xformers.cli.descriptions import variants
 from hf_xformers.core.components import SLOTS
+from hf_xformers.core.field_docs import meanings
 from hf_xformers.families import SURVEY
 from hf_xformers.variants import config_class, model_types
 
