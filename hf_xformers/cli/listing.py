@@ -244,14 +244,13 @@ def _show_components(where: str, words: Sequence[str], as_json: bool) -> None:
 
 def _show_objectives(names: Sequence[str], as_json: bool) -> None:
     """The objectives: what each predicts, corrupts and needs; the fields of those that are named are explained."""
-    from ..objectives.description import needs, setting_meanings
+    from ..objectives.description import needs
     from ..training.building import language_objective, language_objectives
 
     chosen = [language_objective(name) for name in names] or list(language_objectives().values())
     entries = [
         {
             **component("objective", cls),
-            "meanings": setting_meanings(cls),
             "shape": cls.shape,
             "head": f"For{cls.head}",
             "rows": cls.rows,

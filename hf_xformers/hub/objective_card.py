@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.field_docs import meanings
 from ..objectives import OBJECTIVES, Objective, build_objective
-from ..objectives.description import needs, setting_meanings
+from ..objectives.description import needs
 
 # Every document has several sentences and every word comes often: a vocabulary of whole words is small then.
 TEXTS = (
@@ -92,9 +93,10 @@ def objective_card(name: str) -> str:
 
     cls = OBJECTIVES[name]
     fitting = [kind for kind in model_types() if name in objectives_for(config_class(kind))]
-    meanings = setting_meanings(cls)
+    explained = meanings(cls)
     settings = "\n".join(
-        f"| `{entry.name}` | `{_shown(entry)}` | {meanings.get(entry.name, '')} |" for entry in dataclasses.fields(cls)
+        f"| `{entry.name}` | `{_shown(entry)}` | {explained.get(entry.name, '')} |"
+        for entry in dataclasses.fields(cls)
     )
     table = f"| setting | default | meaning |\n|---|---|---|\n{settings}\n" if settings else "It has no settings.\n"
     corrupts = f"- corrupts: {cls.corrupts}\n" if cls.corrupts else ""

@@ -26,10 +26,14 @@ AS_MASK = -1  # in place of a random id: the mask token
 class DenoisingNoise:
     """All that is random about a text of n tokens, in the order in which it is applied.
 
-    order [n]: the token that comes to each place. Of the text in that order: head [n] bool, where spans begin;
-    tail [n] bool, their further tokens; heads_as, tails_as [n]: the ids that stand in for them, -1 for the mask token.
-    inserted [k], ascending: places of further tokens in the text that holds them, and inserted_ids [k], -1 for the
-    mask token. rotation: the token with which the text then begins.
+    Args:
+        order: [n], the token that comes to each place.
+        head: [n] bool, where spans begin, of the text in that order.
+        tail: [n] bool, their further tokens.
+        heads_as, tails_as: [n], the ids that stand in for them, -1 for the mask token.
+        inserted: [k], ascending: places of further tokens in the text that holds them.
+        inserted_ids: [k], -1 for the mask token.
+        rotation: the token with which the text then begins.
     """
 
     order: Tensor
@@ -216,17 +220,18 @@ class BartDenoisingCollator(Seq2SeqCollator):
 class BartDenoisingObjective(Objective):
     """Write a text from which spans were taken, whose sentences were shuffled, or which begins elsewhere.
 
-    mask_ratio         share of the words that spans cover; ceil(mask_ratio words), each counted once per span
-    mask_length        what a span is: "span-poisson" so many words, "word" one word, "subword" one token
-    poisson_lambda     mean number of words of a "span-poisson"; a span of no word is a mask that is put in
-    replace_length     what a span becomes: 1 one mask (text infilling; with "subword" token masking), 0 nothing (token
-                       deletion), -1 a mask for each of its tokens
-    random_ratio       share of the spans in whose place a random token stands instead of the mask
-    insert_ratio       masks put in anywhere, per token of the row
-    rotate_ratio       share of the rows that begin with a random token, what stood before it following at the end
-    permute_sentences  share of a row's sentences that change places
-    sentence_end_ids   tokens that end a sentence; None: the full stops of the tokenizer
-    whole_word         whether spans are counted in words (column `word_ids`); False: every token is a word
+    Args:
+        mask_ratio: share of the words that spans cover; ceil(mask_ratio words), each counted once per span.
+        mask_length: what a span is: "span-poisson" so many words, "word" one word, "subword" one token.
+        poisson_lambda: mean number of words of a "span-poisson"; a span of no word is a mask that is put in.
+        replace_length: what a span becomes: 1 one mask (text infilling; with "subword" token masking), 0 nothing
+            (token deletion), -1 a mask for each of its tokens.
+        random_ratio: share of the spans in whose place a random token stands instead of the mask.
+        insert_ratio: masks put in anywhere, per token of the row.
+        rotate_ratio: share of the rows that begin with a random token, what stood before it following at the end.
+        permute_sentences: share of a row's sentences that change places.
+        sentence_end_ids: tokens that end a sentence; None: the full stops of the tokenizer.
+        whole_word: whether spans are counted in words (column `word_ids`); False: every token is a word.
     """
 
     mask_ratio: float | int = bounded(0.3, least=0, most=1)

@@ -38,23 +38,27 @@ class Objective(TypedSpec):
     A subclass declares typed fields, the settings of the paper, is registered with [`register`], and implements
     `collator`. What the commands have to know about it stands in the class variables below.
 
-    id: its name in `OBJECTIVES`, set by `register`. summary: what it predicts, in one line. corrupts: what it does to
-    the text that the model reads, in one line; empty: nothing.
-    head: the head of a family that it trains, as in `<Family>For<head>`; settings may choose another one for an
-    instance. component: (slot, name) of a component that it needs besides; None: none. shape: what kind of model that
-    is.
-    preferred: whether it is what a model of this shape is trained on where nobody says.
-    rows: what its rows are made of, which the data code serves: `blocks`, tokens packed to equal length; `sentences`,
-    whole sentences of one document, with `sentence_ids`; `segment_pairs`, two segments of documents that are cut in
-    sentences, with `token_type_ids`; `parallel`, texts in two languages, with `langs`; `images`.
-    target: what reports call one of the things it predicts.
-    rows_at_once: how many rows a batch needs at least, over all processes.
-    add_special_tokens: whether rows are wrapped in `special_tokens(tokenizer)`.
-    sample_by: what one document of a text file is: models that generate need its line breaks, pairs of segments
-    documents of several sentences.
-    tokenizer_style: whose special tokens and layout a tokenizer gets that is trained for it. needed_tokens: the roles
-    among pad, cls, sep and mask that another tokenizer is given where it lacks them. decoder_starts_with: the role of
-    the token that a decoder's text begins with.
+    Attributes:
+        id: its name in `OBJECTIVES`, set by `register`.
+        summary: what it predicts, in one line.
+        corrupts: what it does to the text that the model reads, in one line; empty: nothing.
+        head: the head of a family that it trains, as in `<Family>For<head>`; settings may choose another one for an
+            instance.
+        component: (slot, name) of a component that it needs besides; None: none.
+        shape: what kind of model that is.
+        preferred: whether it is what a model of this shape is trained on where nobody says.
+        rows: what its rows are made of, which the data code serves: `blocks`, tokens packed to equal length;
+            `sentences`, whole sentences of one document, with `sentence_ids`; `segment_pairs`, two segments of
+            documents that are cut in sentences, with `token_type_ids`; `parallel`, texts in two languages, with
+            `langs`; `images`.
+        target: what reports call one of the things it predicts.
+        rows_at_once: how many rows a batch needs at least, over all processes.
+        add_special_tokens: whether rows are wrapped in `special_tokens(tokenizer)`.
+        sample_by: what one document of a text file is: models that generate need its line breaks, pairs of segments
+            documents of several sentences.
+        tokenizer_style: whose special tokens and layout a tokenizer gets that is trained for it.
+        needed_tokens: the roles among pad, cls, sep and mask that another tokenizer is given where it lacks them.
+        decoder_starts_with: the role of the token that a decoder's text begins with.
     """
 
     id: ClassVar[str]

@@ -31,10 +31,11 @@ class BidirectionalLMCollator(Collator):
 class BidirectionalLMObjective(Objective):
     """Maximize sum_t log p_F(x_t | x_<t) + log p_G(x_t | x_>t), with two causal models F and G.
 
-    share_embeddings  one embedding of tokens for both
-    share_softmax     one output for both
-    mix               what a token's vector is: "concat", the last states of both side by side, or "scalar", a learned
-                      mix of the states of all layers
+    Args:
+        share_embeddings: one embedding of tokens for both.
+        share_softmax: one output for both.
+        mix: what a token's vector is: "concat", the last states of both side by side, or "scalar", a learned mix of
+            the states of all layers.
     """
 
     share_embeddings: bool = True

@@ -84,18 +84,20 @@ class ContrastiveCollator(Collator):
 class ContrastiveObjective(Objective):
     """Find the other view of a text among those of the texts in the batch.
 
-    views             what two views are: random `crops` of the text, or the same text twice, with other `dropout`
-    crop_ratio        share of the text's tokens in a crop
-    loss              "info_nce"           softmax over all candidates
-                      "ctl"                softmax over the right one and one wrong one
-                      "ranking"            the right one is to be better by `margin` than each wrong one
-                      "nce"                right from wrong ones, corrected for how likely each is drawn
-                      "negative_sampling"  the same without the correction
-    temperature       what the cosine of two vectors is divided by to be their score
-    margin            of "ranking"
-    num_negatives     wrong answers that are drawn for each text, with replacement; None: all in the batch ("ctl": 1)
-    noise_power       a text is drawn by its count in the batch to this power
-    gather_negatives  whether texts of the other processes are wrong answers, too
+    Args:
+        views: what two views are: random `crops` of the text, or the same text twice, with other `dropout`.
+        crop_ratio: share of the text's tokens in a crop.
+        loss: "info_nce": softmax over all candidates;
+            "ctl": softmax over the right one and one wrong one;
+            "ranking": the right one is to be better by `margin` than each wrong one;
+            "nce": right from wrong ones, corrected for how likely each is drawn;
+            "negative_sampling": the same without the correction.
+        temperature: what the cosine of two vectors is divided by to be their score.
+        margin: of "ranking".
+        num_negatives: wrong answers that are drawn for each text, with replacement; None: all in the batch ("ctl": 1).
+        noise_power: a text is drawn by its count in the batch to this power.
+        gather_negatives: whether texts of the other processes are wrong answers, too.
+
     A batch has at least two texts. Those that are equal to a text are no wrong answers for it.
     """
 

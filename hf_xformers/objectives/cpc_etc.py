@@ -89,10 +89,12 @@ class CpcCollator(MaskedLMCollator):
 class CpcEtcObjective(MaskedLMObjective):
     """Predict masked words of a document, and the vectors of its wholly masked sentences among those of the batch.
 
-    cpc_weight           factor on the contrastive loss
-    sentence_mask_ratio  share of a document's sentences that are masked, at least one and never all
-    negatives            what a sentence's vector is told apart from: the masked sentences of the "batch", over all
-                         processes
+    Args:
+        cpc_weight: factor on the contrastive loss.
+        sentence_mask_ratio: share of a document's sentences that are masked, at least one and never all.
+        negatives: what a sentence's vector is told apart from: the masked sentences of the "batch", over all
+            processes.
+
     The other settings are those of masked LM, which masks whole words here unless `whole_word` is false.
     """
 

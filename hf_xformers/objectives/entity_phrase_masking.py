@@ -66,13 +66,15 @@ class EntityPhraseCollator(MaskedLMCollator):
 class EntityPhraseObjective(MaskedLMObjective):
     """Masked language modeling in which a phrase, or the name of an entity, is masked as a whole.
 
-    unit           what is masked as a whole: "word", "phrase" (other words stand alone) or "entity"
-    stages         epochs from which phrases, and then entities, are masked, words before: (1, 2) for ERNIE's three
-                   stages with unit="entity", (1,) for two with "phrase"; None: `unit` from the start
-    phrases_file   file with a phrase on each line
-    entities_file  file with the name of an entity on each line
-    phrases        the phrases themselves; None: those of the file, or those that the training text shows by itself
-                   (words that stand together far more often than by chance)
+    Args:
+        unit: what is masked as a whole: "word", "phrase" (other words stand alone) or "entity".
+        stages: epochs from which phrases, and then entities, are masked, words before: (1, 2) for ERNIE's three stages
+            with unit="entity", (1,) for two with "phrase"; None: `unit` from the start.
+        phrases_file: file with a phrase on each line.
+        entities_file: file with the name of an entity on each line.
+        phrases: the phrases themselves; None: those of the file, or those that the training text shows by itself
+            (words that stand together far more often than by chance).
+
     A column `unit_ids` of the rows comes before all of these. The other settings are those of masked LM; each unit is
     drawn by itself, and every token of it is masked, replaced or kept by itself.
     """

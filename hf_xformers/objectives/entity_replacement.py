@@ -149,10 +149,11 @@ def name_table(table: Mapping[str, Sequence[str]], tokenizer: Any) -> NameTable[
 class EntityReplacementObjective(Objective):
     """Say of every name of an entity whether it was replaced by another of its type, and predict masked tokens.
 
-    entity_table  JSON file with an object of types, each with a list of names; "stdlib": Python's own names (modules,
-                  exceptions, functions, types), which the embedded corpus is full of
-    replace_prob  probability that a mention is replaced, where the one before it was not
-    mlm_prob      share of tokens that are masked, all of them outside of names
+    Args:
+        entity_table: JSON file with an object of types, each with a list of names; "stdlib": Python's own names
+            (modules, exceptions, functions, types), which the embedded corpus is full of.
+        replace_prob: probability that a mention is replaced, where the one before it was not.
+        mlm_prob: share of tokens that are masked, all of them outside of names.
     """
 
     entity_table: str = EMBEDDED

@@ -115,15 +115,17 @@ class InfoWordCollator(Collator):
 class InfoWordObjective(Objective):
     """Find the phrase that is masked in a text among those of the other texts, and predict masked tokens.
 
-    dim_weight        of the loss of phrases (Deep InfoMax)
-    mlm_weight        of the loss of masked tokens
-    span_mean, span_std  of the number of tokens in a phrase, which is normally distributed
-    span_min, span_max  fewest and most tokens of a phrase
-    mask_prob         share of the tokens that are predicted, those of the phrase among them
-    mask_token_prob   share of these, outside the phrase, that are masked; the phrase is masked as a whole
-    random_prob       share in whose place random tokens stand; the rest are kept
-    temperature       what the product of two vectors is divided by to be their score (the paper has none)
-    gather_negatives  whether phrases of the other processes are wrong answers, too
+    Args:
+        dim_weight: of the loss of phrases (Deep InfoMax).
+        mlm_weight: of the loss of masked tokens.
+        span_mean, span_std: of the number of tokens in a phrase, which is normally distributed.
+        span_min, span_max: fewest and most tokens of a phrase.
+        mask_prob: share of the tokens that are predicted, those of the phrase among them.
+        mask_token_prob: share of these, outside the phrase, that are masked; the phrase is masked as a whole.
+        random_prob: share in whose place random tokens stand; the rest are kept.
+        temperature: what the product of two vectors is divided by to be their score (the paper has none).
+        gather_negatives: whether phrases of the other processes are wrong answers, too.
+
     A batch has at least two texts. A phrase that is equal to a text's own is no wrong answer for it.
     """
 

@@ -102,12 +102,13 @@ def boundaries(tokenizer: Any) -> tuple[int, int]:
 class InsertionObjective(Objective):
     """Maximize sum_n log p(y_n, place of y_n | the words before it in the order of generation and their places).
 
-    order  in which words are generated: left_to_right, right_to_left, odd_even (every second word, then the others),
-           tree (the middle first, then the middle of either half, ...), common_first and rare_first (by id, which
-           vocabularies give out from common to rare), random (new in every epoch), or searched: of the orders that a
-           beam search finds the likeliest under the model one is drawn for training (the bound of section 3.3, the
-           orders in the beam being equally probable), and the likeliest is evaluated
-    beam   orders that the search keeps; it takes as many passes as a text has words
+    Args:
+        order: in which words are generated: left_to_right, right_to_left, odd_even (every second word, then the
+            others), tree (the middle first, then the middle of either half, ...), common_first and rare_first (by id,
+            which vocabularies give out from common to rare), random (new in every epoch), or searched: of the orders
+            that a beam search finds the likeliest under the model one is drawn for training (the bound of section 3.3,
+            the orders in the beam being equally probable), and the likeliest is evaluated.
+        beam: orders that the search keeps; it takes as many passes as a text has words.
     """
 
     order: Order = "random"

@@ -227,23 +227,24 @@ class MaskedLMCollator(Collator):
 class MaskedLMObjective(Objective):
     """Predict chosen tokens from a row in which they are masked (.8), replaced at random (.1), or kept (.1).
 
-    mask_prob    share p of the tokens that are predicted
-    mask_token_prob  share of these that are masked
-    random_prob  share of these that are replaced by a random token
-    selection    which positions, n = row length with special tokens, p = `mask_prob`:
-                 "bert"     min(max_predictions, max(1, round(p n))) positions that are not special
-                 "roberta"  floor(p n + U(0, 1)) positions over the row
-                 "hf"       each position that is not special with probability p
-                 "ngram"    as bert, in n-grams of words of length 1..ngram_max with p(n) ~ 1/n (ALBERT, DeBERTa)
-                 Rules that end with no position take one, so every row has a target.
-    whole_word   choose units (column `unit_ids` or `word_ids`) as a whole; None: only for "ngram". With "bert" a
-                 word over the budget is skipped (BERT-wwm). The 80/10/10 draw is per token.
-    max_predictions  cap for "bert" and "ngram"; None: no cap.
-    ngram_max    longest n-gram of "ngram"; None: 3.
-    random_vocab what a random replacement is drawn from; None: as in the official code of the mode, which is
-                 "non_special" for "roberta" and "all" for the others.
-    dupe_factor  number of different masks per row, used in turn over the epochs: None dynamic masking, 1 static
-                 masking, 10 the data preparation of BERT.
+    Args:
+        mask_prob: share p of the tokens that are predicted.
+        mask_token_prob: share of these that are masked.
+        random_prob: share of these that are replaced by a random token.
+        selection: which positions, n = row length with special tokens, p = `mask_prob`:
+            "bert": min(max_predictions, max(1, round(p n))) positions that are not special;
+            "roberta": floor(p n + U(0, 1)) positions over the row;
+            "hf": each position that is not special with probability p;
+            "ngram": as bert, in n-grams of words of length 1..ngram_max with p(n) ~ 1/n (ALBERT, DeBERTa).
+            Rules that end with no position take one, so every row has a target.
+        whole_word: choose units (column `unit_ids` or `word_ids`) as a whole; None: only for "ngram". With "bert" a
+            word over the budget is skipped (BERT-wwm). The 80/10/10 draw is per token.
+        max_predictions: cap for "bert" and "ngram"; None: no cap.
+        ngram_max: longest n-gram of "ngram"; None: 3.
+        random_vocab: what a random replacement is drawn from; None: as in the official code of the mode, which is
+            "non_special" for "roberta" and "all" for the others.
+        dupe_factor: number of different masks per row, used in turn over the epochs: None dynamic masking, 1 static
+            masking, 10 the data preparation of BERT.
     """
 
     mask_prob: float | int = bounded(0.15, above=0, below=1)

@@ -118,11 +118,12 @@ class MassCollator(Collator):
 class MassObjective(Objective):
     """Write a fragment of a text that is masked where it stood; a decoder reads no more than the fragment.
 
-    fragment_ratio   share of the text that is the fragment
-    start_mode       where it begins: "20_20_60" in a fifth of the rows with the text, in a fifth so that it ends with
-                     the text, else anywhere; "uniform" anywhere
-    mask_token_prob  share of the fragment's tokens that the encoder sees masked
-    random_prob      share of these in whose place a random token stands; the rest are kept
+    Args:
+        fragment_ratio: share of the text that is the fragment.
+        start_mode: where it begins: "20_20_60" in a fifth of the rows with the text, in a fifth so that it ends with
+            the text, else anywhere; "uniform" anywhere.
+        mask_token_prob: share of the fragment's tokens that the encoder sees masked.
+        random_prob: share of these in whose place a random token stands; the rest are kept.
     """
 
     fragment_ratio: float | int = bounded(0.5, above=0, most=1)

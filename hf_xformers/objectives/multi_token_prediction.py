@@ -15,8 +15,9 @@ class MultiTokenObjective(CausalLMObjective):
     """Maximize sum_t log p(x_t | x_<t), and with modules that only training has log p_k(x_{t+k} | x_<t+k, h_t) of
     further tokens.
 
-    mtp_depth          modules, each of which predicts a token further ahead
-    mtp_weight         of their mean loss next to that of the next token
+    Args:
+        mtp_depth: modules, each of which predicts a token further ahead.
+        mtp_weight: of their mean loss next to that of the next token.
     """
 
     summary: ClassVar[str] = "each token and those behind it, by modules of training (DeepSeek-V3)"

@@ -171,14 +171,15 @@ class PermutedLMCollator(Collator):
 class PermutedLMObjective(Objective):
     """Predict the last tokens of a random order, each from those before it, with the text as it is.
 
-    mask_alpha, mask_beta  one token in mask_alpha / mask_beta is predicted (the paper's K = 6)
-    max_gram               longest span of targets; p(l) ~ 1 / l
-    num_predict            targets of a row, in place of its share (the paper: 85 of 512)
-    reuse_len              tokens of the first part of a row, which sees nothing of the second; None: half of the row,
-                           0: there is one part alone
-    perm_size              tokens of a block within which an order is drawn, the same for all of a part; None: a part
-    bi_data                half of the rows, at random, are read from their end
-    whole_word             spans are of whole words (column `word_ids`); False: of tokens, as in the released code
+    Args:
+        mask_alpha, mask_beta: one token in mask_alpha / mask_beta is predicted (the paper's K = 6).
+        max_gram: longest span of targets; p(l) ~ 1 / l.
+        num_predict: targets of a row, in place of its share (the paper: 85 of 512).
+        reuse_len: tokens of the first part of a row, which sees nothing of the second; None: half of the row, 0: there
+            is one part alone.
+        perm_size: tokens of a block within which an order is drawn, the same for all of a part; None: a part.
+        bi_data: half of the rows, at random, are read from their end.
+        whole_word: spans are of whole words (column `word_ids`); False: of tokens, as in the released code.
     """
 
     mask_alpha: int = bounded(6, least=1)

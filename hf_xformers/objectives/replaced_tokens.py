@@ -106,21 +106,21 @@ class ReplacedTokenCollator(Collator):
 class ReplacedTokenObjective(Objective):
     """Tell the tokens that a generator, trained next to the model, put into a text from those that stood there.
 
-    mask_prob         share of a row's tokens that the generator predicts (ELECTRA: .15, large .25)
-    mask_token_prob   share of these that it does not see; it sees the others, and predicts them all the same
-    with_replacement  positions are drawn independently, so that some are drawn twice and fewer tokens are masked, as
-                      in the released code; False: all are different
-
-    generator_size    the generator's width, as a share of the model's; this and the following None: the variant's own
-                      (ELECTRA's base model: a third, DeBERTaV3: all of it)
-    generator_depth   its number of layers, as a share of the model's (ELECTRA: all, DeBERTaV3: half)
-    generator_sharing  what both share: "tied", one token table and one position table; "gradient_disentangled", the
-                      model's token vectors are the generator's, whose gradient it leaves alone, and a difference of
-                      its own; "untied", nothing
-    generator_temperature  of the draw from what the generator predicts
-    generator_avoids_original  whether a token is never drawn in its own place
-    detection_weight  of the detection's loss next to the generator's
-    detection_context  whether a token is judged next to the text's first one (DeBERTaV3)
+    Args:
+        mask_prob: share of a row's tokens that the generator predicts (ELECTRA: .15, large .25).
+        mask_token_prob: share of these that it does not see; it sees the others, and predicts them all the same.
+        with_replacement: positions are drawn independently, so that some are drawn twice and fewer tokens are masked,
+            as in the released code; False: all are different.
+        generator_size: the generator's width, as a share of the model's; this and the following None: the variant's
+            own (ELECTRA's base model: a third, DeBERTaV3: all of it).
+        generator_depth: its number of layers, as a share of the model's (ELECTRA: all, DeBERTaV3: half).
+        generator_sharing: what both share: "tied", one token table and one position table; "gradient_disentangled",
+            the model's token vectors are the generator's, whose gradient it leaves alone, and a difference of its own;
+            "untied", nothing.
+        generator_temperature: of the draw from what the generator predicts.
+        generator_avoids_original: whether a token is never drawn in its own place.
+        detection_weight: of the detection's loss next to the generator's.
+        detection_context: whether a token is judged next to the text's first one (DeBERTaV3).
     """
 
     mask_prob: float | int = bounded(0.15, above=0, below=1)

@@ -91,7 +91,9 @@ class SegmentReorderingCollator(MaskedLMCollator):
 class SegmentReorderingObjective(MaskedLMObjective):
     """Predict masked tokens of a document whose parts are shuffled, and in which of sum_i i! orders they stand.
 
-    chunks       most parts of a document, m; their number is drawn from 1 to m, and they are cut at random tokens
+    Args:
+        chunks: most parts of a document, m; their number is drawn from 1 to m, and they are cut at random tokens.
+
     The other settings are those of masked LM.
     """
 

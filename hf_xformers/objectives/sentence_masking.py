@@ -110,10 +110,11 @@ class SentenceMaskingCollator(Collator):
 class SentenceMaskingObjective(Objective):
     """Mask whole sentences of a document and write each of them from its vector.
 
-    mask_rate            share of a document's sentences that are written, at least one
-    mask_prob            share of these whose words are all masked
-    random_prob          share of these in whose place another sentence of the document stands; the rest are kept
-    max_sentence_length  tokens of a sentence at most, the one that ends it included; what is beyond is left out
+    Args:
+        mask_rate: share of a document's sentences that are written, at least one.
+        mask_prob: share of these whose words are all masked.
+        random_prob: share of these in whose place another sentence of the document stands; the rest are kept.
+        max_sentence_length: tokens of a sentence at most, the one that ends it included; what is beyond is left out.
     """
 
     mask_rate: float | int = bounded(0.15, above=0, most=1)

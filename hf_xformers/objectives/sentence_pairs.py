@@ -314,11 +314,12 @@ class SentencePairCollator(Collator):
 class SentencePairObjective(Objective):
     """What both pair objectives share.
 
-    max_seq_length  longest row with its three special tokens; `pretrain` takes no more than its --block_size
-    short_seq_prob  how often a document is cut in rows of a random shorter length (at least 2 tokens)
-    mlm             a masked LM on the same rows, as in BERT and ALBERT: its settings, or 'mlm' for the usual ones;
-                    None: the pair label alone
-    dupe_factor     how often the documents are gone through, each time cut in other pairs
+    Args:
+        max_seq_length: longest row with its three special tokens; `pretrain` takes no more than its --block_size.
+        short_seq_prob: how often a document is cut in rows of a random shorter length (at least 2 tokens).
+        mlm: a masked LM on the same rows, as in BERT and ALBERT: its settings, or 'mlm' for the usual ones; None: the
+            pair label alone.
+        dupe_factor: how often the documents are gone through, each time cut in other pairs.
     """
 
     max_seq_length: int = bounded(512, least=5)

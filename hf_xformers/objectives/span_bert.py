@@ -153,16 +153,17 @@ class SpanBertCollator(Collator):
 class SpanBertObjective(Objective):
     """Predict the tokens of masked spans, from their own states and from those of the two tokens around a span.
 
-    mask_prob          share of the tokens that spans cover, rounded up
-    geometric_p        spans have l words with a probability that falls as (1 - p)^l
-    span_min, span_max fewest and most words of a span
-    whole_word         whether spans consist of words (column `word_ids`); False: every token is a word
-    replacement        whether a span is masked, replaced or kept as a whole ("span"), or token by token ("token")
-    mask_token_prob    share of spans that are masked
-    random_prob        share of spans in whose place random tokens stand; the rest are kept
-    max_pair_targets   tokens of a span that its neighbors tell, at most; further ones are told by themselves alone
-    sbo_position_dim   width of the vectors that stand for a token's place in its span
-    sbo_weight         of the loss of what the neighbors tell
+    Args:
+        mask_prob: share of the tokens that spans cover, rounded up.
+        geometric_p: spans have l words with a probability that falls as (1 - p)^l.
+        span_min, span_max: fewest and most words of a span.
+        whole_word: whether spans consist of words (column `word_ids`); False: every token is a word.
+        replacement: whether a span is masked, replaced or kept as a whole ("span"), or token by token ("token").
+        mask_token_prob: share of spans that are masked.
+        random_prob: share of spans in whose place random tokens stand; the rest are kept.
+        max_pair_targets: tokens of a span that its neighbors tell, at most; further ones are told by themselves alone.
+        sbo_position_dim: width of the vectors that stand for a token's place in its span.
+        sbo_weight: of the loss of what the neighbors tell.
     """
 
     mask_prob: float | int = bounded(0.15, above=0, below=1)

@@ -124,10 +124,11 @@ class SpanCorruptionCollator(Seq2SeqCollator):
 class SpanCorruptionObjective(Objective):
     """Replace spans of the input by sentinels and predict the spans.
 
-    noise_density           share of tokens that are dropped
-    mean_noise_span_length  mean length of a span, in tokens
-    sentinel_start          id of the first sentinel, the next ones descend; None: the tokenizer's <extra_id_0>, ...
-    num_sentinels           how many sentinels there are at most
+    Args:
+        noise_density: share of tokens that are dropped.
+        mean_noise_span_length: mean length of a span, in tokens.
+        sentinel_start: id of the first sentinel, the next ones descend; None: the tokenizer's <extra_id_0>, ...
+        num_sentinels: how many sentinels there are at most.
     """
 
     noise_density: float | int = bounded(0.15, above=0, below=1)

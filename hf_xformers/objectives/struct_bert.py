@@ -112,14 +112,16 @@ class StructBertObjective(SentencePairObjective):
     """Predict masked tokens and the tokens of shuffled spans, and what the second text of a pair is: the next one
     (label 0), one of another document (1) or the one before (2), a third each.
 
-    shuffle_ratio    share of the spans without a masked token that are shuffled
-    shuffle_span     tokens of a span
-    spans            which ones there are: side by side (`disjoint`), or at every token (`all`; three times as many)
-    sentence_classes 3; 2 leaves out the one before, as in BERT
-    max_seq_length   longest row with its three special tokens; `pretrain` takes no more than its --block_size
-    short_seq_prob   how often a document is cut in rows of a random shorter length (at least 2 tokens)
-    mlm              settings of the masked LM
-    dupe_factor      how often the documents are gone through, each time cut in other pairs
+    Args:
+        shuffle_ratio: share of the spans without a masked token that are shuffled.
+        shuffle_span: tokens of a span.
+        spans: which ones there are: side by side (`disjoint`), or at every token (`all`; three times as many).
+        sentence_classes: 3; 2 leaves out the one before, as in BERT.
+        max_seq_length: longest row with its three special tokens; `pretrain` takes no more than its --block_size.
+        short_seq_prob: how often a document is cut in rows of a random shorter length (at least 2 tokens).
+        mlm: settings of the masked LM.
+        dupe_factor: how often the documents are gone through, each time cut in other pairs.
+
     A chunk of one sentence is left out, for it has no second half (with two classes its second text is of elsewhere).
     """
 

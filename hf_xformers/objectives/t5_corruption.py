@@ -37,7 +37,7 @@ def sample_noise(
     """Draw the noise of a text of `length` tokens.
 
     Every token is noise with probability `noise_density`, one at least; one token at least is not, of two or more.
-    "prefix_lm": the first 1 to n - 1 tokens are no noise, the others are. `sentinels`: how many there are,
+    "prefix_lm": the first 1 to n - 1 tokens are no noise, the others are. `sentinels`: how many there are,;
     where each run has one of its own; what would be runs beyond them stays text.
     """
     corruption = objective.corruption
@@ -115,16 +115,18 @@ class T5CorruptionCollator(Seq2SeqCollator):
 class T5CorruptionObjective(Objective):
     """Restore a text from one of the corruptions that T5's authors compared; theirs in the end is `span`.
 
-    corruption      "prefix_lm"    the encoder reads the beginning of a text, the decoder writes the rest
-                    "bert_style"   tokens are masked or replaced at random, the whole text is written
-                    "mass_style"   tokens are masked, the whole text is written
-                    "iid_denoise"  each run of drawn tokens becomes a sentinel; what stood there is written
-                    "drop_tokens"  drawn tokens are left out and written
-                    "deshuffle"    all tokens are shuffled, the text is written
-    noise_density   probability of a token to be drawn; of no meaning for "prefix_lm" and "deshuffle"
-    random_prob     share of the drawn tokens in whose place a random one stands, in "bert_style"
-    sentinel_start  id of the first sentinel, the next ones descend; None: the tokenizer's <extra_id_0>, ...
-    max_sentinels   how many sentinels "iid_denoise" has at most; a single one masks tokens in the other corruptions
+    Args:
+        corruption: "prefix_lm": the encoder reads the beginning of a text, the decoder writes the rest;
+            "bert_style": tokens are masked or replaced at random, the whole text is written;
+            "mass_style": tokens are masked, the whole text is written;
+            "iid_denoise": each run of drawn tokens becomes a sentinel; what stood there is written;
+            "drop_tokens": drawn tokens are left out and written;
+            "deshuffle": all tokens are shuffled, the text is written.
+        noise_density: probability of a token to be drawn; of no meaning for "prefix_lm" and "deshuffle".
+        random_prob: share of the drawn tokens in whose place a random one stands, in "bert_style".
+        sentinel_start: id of the first sentinel, the next ones descend; None: the tokenizer's <extra_id_0>, ...
+        max_sentinels: how many sentinels "iid_denoise" has at most; a single one masks tokens in the other
+            corruptions.
     """
 
     corruption: Literal["prefix_lm", "bert_style", "mass_style", "iid_denoise", "drop_tokens", "deshuffle"] = (

@@ -156,10 +156,11 @@ class MultilingualCLMCollator(MultilingualCollator):
 class Multilingual(Objective):
     """What objectives of several languages share.
 
-    languages           the two of the text, as its columns or the suffixes of its files are called
-    lang_embedding      whether every token has a vector of its language: the input `langs`
-    lg_sampling_factor  f of q_l ~ p_l^f, the share of a language's rows, where p_l is its share of the tokens of
-                        single streams; 1: as the text has it
+    Args:
+        languages: the two of the text, as its columns or the suffixes of its files are called.
+        lang_embedding: whether every token has a vector of its language: the input `langs`.
+        lg_sampling_factor: f of q_l ~ p_l^f, the share of a language's rows, where p_l is its share of the tokens of
+            single streams; 1: as the text has it.
     """
 
     languages: tuple[str, ...] = ("en", "de")
@@ -208,12 +209,14 @@ class Multilingual(Objective):
 class TranslationLMObjective(Multilingual):
     """Predict masked tokens of a sentence and its translation, side by side, so that each can help the other.
 
-    tasks            `pairs`: rows of a sentence and its translation (TLM); `streams`: of text in one language (MLM)
-    mask_prob        share of a row's tokens that are predicted, rounded up
-    mask_token_prob  share of these that are masked
-    random_prob      share of these that are replaced by a random token; the rest stand as they are
-    sample_alpha     tokens are chosen with probability ~ frequency^-alpha; 0: all alike, each by itself
-    reset_positions  whether the positions of the second sentence start again
+    Args:
+        tasks: `pairs`: rows of a sentence and its translation (TLM); `streams`: of text in one language (MLM).
+        mask_prob: share of a row's tokens that are predicted, rounded up.
+        mask_token_prob: share of these that are masked.
+        random_prob: share of these that are replaced by a random token; the rest stand as they are.
+        sample_alpha: tokens are chosen with probability ~ frequency^-alpha; 0: all alike, each by itself.
+        reset_positions: whether the positions of the second sentence start again.
+
     The other settings: languages (the two of the text, as columns or suffixes of files), lang_embedding (whether every
     token has a vector of its language), lg_sampling_factor (f of q_l ~ p_l^f, the shares of the languages in streams).
     """
@@ -255,9 +258,10 @@ class TranslationLMObjective(Multilingual):
 class MultilingualCLMObjective(Multilingual):
     """Predict each token from those before it, in streams of text in one language each.
 
-    languages           the two of the text, as its columns or the suffixes of its files are called
-    lang_embedding      whether every token has a vector of its language: the input `langs`
-    lg_sampling_factor  f of q_l ~ p_l^f, the share of a language's rows, where p_l is its share of the tokens
+    Args:
+        languages: the two of the text, as its columns or the suffixes of its files are called.
+        lang_embedding: whether every token has a vector of its language: the input `langs`.
+        lg_sampling_factor: f of q_l ~ p_l^f, the share of a language's rows, where p_l is its share of the tokens.
     """
 
     summary: ClassVar[str] = "each token from those before it, of several languages (XLM)"

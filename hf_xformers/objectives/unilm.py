@@ -151,14 +151,15 @@ class UniLMCollator(MaskedLMCollator):
 class UniLMObjective(SentencePairObjective):
     """Predict masked tokens under four masks, and, in rows read from both sides, whether the second text follows.
 
-    mode_probs       shares of the rows that are read from both sides, as source and target, from the left, and from
-                     the right
-    segment_ids_per_mode  token types of their own in every mode (six); False: 0 and 1 in all
-    ngram_prob       how often a masked token is masked together with the next one or two
-    target_mask_prob share of a target's tokens, its end included, that are masked in rows of source and target: for
-                     fine-tuning (the paper: 0.7), with mode_probs 0,1,0,0; None: as in all other rows
-    random_prob      share of the rows read from both sides whose second text is of another document
-    mlm              share of the tokens that are masked, and what becomes of them
+    Args:
+        mode_probs: shares of the rows that are read from both sides, as source and target, from the left, and from the
+            right.
+        segment_ids_per_mode: token types of their own in every mode (six); False: 0 and 1 in all.
+        ngram_prob: how often a masked token is masked together with the next one or two.
+        target_mask_prob: share of a target's tokens, its end included, that are masked in rows of source and target:
+            for fine-tuning (the paper: 0.7), with mode_probs 0,1,0,0; None: as in all other rows.
+        random_prob: share of the rows read from both sides whose second text is of another document.
+        mlm: share of the tokens that are masked, and what becomes of them.
     """
 
     mlm: MaskedLMObjective | None = MaskedLMObjective()
