@@ -397,10 +397,16 @@ def _not_zero(sums: Tensor) -> Tensor:
 
 @register("attention", "adaptive_span")
 class AdaptiveSpanSpec(AttentionSpec):
-    """max_span: longest span in tokens (`None`: `max_position_embeddings`). ramp: tokens over which a span fades out.
-    start: first value of the spans, as a part of max_span. loss_coef: weight of the mean span in the loss (per token
-    of span). include_self: whether a token reads itself, which the paper leaves to the residual connection.
-    relative_keys: learned keys by distance. dynamic: each token chooses its spans."""
+    """
+    Args:
+        max_span: longest span in tokens (`None`: `max_position_embeddings`).
+        ramp: tokens over which a span fades out.
+        start: first value of the spans, as a part of max_span.
+        loss_coef: weight of the mean span in the loss (per token of span).
+        include_self: whether a token reads itself, which the paper leaves to the residual connection.
+        relative_keys: learned keys by distance.
+        dynamic: each token chooses its spans.
+    """
 
     summary = "each head learns how far back it reads"
     head_options = frozenset({"norm"})

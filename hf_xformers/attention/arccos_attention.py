@@ -45,10 +45,16 @@ class ArccosAttention(RandomRows, LinearAttention):
 
 @register("attention", "arccos_attention", aliases=("arccos",))
 class ArccosSpec(LinearSpec):
-    """num_features: random rows m (None: no projection, the head's own channels). normalize_qk: queries and keys of
-    length 1. kernel_eps: added to the features. orthogonal: rows orthogonal in blocks of the head width.
-    redraw_interval: training passes between draws (0: never). seed: of the draws. chunk_size: tokens per quadratic
-    block of the causal scan."""
+    """
+    Args:
+        num_features: random rows m (None: no projection, the head's own channels).
+        normalize_qk: queries and keys of length 1.
+        kernel_eps: added to the features.
+        orthogonal: rows orthogonal in blocks of the head width.
+        redraw_interval: training passes between draws (0: never).
+        seed: of the draws.
+        chunk_size: tokens per quadratic block of the causal scan.
+    """
 
     splits = frozenset({"heads"})
     not_taken_over = ("scale",)  # a query's length, and with it a factor on scores, cancels

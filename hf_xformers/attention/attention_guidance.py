@@ -110,11 +110,16 @@ def _errors(target: Tensor, exists: Tensor):
 
 @register_loss("attention_guidance")
 class GuidanceSpec(HeadLoss):
-    """same, next, previous, first: how many heads, from the first head on and in this order, are drawn to the token
-    itself, the one after it, the one before it, and the first one (`None`: of 12 heads one, one and four, in
-    proportion; in a decoder none to the next token). weight: alpha; a mean over T^2 pairs, of which T are a pattern's,
-    pulls at each token with alpha / T. constant_passes: training passes with that weight. total_passes: pass at which
-    it has fallen to zero (`None`: it stays). layers: those that are guided (`None`: all)."""
+    """
+    Args:
+        same, next, previous, first: how many heads, from the first head on and in this order, are drawn to the token
+            itself, the one after it, the one before it, and the first one (`None`: of 12 heads one, one and four, in
+            proportion; in a decoder none to the next token).
+        weight: alpha; a mean over T^2 pairs, of which T are a pattern's, pulls at each token with alpha / T.
+        constant_passes: training passes with that weight.
+        total_passes: pass at which it has fallen to zero (`None`: it stays).
+        layers: those that are guided (`None`: all).
+    """
 
     same: int = bounded(0, least=0)
     next: int | None = bounded(None, least=0)

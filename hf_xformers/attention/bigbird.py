@@ -76,11 +76,17 @@ class BigBirdAttention(BlockSparseAttention):
 
 @register("attention", "bigbird", aliases=("big_bird",))
 class BigBirdSpec(AttentionSpec):
-    """block_size: b, tokens. window_blocks: w, odd, the token's own block included. num_random_blocks: r.
-    num_global_blocks: g at each end (ITC). global_mode: itc, or etc with the stack `global_tokens`. random_seed: of
-    the draws.
-    attention_type: original_full is dense attention with the same parameters. dense_length: texts of at most so many
-    tokens are read whole (transformers' BigBird: (5 + 2 r) b)."""
+    """
+    Args:
+        block_size: b, tokens.
+        window_blocks: w, odd, the token's own block included.
+        num_random_blocks: r.
+        num_global_blocks: g at each end (ITC).
+        global_mode: itc, or etc with the stack `global_tokens`.
+        random_seed: of the draws.
+        attention_type: original_full is dense attention with the same parameters.
+        dense_length: texts of at most so many tokens are read whole (transformers' BigBird: (5 + 2 r) b).
+    """
 
     summary = "a window, random blocks and global tokens"
     head_options = frozenset({"norm"})

@@ -18,9 +18,11 @@ class BlockLocalSpec(BlockSparseSpec):
 
     Without neighbors no layer carries anything from one block to another; mix it with other layers.
 
-    block_size: tokens. blocks_before, blocks_after: neighbors on each side (a decoder has none after). ring: the last
-    block of a text stands before its first (the local layers of Reformer's released code); it changes nothing in a
-    decoder and is refused there.
+    Args:
+        block_size: tokens.
+        blocks_before, blocks_after: neighbors on each side (a decoder has none after).
+        ring: the last block of a text stands before its first (the local layers of Reformer's released code); it
+            changes nothing in a decoder and is refused there.
     """
 
     summary = "blocks that read themselves and their neighbors"

@@ -14,10 +14,13 @@ class CapsuleHeadsSpec(RoutedHeadsSpec):
     """Multi-head attention with capsule networks (Gu & Feng 2019, arXiv 1909.00188): what each head has read votes for
     output capsules, whose lengths routing keeps below one.
 
-    routing: `dynamic` (Sabour et al. 2017) or `em` (Hinton et al. 2018). iterations: of the routing.
-    num_output_capsules: that the width of all heads is divided among (`None`: as many as heads). em_lambda: inverse
-    temperature of `em`. layers: that have it. final_linear: whether the output projection follows; without it the
-    output of a layer is bounded.
+    Args:
+        routing: `dynamic` (Sabour et al. 2017) or `em` (Hinton et al. 2018).
+        iterations: of the routing.
+        num_output_capsules: that the width of all heads is divided among (`None`: as many as heads).
+        em_lambda: inverse temperature of `em`.
+        layers: that have it.
+        final_linear: whether the output projection follows; without it the output of a layer is bounded.
     """
 
     routing: Literal["dynamic", "em"] = "dynamic"

@@ -157,9 +157,14 @@ def _block_width(length: int, clusters: int) -> int:
 
 @register("attention", "clustered_attention", aliases=("clustered",))
 class ClusteredSpec(AttentionSpec):
-    """num_clusters: clusters C of the queries of a head (a shorter text has as many as tokens). hash_bits: bits of a
-    query's hash. lloyd_iterations: steps of k-means. hash_bias: whether hash planes need not go through the origin.
-    hash_seed: of the planes."""
+    """
+    Args:
+        num_clusters: clusters C of the queries of a head (a shorter text has as many as tokens).
+        hash_bits: bits of a query's hash.
+        lloyd_iterations: steps of k-means.
+        hash_bias: whether hash planes need not go through the origin.
+        hash_seed: of the planes.
+    """
 
     summary = "queries that are alike share one row of attention"
     head_options = frozenset({"norm"})
@@ -179,8 +184,11 @@ class ClusteredSpec(AttentionSpec):
 
 @register("attention", "improved_clustered_attention", aliases=("improved_clustered",))
 class ImprovedClusteredSpec(ClusteredSpec):
-    """num_clusters, hash_bits, lloyd_iterations, hash_bias, hash_seed: as for `clustered_attention`. topk: keys of a
-    cluster that each of its queries weighs for itself (a shorter text: all of them)."""
+    """
+    Args:
+        num_clusters, hash_bits, lloyd_iterations, hash_bias, hash_seed: as for `clustered_attention`.
+        topk: keys of a cluster that each of its queries weighs for itself (a shorter text: all of them).
+    """
 
     summary = "clustered attention whose rows are made exact for the keys that matter most"
 

@@ -104,11 +104,16 @@ def apart(heads: int, width: int) -> Tensor:
 
 @register("attention", "collaborative_attention", aliases=("collaborative",))
 class CollaborativeSpec(AttentionSpec):
-    """shared_width: K, channels of queries and keys that all heads share (`None`: as many as all heads of multi-head
-    attention have together). content_bias: whether each head scores keys by themselves as well. start: of the mixing;
-    `apart` gives every head channels of its own, which is multi-head attention, `ones` all channels to all, `normal`
-    is N(0, 0.2). scale_of: the default scale 1 / sqrt(width) is that of a `head`, which conversions need, or of the
-    `shared` width by heads, as in the released code."""
+    """
+    Args:
+        shared_width: K, channels of queries and keys that all heads share (`None`: as many as all heads of multi-head
+            attention have together).
+        content_bias: whether each head scores keys by themselves as well.
+        start: of the mixing; `apart` gives every head channels of its own, which is multi-head attention, `ones` all
+            channels to all, `normal` is N(0, 0.2).
+        scale_of: the default scale 1 / sqrt(width) is that of a `head`, which conversions need, or of the `shared`
+            width by heads, as in the released code.
+    """
 
     summary = "heads share queries and keys and mix their channels"
     cross = True

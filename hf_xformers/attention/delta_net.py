@@ -189,11 +189,18 @@ class DeltaNetAttention(RandomRows, Attention):
 
 @register("attention", "delta_net", aliases=("delta_rule",))
 class DeltaNetSpec(AttentionSpec):
-    """feature_map: `dpfp` (nu shifted products, 2 d nu features), `elu` (d features) or `favor` (2 m random features).
-    nu: the number of shifts. attention_normalize: what is read is divided by the sum of the weights that it is read
-    with. num_features: random rows m of `favor` (None: the width of a head). orthogonal: these are orthogonal in
-    blocks of the head width. redraw_interval: training passes between draws (0: never). seed: of the draws.
-    chunk_size: tokens per triangular system."""
+    """
+    Args:
+        feature_map: `dpfp` (nu shifted products, 2 d nu features), `elu` (d features) or `favor` (2 m random
+            features).
+        nu: the number of shifts.
+        attention_normalize: what is read is divided by the sum of the weights that it is read with.
+        num_features: random rows m of `favor` (None: the width of a head).
+        orthogonal: these are orthogonal in blocks of the head width.
+        redraw_interval: training passes between draws (0: never).
+        seed: of the draws.
+        chunk_size: tokens per triangular system.
+    """
 
     summary = "fast weights that are corrected by the delta rule: linear time, causal"
     head_options = frozenset({"norm"})

@@ -55,11 +55,17 @@ def _scaled_dpfp(nu: int, factor: float, x):
 
 @register("attention", "dpfp")
 class DPFPSpec(LinearSpec):
-    """nu: shifts, 2 d nu features for heads of width d. update_rule: `sum`, or `delta`, for causal self-attention
-    alone. sum_normalize: features are divided by their sum. attention_normalize: what is read is divided by the sum of
-    weights (None: by the sum rule, not by the delta rule). eps: added to that denominator of the sum rule. scale:
-    factor on what is read by the delta rule, or without a denominator (None: 1 / sqrt(head width)). chunk_size: tokens
-    per quadratic block of the causal scan, or per triangular system."""
+    """
+    Args:
+        nu: shifts, 2 d nu features for heads of width d.
+        update_rule: `sum`, or `delta`, for causal self-attention alone.
+        sum_normalize: features are divided by their sum.
+        attention_normalize: what is read is divided by the sum of weights (None: by the sum rule, not by the delta
+            rule).
+        eps: added to that denominator of the sum rule.
+        scale: factor on what is read by the delta rule, or without a denominator (None: 1 / sqrt(head width)).
+        chunk_size: tokens per quadratic block of the causal scan, or per triangular system.
+    """
 
     splits = frozenset({"heads"})
     not_taken_over = ("scale",)  # here of what is read, not of scores

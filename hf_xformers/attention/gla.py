@@ -44,11 +44,17 @@ class GatedLinearAttention(RecurrentAttention):
 
 @register("attention", "gla", aliases=("gated_linear_attention",))
 class GLASpec(RecurrentSpec):
-    """key_heads, value_heads: how many heads queries and keys have, and how many values; `None`: as attention with
-    keys and values of `num_key_value_heads` heads. key_width, value_width: of a head (the paper: D / (2 H) and D / H;
-    `None`: the config's). gate_rank: inner width of the gates. tau: their root. conv: taps of a short convolution (0:
-    none). norm_eps: of the norm on the output (`None`: the config's). chunk_size: tokens per quadratic block of a
-    text."""
+    """
+    Args:
+        key_heads, value_heads: how many heads queries and keys have, and how many values; `None`: as attention with
+            keys and values of `num_key_value_heads` heads.
+        key_width, value_width: of a head (the paper: D / (2 H) and D / H; `None`: the config's).
+        gate_rank: inner width of the gates.
+        tau: their root.
+        conv: taps of a short convolution (0: none).
+        norm_eps: of the norm on the output (`None`: the config's).
+        chunk_size: tokens per quadratic block of a text.
+    """
 
     summary = "linear attention with a decay of each token for every channel of a key"
 

@@ -219,10 +219,14 @@ class HardCodedGaussianAttention(Attention):
 
 @register("attention", "hard_coded_gaussian")
 class HardCodedGaussianSpec(AttentionSpec):
-    """offsets: where heads look, in tokens from their own, given to the heads by turns (`None`: the tokens before and
-    after in an encoder, the token before and the token itself in a decoder, those before, at and after the place in
-    cross-attention). std: s, standard deviation in tokens. renormalize: whether weights are divided by their sum over
-    what may be seen. ratio: r of cross-attention, tokens of the source for one of the target.
+    """
+    Args:
+        offsets: where heads look, in tokens from their own, given to the heads by turns (`None`: the tokens before and
+            after in an encoder, the token before and the token itself in a decoder, those before, at and after the
+            place in cross-attention).
+        std: s, standard deviation in tokens.
+        renormalize: whether weights are divided by their sum over what may be seen.
+        ratio: r of cross-attention, tokens of the source for one of the target.
     """
 
     summary = "fixed Gaussian weights around a neighbor: no queries and keys, linear time, constant state"

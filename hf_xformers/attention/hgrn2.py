@@ -76,10 +76,14 @@ class HGRN2Attention(RecurrentAttention):
 
 @register("attention", "hgrn2")
 class HGRN2Spec(RecurrentSpec):
-    """key_heads, value_heads: how many heads queries and gates have, and how many values; `None`: as attention with
-    keys and values of `num_key_value_heads` heads. key_width, value_width: of a head (the paper: 128; `None`: the
-    config's). norm_eps: of the norm on the output (`None`: the config's). chunk_size: tokens per quadratic block of a
-    text."""
+    """
+    Args:
+        key_heads, value_heads: how many heads queries and gates have, and how many values; `None`: as attention with
+            keys and values of `num_key_value_heads` heads.
+        key_width, value_width: of a head (the paper: 128; `None`: the config's).
+        norm_eps: of the norm on the output (`None`: the config's).
+        chunk_size: tokens per quadratic block of a text.
+    """
 
     summary = "linear attention whose keys are what forget gates let go"
     scales = False

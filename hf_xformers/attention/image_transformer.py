@@ -29,10 +29,13 @@ class ImageTransformerSpec(BlockSparseSpec):
     [`TokenGrid`] (`token_grid(config)`) brings images into the order of blocks and back. Time and memory O(T (b + m)
     D) for b tokens in a block and m around it.
 
-    local: 1d or 2d. block_length, memory_length: tokens (1d). image_size, num_channels: height and width in pixels
-    (`None`: the smallest square that max_position_embeddings fit into, with sides of a multiple of 8 pixels from 8 on;
-    in a model of images its own). block_shape, memory_flange: height and width in tokens (2d; `None`: the largest
-    block up to 16 x 16 that fills the plane, and one block above and two on each side).
+    Args:
+        local: 1d or 2d.
+        block_length, memory_length: tokens (1d).
+        image_size, num_channels: height and width in pixels (`None`: the smallest square that max_position_embeddings
+            fit into, with sides of a multiple of 8 pixels from 8 on; in a model of images its own).
+        block_shape, memory_flange: height and width in tokens (2d; `None`: the largest block up to 16 x 16 that fills
+            the plane, and one block above and two on each side).
     """
 
     summary = "blocks of an image's tokens read what is near, along the text or on the plane"

@@ -120,10 +120,16 @@ class MaskedInformerAttention(InformerAttention):
 
 @register("attention", "informer", aliases=("prob_sparse",))
 class InformerSpec(AttentionSpec):
-    """sampling_factor: c, of c ceil(ln n) queries that attend in a text of n tokens, and as many keys on which each is
-    measured. seed: of the keys' sample. causal_form: what stands in a decoder; `none`: nothing; `paper`: the masked
-    form, in which later tokens decide which queries attend, so that it cannot generate. causal_context: what a query
-    that does not attend takes there of the values up to its own, their `sum` or their `mean`."""
+    """
+    Args:
+        sampling_factor: c, of c ceil(ln n) queries that attend in a text of n tokens, and as many keys on which each
+            is measured.
+        seed: of the keys' sample.
+        causal_form: what stands in a decoder; `none`: nothing; `paper`: the masked form, in which later tokens decide
+            which queries attend, so that it cannot generate.
+        causal_context: what a query that does not attend takes there of the values up to its own, their `sum` or their
+            `mean`.
+    """
 
     summary = "queries far from uniform attend, the others take the mean of the values"
     head_options = frozenset({"norm"})

@@ -40,11 +40,18 @@ class KimiDeltaAttention(GatedDeltaNetAttention):
 
 @register("attention", "kimi_delta_attention", aliases=("kda",))
 class KimiDeltaSpec(GatedDeltaNetSpec):
-    """key_heads, value_heads: how many heads queries and keys have, and how many values; `None`: as attention with
-    keys and values of `num_key_value_heads` heads. key_width, value_width: of a head (`None`: the config's). conv:
-    taps of the short convolution (0: none). negative: strengths of writing up to 2. num_householder: how often a token
-    corrects the state. gate_rank: inner width of both gates (`None`: that of a head's keys). norm_eps: of the norm on
-    the output (`None`: the config's). chunk_size: tokens per quadratic block of a text."""
+    """
+    Args:
+        key_heads, value_heads: how many heads queries and keys have, and how many values; `None`: as attention with
+            keys and values of `num_key_value_heads` heads.
+        key_width, value_width: of a head (`None`: the config's).
+        conv: taps of the short convolution (0: none).
+        negative: strengths of writing up to 2.
+        num_householder: how often a token corrects the state.
+        gate_rank: inner width of both gates (`None`: that of a head's keys).
+        norm_eps: of the norm on the output (`None`: the config's).
+        chunk_size: tokens per quadratic block of a text.
+    """
 
     summary = "the gated delta rule with a decay for every channel of a key"
 

@@ -65,10 +65,15 @@ class LightningAttention(RecurrentAttention):
 
 @register("attention", "lightning_attention")
 class LightningSpec(RecurrentSpec):
-    """key_heads, value_heads: how many heads queries and keys have, and how many values; `None`: as attention with
-    keys and values of `num_key_value_heads` heads. key_width, value_width: of a head (`None`: the config's). conv:
-    taps of a short convolution (0: none). norm_eps: of the norm on the output (`None`: the config's). chunk_size:
-    tokens per quadratic block of a text."""
+    """
+    Args:
+        key_heads, value_heads: how many heads queries and keys have, and how many values; `None`: as attention with
+            keys and values of `num_key_value_heads` heads.
+        key_width, value_width: of a head (`None`: the config's).
+        conv: taps of a short convolution (0: none).
+        norm_eps: of the norm on the output (`None`: the config's).
+        chunk_size: tokens per quadratic block of a text.
+    """
 
     summary = "linear attention with a constant decay for each head and layer"
     scales = False

@@ -305,9 +305,14 @@ class LinformerAttention(Attention):
 
 @register("attention", "linformer")
 class LinformerSpec(AttentionSpec):
-    """projected_length: rows k (`None`: a quarter of max_length). sharing: which projections are one and the same.
-    max_length: columns n (`None`: `max_position_embeddings`). projection: what makes a row, a `linear` map of all
-    positions, or of a block of n / k tokens the `mean`, the `max` or a convolution (`conv`)."""
+    """
+    Args:
+        projected_length: rows k (`None`: a quarter of max_length).
+        sharing: which projections are one and the same.
+        max_length: columns n (`None`: `max_position_embeddings`).
+        projection: what makes a row, a `linear` map of all positions, or of a block of n / k tokens the `mean`, the
+            `max` or a convolution (`conv`).
+    """
 
     summary = "keys and values projected to a short sequence over positions: linear time"
     cross = True

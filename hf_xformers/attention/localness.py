@@ -133,10 +133,15 @@ class LocalnessTerms(SelfAttentionTerms):
 
 @register("attention", "localness")
 class LocalnessSpec(AttentionSpec):
-    """window: whether each `query`, each `layer` for all its queries, or nobody (`fixed`) chooses the width of the
-    windows. fixed_window: their width in tokens, where it is fixed. layers: how many layers have windows, from the
-    first one on (`None`: half of them, rounded up); the others are dense. share_heads: one matrix for the windows of
-    all heads."""
+    """
+    Args:
+        window: whether each `query`, each `layer` for all its queries, or nobody (`fixed`) chooses the width of the
+            windows.
+        fixed_window: their width in tokens, where it is fixed.
+        layers: how many layers have windows, from the first one on (`None`: half of them, rounded up); the others are
+            dense.
+        share_heads: one matrix for the windows of all heads.
+    """
 
     summary = "every query predicts a window of the text, which scores outside of it fall away from"
     head_options = frozenset({"norm"})

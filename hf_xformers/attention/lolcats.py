@@ -124,10 +124,15 @@ class LolcatsAttention(LearnedFeatures):
 
 @register("attention", "lolcats", aliases=("hybrid_linear",))
 class LolcatsSpec(LearnedFeaturesSpec):
-    """window: tokens that are read with a softmax, the query's own included. gamma: weight of the window at the start,
-    between 0 and 1. affine: whether what lies beyond the window has the weight 1 - gamma in place of 1. sinks: how
-    many first tokens of a text belong to every window. scale: factor on the window's scores (None: 1 / sqrt(head
-    width)). chunk_size: least number of tokens in a chunk of a whole text."""
+    """
+    Args:
+        window: tokens that are read with a softmax, the query's own included.
+        gamma: weight of the window at the start, between 0 and 1.
+        affine: whether what lies beyond the window has the weight 1 - gamma in place of 1.
+        sinks: how many first tokens of a text belong to every window.
+        scale: factor on the window's scores (None: 1 / sqrt(head width)).
+        chunk_size: least number of tokens in a chunk of a whole text.
+    """
 
     summary = "softmax in a sliding window, learned linear attention beyond it: linear time, a state of constant size"
     citation = """@misc{zhang2024lolcats,

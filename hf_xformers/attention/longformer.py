@@ -106,11 +106,14 @@ class LongformerAttention(BlockSparseAttention):
 
 @register("attention", "longformer")
 class LongformerSpec(AttentionSpec):
-    """attention_window: W, even; a token sees W / 2 tokens on each side. One number, or a tuple with one per layer.
-    attention_dilation: the gap g, one number, a tuple with one per layer, or in it tuples with one per head.
-    separate_global_projections: whether global tokens have projections of their own. max_global_tokens: bound on the
-    global tokens of a row (`None`: they are counted in each call; a compiled graph, which cannot count, then makes
-    room for all tokens, at quadratic cost)."""
+    """
+    Args:
+        attention_window: W, even; a token sees W / 2 tokens on each side. One number, or a tuple with one per layer.
+        attention_dilation: the gap g, one number, a tuple with one per layer, or in it tuples with one per head.
+        separate_global_projections: whether global tokens have projections of their own.
+        max_global_tokens: bound on the global tokens of a row (`None`: they are counted in each call; a compiled
+            graph, which cannot count, then makes room for all tokens, at quadratic cost).
+    """
 
     summary = "a sliding window and global tokens with their own projections"
     head_options = frozenset({"norm"})

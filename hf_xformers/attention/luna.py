@@ -291,10 +291,15 @@ def _goes_on(config: Any) -> bool:
 
 @register("attention", "luna")
 class LunaSpec(AttentionSpec):
-    """projected_length: vectors l of the memory. pack_heads: heads of the packing (`None`: as many as the attention
-    has). tie_kv: keys are values. dynamic_projection: in an encoder a text uses no more vectors than it has tokens.
-    memory_dropout: probability on what is added to the memory (`None`: `hidden_dropout_prob`). chunk_size: tokens per
-    quadratic block of a decoder's scans."""
+    """
+    Args:
+        projected_length: vectors l of the memory.
+        pack_heads: heads of the packing (`None`: as many as the attention has).
+        tie_kv: keys are values.
+        dynamic_projection: in an encoder a text uses no more vectors than it has tokens.
+        memory_dropout: probability on what is added to the memory (`None`: `hidden_dropout_prob`).
+        chunk_size: tokens per quadratic block of a decoder's scans.
+    """
 
     summary = "packs a text into a short memory that tokens then read: linear time"
     cross = True

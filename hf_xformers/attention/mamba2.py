@@ -89,13 +89,20 @@ class Mamba2Attention(RecurrentAttention):
 
 @register("attention", "mamba2", aliases=("ssd",))
 class Mamba2Spec(RecurrentSpec):
-    """key_heads: groups of heads that share B and C (the paper: 1), with as many values as the config has heads;
-    `None`: queries, keys and values as attention has them, with keys and values of `num_key_value_heads` heads.
-    value_heads: heads of values, if others. key_width, value_width: of a head (the paper: 128 and 64; `None`: the
-    config's). conv: taps of the short convolution (0: none). least_step, most_step: between which time steps are kept.
-    gate_norm: the norm of the output behind the gate (`gate_first`), before it (`norm_first`), or `none`. norm_eps: of
-    that norm (`None`: the config's). part_scales: what the projected gate, x, B, C and time step are multiplied with
-    (`None`: nothing; Falcon-H1). chunk_size: tokens per quadratic block of a text."""
+    """
+    Args:
+        key_heads: groups of heads that share B and C (the paper: 1), with as many values as the config has heads;
+            `None`: queries, keys and values as attention has them, with keys and values of `num_key_value_heads`
+            heads.
+        value_heads: heads of values, if others.
+        key_width, value_width: of a head (the paper: 128 and 64; `None`: the config's).
+        conv: taps of the short convolution (0: none).
+        least_step, most_step: between which time steps are kept.
+        gate_norm: the norm of the output behind the gate (`gate_first`), before it (`norm_first`), or `none`.
+        norm_eps: of that norm (`None`: the config's).
+        part_scales: what the projected gate, x, B, C and time step are multiplied with (`None`: nothing; Falcon-H1).
+        chunk_size: tokens per quadratic block of a text.
+    """
 
     summary = "a state space with a scalar decay of each token: linear time, short convolutions"
     scales = False

@@ -328,13 +328,19 @@ def _written(old: Tensor, new: Tensor, at: Tensor, room: int) -> Tensor:
 
 @register("attention", "memory_compressed_attention", aliases=("memory_compressed",))
 class MemoryCompressedSpec(AttentionSpec):
-    """layer_pattern: types of the layers from the first one on, local (L) and compressed (M), again from the start
-    where there are more layers; cross-attention is always compressed. compression_factor: tokens of a slot. compress:
-    how a slot is made of them, by a convolution over `conv`, their `mean` or their `max`. compress_activation: of what
-    is made (`none` or `silu`). block_size: tokens of a block of local layers. local_lookback: whole blocks before its
-    own that a token reads in local layers, in an encoder also after it (the paper's text: 0; its code: 1).
-    first_slot: what a decoder can read before the first block is complete, the `first_token` or a learned vector
-    (`null`)."""
+    """
+    Args:
+        layer_pattern: types of the layers from the first one on, local (L) and compressed (M), again from the start
+            where there are more layers; cross-attention is always compressed.
+        compression_factor: tokens of a slot.
+        compress: how a slot is made of them, by a convolution over `conv`, their `mean` or their `max`.
+        compress_activation: of what is made (`none` or `silu`).
+        block_size: tokens of a block of local layers.
+        local_lookback: whole blocks before its own that a token reads in local layers, in an encoder also after it
+            (the paper's text: 0; its code: 1).
+        first_slot: what a decoder can read before the first block is complete, the `first_token` or a learned vector
+            (`null`).
+    """
 
     summary = "local layers by turns with layers that read the whole text in slots of a few tokens"
     cross = True

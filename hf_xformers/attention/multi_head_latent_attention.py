@@ -156,11 +156,17 @@ class LatentAttention(DenseAttention):
 
 @register("attention", "multi_head_latent_attention", aliases=("mla",))
 class LatentSpec(DenseSpec):
-    """Widths are those of DeepSeek-V2, by its names. kv_lora_rank: of a token's latent. q_lora_rank: of what queries
-    are made of (None: of the states themselves). qk_nope_head_dim, qk_rope_head_dim: of a head's queries and keys, the
-    part without and the part with a rotation. v_head_dim: of a head's values. norm_eps: added to the mean squares of
-    both norms (1e-6 in DeepSeek-V2 and V3). bias: on the projections down to the latents and on the output projection,
-    those up have none."""
+    """Widths are those of DeepSeek-V2, by its names.
+
+    Args:
+        kv_lora_rank: of a token's latent.
+        q_lora_rank: of what queries are made of (None: of the states themselves).
+        qk_nope_head_dim, qk_rope_head_dim: of a head's queries and keys, the part without and the part with a
+            rotation.
+        v_head_dim: of a head's values.
+        norm_eps: added to the mean squares of both norms (1e-6 in DeepSeek-V2 and V3).
+        bias: on the projections down to the latents and on the output projection, those up have none.
+    """
 
     summary = "keys and values of all heads from one latent vector per token"
     cross = False

@@ -105,12 +105,17 @@ class NystromAttention(Attention):
 
 @register("attention", "nystromformer", aliases=("nystrom",))
 class NystromSpec(AttentionSpec):
-    """num_landmarks: segments of the text. text_length: tokens of the texts that they are meant for, a multiple of it
-    (`None`: any); where both are one number each token is a landmark, and attention is exact at every length.
-    conv_kernel_size: tokens under the kernel of the convolution over values, odd (`None`: no convolution).
-    pinv_iterations: steps of the inverse (`None`: exact pseudo-inverse, which is not always the better approximation).
-    pinv_init: its start, by the norms of each matrix, or `global`, by the largest of all (transformers'
-    Nystromformer), which lets the rest of the batch change a result."""
+    """
+    Args:
+        num_landmarks: segments of the text.
+        text_length: tokens of the texts that they are meant for, a multiple of it (`None`: any); where both are one
+            number each token is a landmark, and attention is exact at every length.
+        conv_kernel_size: tokens under the kernel of the convolution over values, odd (`None`: no convolution).
+        pinv_iterations: steps of the inverse (`None`: exact pseudo-inverse, which is not always the better
+            approximation).
+        pinv_init: its start, by the norms of each matrix, or `global`, by the largest of all (transformers'
+            Nystromformer), which lets the rest of the batch change a result.
+    """
 
     summary = "softmax attention through a few landmarks (Nystrom method): linear time"
     head_options = frozenset({"norm"})

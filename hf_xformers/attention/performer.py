@@ -67,12 +67,20 @@ class PerformerAttention(RandomRows, LinearAttention):
 
 @register("attention", "performer", aliases=("favor",))
 class PerformerSpec(LinearSpec):
-    """num_features: random rows m. feature_kind: `positive` (m features), `hyperbolic` (2 m features, less variance),
-    `trigonometric` (2 m features, of either sign) or `relu` (m features, of another kernel than softmax).
-    orthogonal: rows orthogonal in blocks of the head width. regularized: all rows of length sqrt(d), a kernel other
-    than softmax (the paper's SMREG). redraw_interval: training passes between draws (0: never). seed: of the draws.
-    kernel_eps: added to `relu` features. min_denominator: least magnitude of a denominator of `trigonometric`
-    features, relative to the largest factor of a key. chunk_size: tokens per quadratic block of the causal scan."""
+    """
+    Args:
+        num_features: random rows m.
+        feature_kind: `positive` (m features), `hyperbolic` (2 m features, less variance), `trigonometric` (2 m
+            features, of either sign) or `relu` (m features, of another kernel than softmax).
+        orthogonal: rows orthogonal in blocks of the head width.
+        regularized: all rows of length sqrt(d), a kernel other than softmax (the paper's SMREG).
+        redraw_interval: training passes between draws (0: never).
+        seed: of the draws.
+        kernel_eps: added to `relu` features.
+        min_denominator: least magnitude of a denominator of `trigonometric` features, relative to the largest factor
+            of a key.
+        chunk_size: tokens per quadratic block of the causal scan.
+    """
 
     splits = frozenset({"heads"})
     adds_up = True

@@ -185,11 +185,18 @@ class PoolingformerAttention(BlockSparseAttention):
 
 @register("attention", "poolingformer")
 class PoolingformerSpec(BlockSparseSpec):
-    """window1: w1, tokens on each side that level 1 reads. window2: w2, tokens on each side from which level 2 has
-    pooled keys. pool_kernel: kappa, tokens of a pooled key. pool_stride: xi, tokens from one to the next. pool_type:
-    how they are pooled. two_level_layers: the layers with both levels; others have level 1 alone (`None`: a quarter of
-    the layers, in the middle). level2_input: what level 2 reads, level 1's output or the layer's input ("mix" in the
-    paper). share_projections: level 2 has the projections of level 1."""
+    """
+    Args:
+        window1: w1, tokens on each side that level 1 reads.
+        window2: w2, tokens on each side from which level 2 has pooled keys.
+        pool_kernel: kappa, tokens of a pooled key.
+        pool_stride: xi, tokens from one to the next.
+        pool_type: how they are pooled.
+        two_level_layers: the layers with both levels; others have level 1 alone (`None`: a quarter of the layers, in
+            the middle).
+        level2_input: what level 2 reads, level 1's output or the layer's input ("mix" in the paper).
+        share_projections: level 2 has the projections of level 1.
+    """
 
     supports = frozenset()
     summary = "a sliding window, and a second level of attention over pooled keys of a wider one"

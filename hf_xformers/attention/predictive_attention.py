@@ -182,9 +182,14 @@ class PredictiveAttention(ScoreChain):
 
 @register("attention", "predictive_attention", aliases=("evolving_attention",))
 class PredictiveSpec(AttentionSpec):
-    """form: `evolving`, or `pat`, its predecessor. alpha: share of the convolution (`pat`: of the layer's own scores).
-    beta: share of the scores of the layer below, in `evolving`. kernel: k, odd. activation: f (`None`: leaky_relu in
-    `evolving`, none in `pat`)."""
+    """
+    Args:
+        form: `evolving`, or `pat`, its predecessor.
+        alpha: share of the convolution (`pat`: of the layer's own scores).
+        beta: share of the scores of the layer below, in `evolving`.
+        kernel: k, odd.
+        activation: f (`None`: leaky_relu in `evolving`, none in `pat`).
+    """
 
     summary = "a convolution over the scores of one layer predicts those of the next"
     head_options = frozenset({"norm"})

@@ -246,16 +246,22 @@ class _UnitLength(torch.autograd.Function):
 
 @register("attention", "reformer", aliases=("lsh",))
 class ReformerSpec(BucketedSpec):
-    """num_hashes: rounds of hashing. num_buckets: buckets per round, an even number or a list of even factors (`None`:
-    2 T / chunk_length for a text of T tokens, as in the paper, as powers of two). chunk_length: tokens per chunk.
-    chunks_before, chunks_after: chunks read around a query's own; a strict decoder reads the chunk_length *
-    chunks_before most recent tokens of a bucket. causal_form: what a decoder reads, `strict` or the `paper`'s form, in
-    which later tokens move chunk borders; that one cannot generate. sets: `bucket` (the paper's sets) or `chunk` (the
-    released code's: all tokens of the chunks, whatever their bucket, once per round, and chunks of all rounds in a
-    ring; padding then changes results).
-    deduplicate: a key in several rounds counts once (else once per round). hash_seed: seed of the rotations.
-    share_rotations: all layers hash with the same rotations, drawn at a stroke (the released code), else each with its
-    own.
+    """
+    Args:
+        num_hashes: rounds of hashing.
+        num_buckets: buckets per round, an even number or a list of even factors (`None`: 2 T / chunk_length for a text
+            of T tokens, as in the paper, as powers of two).
+        chunk_length: tokens per chunk.
+        chunks_before, chunks_after: chunks read around a query's own; a strict decoder reads the chunk_length *
+            chunks_before most recent tokens of a bucket.
+        causal_form: what a decoder reads, `strict` or the `paper`'s form, in which later tokens move chunk borders;
+            that one cannot generate.
+        sets: `bucket` (the paper's sets) or `chunk` (the released code's: all tokens of the chunks, whatever their
+            bucket, once per round, and chunks of all rounds in a ring; padding then changes results).
+        deduplicate: a key in several rounds counts once (else once per round).
+        hash_seed: seed of the rotations.
+        share_rotations: all layers hash with the same rotations, drawn at a stroke (the released code), else each with
+            its own.
     """
 
     summary = "attention inside buckets of a locality-sensitive hash"

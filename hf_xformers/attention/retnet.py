@@ -52,11 +52,17 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @register("attention", "retnet", aliases=("retention",))
 class RetNetSpec(RecurrentSpec):
-    """key_heads, value_heads: how many heads queries and keys have, and how many values; `None`: as attention with
-    keys and values of `num_key_value_heads` heads. key_width: of a head (`None`: the config's). value_width: of a head
-    (`None`: twice that of keys). theta: the smallest rate of a rotation is 1 / theta. conv: taps of a short
-    convolution (0: none). norm_eps: of the norm on the output (`None`: the config's). chunk_size: tokens per quadratic
-    block of a text."""
+    """
+    Args:
+        key_heads, value_heads: how many heads queries and keys have, and how many values; `None`: as attention with
+            keys and values of `num_key_value_heads` heads.
+        key_width: of a head (`None`: the config's).
+        value_width: of a head (`None`: twice that of keys).
+        theta: the smallest rate of a rotation is 1 / theta.
+        conv: taps of a short convolution (0: none).
+        norm_eps: of the norm on the output (`None`: the config's).
+        chunk_size: tokens per quadratic block of a text.
+    """
 
     summary = "retention: linear attention with rotations and a constant decay for each head"
     turns = False

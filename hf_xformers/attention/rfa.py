@@ -93,12 +93,20 @@ class RFAAttention(RandomRows, LinearAttention):
 
 @register("attention", "rfa", aliases=("random_feature_attention",))
 class RFASpec(LinearSpec):
-    """num_features: random rows m of each head (2 m features). feature_map: `gaussian` (softmax, whose scores are
-    those of unit vectors over tau squared) or `arccos` (m features). tau: temperature. learn_sigma: the rows' scale
-    for each channel of a head is learned. gate: earlier tokens are forgotten, with a gate for each head; causal only.
-    orthogonal: rows orthogonal in blocks of the head width. redraw_interval: training passes between draws (0: never).
-    seed: of the draws. min_denominator: least magnitude of a denominator of `gaussian` features. chunk_size: tokens
-    per quadratic block of the causal scan."""
+    """
+    Args:
+        num_features: random rows m of each head (2 m features).
+        feature_map: `gaussian` (softmax, whose scores are those of unit vectors over tau squared) or `arccos` (m
+            features).
+        tau: temperature.
+        learn_sigma: the rows' scale for each channel of a head is learned.
+        gate: earlier tokens are forgotten, with a gate for each head; causal only.
+        orthogonal: rows orthogonal in blocks of the head width.
+        redraw_interval: training passes between draws (0: never).
+        seed: of the draws.
+        min_denominator: least magnitude of a denominator of `gaussian` features.
+        chunk_size: tokens per quadratic block of the causal scan.
+    """
 
     splits = frozenset()  # rows and scales belong to single heads
     not_taken_over = ("scale",)  # queries and keys have length 1

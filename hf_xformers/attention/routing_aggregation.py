@@ -15,10 +15,14 @@ class RoutingAggregationSpec(RoutedHeadsSpec):
     concatenation and the output projection, input capsules u_h = act(concat(o) F_h) of width D / H vote for output
     capsules, which side by side are the layer's output.
 
-    routing: `simple`, a mean of votes that weighs those that agree with it, or `em`, expectation maximization.
-    iterations: of the routing. num_output_capsules: that `hidden_size` is divided among (`None`: as many as heads).
-    activation: of the input capsules. em_lambda: inverse temperature of `em`. layers: that have it; the lower half
-    gained most. final_linear: whether the output projection follows nonetheless.
+    Args:
+        routing: `simple`, a mean of votes that weighs those that agree with it, or `em`, expectation maximization.
+        iterations: of the routing.
+        num_output_capsules: that `hidden_size` is divided among (`None`: as many as heads).
+        activation: of the input capsules.
+        em_lambda: inverse temperature of `em`.
+        layers: that have it; the lower half gained most.
+        final_linear: whether the output projection follows nonetheless.
     """
 
     mixes: ClassVar[bool] = True  # type: ignore[misc]

@@ -286,14 +286,21 @@ def _normalized_heads(vectors: Tensor) -> Tensor:
 
 @register("attention", "routing_transformer", aliases=("routing",))
 class RoutingSpec(BucketedSpec):
-    """num_clusters: centroids per routed head (`None`: the square root of the text's length, or the length by
-    `window_size`). window_size: tokens per cluster (`None`: the text's length by the number of clusters).
-    num_routing_heads: routed heads of a layer (`None`: half of them). first_routing_layer: layers before it are local
-    only. block_size: tokens per block of the local heads. ema_decay: of the centroids' averages. commitment_weight:
-    factor on the auxiliary loss. share_qk: keys of routed heads are their queries (`None`: in decoders, where it is
-    needed). rotates_routed: whether a rotary position turns the queries and keys of routed heads as well, once their
-    clusters are found (in the paper positions are for local heads). causal_form: what a decoder reads, `strict` or the
-    `paper`'s form, in which later tokens change which tokens a cluster holds; that one cannot generate.
+    """
+    Args:
+        num_clusters: centroids per routed head (`None`: the square root of the text's length, or the length by
+            `window_size`).
+        window_size: tokens per cluster (`None`: the text's length by the number of clusters).
+        num_routing_heads: routed heads of a layer (`None`: half of them).
+        first_routing_layer: layers before it are local only.
+        block_size: tokens per block of the local heads.
+        ema_decay: of the centroids' averages.
+        commitment_weight: factor on the auxiliary loss.
+        share_qk: keys of routed heads are their queries (`None`: in decoders, where it is needed).
+        rotates_routed: whether a rotary position turns the queries and keys of routed heads as well, once their
+            clusters are found (in the paper positions are for local heads).
+        causal_form: what a decoder reads, `strict` or the `paper`'s form, in which later tokens change which tokens a
+            cluster holds; that one cannot generate.
     """
 
     summary = "local heads, and heads that attend inside k-means clusters"

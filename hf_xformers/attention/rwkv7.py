@@ -122,10 +122,14 @@ class RWKV7Attention(RecurrentAttention):
 
 @register("attention", "rwkv7")
 class RWKV7Spec(RecurrentSpec):
-    """key_width, value_width: of a head (the paper: 64; `None`: the config's). decay_rank, rate_rank, value_rank,
-    gate_rank: inner widths of the maps to decays, to learning rates, to shares of the first layer's values and to
-    gates. norm_eps: of the norm on the output (`None`: 1e-5 times the width of a head's values). chunk_size: tokens
-    per quadratic block of a text."""
+    """
+    Args:
+        key_width, value_width: of a head (the paper: 64; `None`: the config's).
+        decay_rank, rate_rank, value_rank, gate_rank: inner widths of the maps to decays, to learning rates, to shares
+            of the first layer's values and to gates.
+        norm_eps: of the norm on the output (`None`: 1e-5 times the width of a head's values).
+        chunk_size: tokens per quadratic block of a text.
+    """
 
     summary = "RWKV-7: a delta rule with decays and learning rates of every channel, and token shift, causal"
     bidirectional = False

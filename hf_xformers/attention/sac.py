@@ -328,13 +328,20 @@ class Edges(Prepared):
 
 @register("attention", "sac")
 class SacSpec(AttentionSpec):
-    """edges_per_node: tokens that each token is connected to besides itself (fewer where it sees fewer).
-    share_structure: `heads` (one graph for all heads of a layer), `layers` (one for all heads of all layers, which the
-    first chooses), or `none` (each head has its own). predictor_hidden: P, width of the LSTM. edge_distances: farthest
-    distance with a score of its own. edge_temperature: tau, divides scores. candidate_window: tokens on each side
-    among which edges are chosen (`None`: all). sample_edges: training samples edges and learns from the loss; without
-    it edges are the likeliest ones of a predictor that stays as it is. reinforce_weight: factor on the policy
-    gradient. reward_baseline_decay: of the running mean of the loss that choices are compared with."""
+    """
+    Args:
+        edges_per_node: tokens that each token is connected to besides itself (fewer where it sees fewer).
+        share_structure: `heads` (one graph for all heads of a layer), `layers` (one for all heads of all layers, which
+            the first chooses), or `none` (each head has its own).
+        predictor_hidden: P, width of the LSTM.
+        edge_distances: farthest distance with a score of its own.
+        edge_temperature: tau, divides scores.
+        candidate_window: tokens on each side among which edges are chosen (`None`: all).
+        sample_edges: training samples edges and learns from the loss; without it edges are the likeliest ones of a
+            predictor that stays as it is.
+        reinforce_weight: factor on the policy gradient.
+        reward_baseline_decay: of the running mean of the loss that choices are compared with.
+    """
 
     summary = "an LSTM chooses the tokens that a token reads, and learns from the task's loss"
     head_options = frozenset({"norm"})

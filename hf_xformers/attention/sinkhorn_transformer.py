@@ -318,9 +318,15 @@ def _rearranged(x: Tensor, order: Tensor) -> Tensor:
 
 @register("attention", "sinkhorn_transformer", aliases=("sinkhorn",))
 class SinkhornSpec(AttentionSpec):
-    """block_size: tokens of a block. iterations: of the normalization. temperature: divides the sorting network's
-    scores. noise: Gumbel noise on them in training. sortcut_blocks: number of sorted blocks that all queries of an
-    encoder read (None: the own block and the one sorted to it)."""
+    """
+    Args:
+        block_size: tokens of a block.
+        iterations: of the normalization.
+        temperature: divides the sorting network's scores.
+        noise: Gumbel noise on them in training.
+        sortcut_blocks: number of sorted blocks that all queries of an encoder read (None: the own block and the one
+            sorted to it).
+    """
 
     summary = "blocks are sorted by a learned soft permutation; a query reads its own block and the one sorted to it"
     head_options = frozenset({"norm"})

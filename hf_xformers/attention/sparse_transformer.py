@@ -27,10 +27,14 @@ class SparseTransformerSpec(BlockSparseSpec):
     with a constant c and l near sqrt(T) both are O(T sqrt(T)). A pattern has one stride for texts of all lengths, or a
     later token would change what an earlier one reads; so it is the root of the longest that positions are made for.
 
-    kind: strided or fixed. stride: l, tokens (`None`: sqrt(max_position_embeddings)). summary_width: c (`None`: 8, the
-    least of the paper's; a quarter of a stride that is given). factorization: `merged`,
-    every head reads both sets; `layers`, A1 in even and A2 in odd layers; `heads`, A1 in even and A2 in odd heads.
-    num_verts: so many different runs of c summary columns, which heads take in turn (fixed)."""
+    Args:
+        kind: strided or fixed.
+        stride: l, tokens (`None`: sqrt(max_position_embeddings)).
+        summary_width: c (`None`: 8, the least of the paper's; a quarter of a stride that is given).
+        factorization: `merged`, every head reads both sets; `layers`, A1 in even and A2 in odd layers; `heads`, A1 in
+            even and A2 in odd heads.
+        num_verts: so many different runs of c summary columns, which heads take in turn (fixed).
+    """
 
     summary = "local attention and every l-th token, or summary tokens"
 

@@ -260,10 +260,15 @@ class StarPooler(TextPooler):
 
 @register("attention", "star_transformer")
 class StarTransformerSpec(AttentionSpec):
-    """border: the first and the last token are neighbors (`ring`), or have one neighbor less (`open`), or read zeros
-    there (`zeros`: the released code). relay_activation, relay_norm: what the relay's attention is followed by; the
-    released code has leaky_relu and no norm. norm_inputs: normalize what tokens are read as and read with, but not e
-    and the relay (the released code, with a frame that has no norm)."""
+    """
+    Args:
+        border: the first and the last token are neighbors (`ring`), or have one neighbor less (`open`), or read zeros
+            there (`zeros`: the released code).
+        relay_activation, relay_norm: what the relay's attention is followed by; the released code has leaky_relu and
+            no norm.
+        norm_inputs: normalize what tokens are read as and read with, but not e and the relay (the released code, with
+            a frame that has no norm).
+    """
 
     summary = "each token reads its neighbors, its embedding and a relay that reads all tokens: linear time"
     why_not: ClassVar[Mapping[str, str]] = {"causal": "its relay reads the whole text."}

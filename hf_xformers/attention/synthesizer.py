@@ -350,11 +350,16 @@ def _take(x: Tensor, order: Tensor) -> Tensor:
 
 @register("attention", "synthesizer")
 class SynthesizerSpec(AttentionSpec):
-    """kind: where scores come from, one of dot, dense, random, fixed_random, factorized_dense, factorized_random or
-    several joined by "+". max_length: places in the tables (`None`: `max_position_embeddings`). rank: of
-    factorized_random.
-    factor: width a of factorized_dense, a divisor of max_length (`None`: the one next to its square root). mixture:
-    how several kinds mix. share_heads: one table for all heads."""
+    """
+    Args:
+        kind: where scores come from, one of dot, dense, random, fixed_random, factorized_dense, factorized_random or
+            several joined by "+".
+        max_length: places in the tables (`None`: `max_position_embeddings`).
+        rank: of factorized_random.
+        factor: width a of factorized_dense, a divisor of max_length (`None`: the one next to its square root).
+        mixture: how several kinds mix.
+        share_heads: one table for all heads.
+    """
 
     summary = "scores made from each token alone, or learned"
     supports = frozenset({"pair_mask"})

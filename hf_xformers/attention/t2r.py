@@ -58,10 +58,14 @@ class T2RAttention(LearnedFeatures):
 
 @register("attention", "t2r", aliases=("supra",))
 class T2RSpec(LearnedFeaturesSpec):
-    """num_features: rows of W (None: the width of a head). normalization: `denominator` (T2R), or `output_norm`, an
-    RMS norm of each head's output in its place (SUPRA). eps: added to the denominator, as the features of a query may
-    all be zero. scale: factor on products of queries and keys, whose root multiplies both before the map (None: 1).
-    chunk_size: tokens per quadratic block of the causal scan."""
+    """
+    Args:
+        num_features: rows of W (None: the width of a head).
+        normalization: `denominator` (T2R), or `output_norm`, an RMS norm of each head's output in its place (SUPRA).
+        eps: added to the denominator, as the features of a query may all be zero.
+        scale: factor on products of queries and keys, whose root multiplies both before the map (None: 1).
+        chunk_size: tokens per quadratic block of the causal scan.
+    """
 
     adds_up = True
     summary = "learned ReLU features: linear time, a state of constant size"

@@ -199,11 +199,15 @@ def _mix(x: Tensor, mixing: Tensor | None, by_query: Tensor | None, by_key: Tens
 
 @register("attention", "talking_heads")
 class TalkingHeadsSpec(AttentionSpec):
-    """num_key_heads, num_value_heads: heads of scores before and of weights after the mixing (`None`: as many as
-    `num_attention_heads`, which counts those of the softmax). mix_scores, mix_weights: the first and the second
-    mixing.
-    dynamic: which projections depend on tokens as well, of x2l, m2l, x2w, m2w (by query x or key m, of scores l or
-    weights w). start: of the mixing matrices; identity is plain multi-head attention."""
+    """
+    Args:
+        num_key_heads, num_value_heads: heads of scores before and of weights after the mixing (`None`: as many as
+            `num_attention_heads`, which counts those of the softmax).
+        mix_scores, mix_weights: the first and the second mixing.
+        dynamic: which projections depend on tokens as well, of x2l, m2l, x2w, m2w (by query x or key m, of scores l or
+            weights w).
+        start: of the mixing matrices; identity is plain multi-head attention.
+    """
 
     summary = "heads mix before and after the softmax"
     cross = True

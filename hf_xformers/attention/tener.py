@@ -56,9 +56,14 @@ class TenerAttention(TransformerXLAttention):
 
 @register("attention", "tener")
 class TenerSpec(AttentionSpec):
-    """key_projection: keys are projected, as elsewhere. output_projection: heads are mixed by a projection, as
-    elsewhere. clamp: distances (tokens) beyond which all count as this one. reach: how far to either side a query
-    sees, in tokens. scale: 1 as published; 1 / sqrt(head width) makes attention smoother."""
+    """
+    Args:
+        key_projection: keys are projected, as elsewhere.
+        output_projection: heads are mixed by a projection, as elsewhere.
+        clamp: distances (tokens) beyond which all count as this one.
+        reach: how far to either side a query sees, in tokens.
+        scale: 1 as published; 1 / sqrt(head width) makes attention smoother.
+    """
 
     summary = "direction-aware unscaled scores, with the tokens themselves as keys"
     acts = frozenset()

@@ -29,8 +29,13 @@ class DietSpec(BlockSparseSpec):
     All heads of a layer read the same set. An encoder (not in the paper) reads the mirror image of a set, too. Time
     and memory O(T K), O(T K l) and O(T w M^l) in layer l; state: as many tokens as its set reaches back.
 
-    diet_type: which of the four. kernel_size: K. d_base: B. first_window_size: w, tokens, a token's own included.
-    window_size_multiplier: M."""
+    Args:
+        diet_type: which of the four.
+        kernel_size: K.
+        d_base: B.
+        first_window_size: w, tokens, a token's own included.
+        window_size_multiplier: M.
+    """
 
     summary = "few keys per token, farther apart in each layer, or a window that grows from layer to layer"
     supports = frozenset({"packed_rows", "pair_mask", "token_numbers"})

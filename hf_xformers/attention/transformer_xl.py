@@ -324,13 +324,19 @@ class TransformerXLAttention(Attention):
 
 @register("attention", "transformer_xl", aliases=("transformer_xl_relative",))
 class TransformerXLSpec(AttentionSpec):
-    """share_biases: one u and one v for all layers, which stand in layer 0 (off: one pair per layer). clamp: distances
-    (tokens) beyond which all count as this one, for texts longer than those trained on. reach: how far back (in an
-    encoder: to either side) a query sees, in tokens; with a memory at least as long, every query sees as many keys.
-    segments: a term of whether two tokens have the same `token_type_ids`, which need no table then
-    (`type_vocab_size=0`). joint_type: the type whose tokens are of every segment (Funnel's [CLS]: 2). distances: the
-    vectors of distances are sinusoids, or `learned` (a table that layer 0 has for all). key_types: how many
-    `token_type_ids` there are whose keys get a term of their own (0: no such term), in an encoder."""
+    """
+    Args:
+        share_biases: one u and one v for all layers, which stand in layer 0 (off: one pair per layer).
+        clamp: distances (tokens) beyond which all count as this one, for texts longer than those trained on.
+        reach: how far back (in an encoder: to either side) a query sees, in tokens; with a memory at least as long,
+            every query sees as many keys.
+        segments: a term of whether two tokens have the same `token_type_ids`, which need no table then
+            (`type_vocab_size=0`).
+        joint_type: the type whose tokens are of every segment (Funnel's [CLS]: 2).
+        distances: the vectors of distances are sinusoids, or `learned` (a table that layer 0 has for all).
+        key_types: how many `token_type_ids` there are whose keys get a term of their own (0: no such term), in an
+            encoder.
+    """
 
     summary = "content and relative-position scores with two global biases"
     layers_apart = False  # layer 0 owns the biases of all

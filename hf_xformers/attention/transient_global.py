@@ -215,8 +215,12 @@ class TransientGlobalAttention(BlockSparseAttention):
 class TransientGlobalSpec(BlockSparseSpec):
     """A sliding window and a summary of every block of the text (LongT5). Time O(T (window + T / block)).
 
-    window_size: w, tokens on each side that a token reads. block_size: G, tokens of a block. num_buckets: rows of the
-    table of biases by the distance in blocks (even). max_distance: blocks from which all distances share a row."""
+    Args:
+        window_size: w, tokens on each side that a token reads.
+        block_size: G, tokens of a block.
+        num_buckets: rows of the table of biases by the distance in blocks (even).
+        max_distance: blocks from which all distances share a row.
+    """
 
     summary = "a sliding window, and summaries of all blocks of the text"
     why_not: ClassVar[Mapping[str, str]] = {

@@ -31,9 +31,11 @@ Places = tuple[Tensor, Tensor | None]
 class Routes(Prepared):
     """What a forward pass decided: the centroids it used, and who is in which cluster.
 
-    query_labels, key_labels [B, R, T]: nearest centroids (keys: None when shared). query_places, key_places: the w
-    nearest tokens of each centroid [B, R, K, w] by rising position, and which of these places are used. stage_labels
-    [B, R, stages, T]: the nearest of the centroids of each stage, where tokens choose.
+    Args:
+        query_labels, key_labels: [B, R, T], nearest centroids (keys: None when shared).
+        query_places, key_places: the w nearest tokens of each centroid [B, R, K, w] by rising position, and which of
+            these places are used.
+        stage_labels: [B, R, stages, T], the nearest of the centroids of each stage, where tokens choose.
     """
 
     centroids: Tensor

@@ -344,17 +344,18 @@ def from_the_end(context: Call) -> Call:
 
 @dataclass(kw_only=True)
 class RecurrentSpec(AttentionSpec):
-    """Base of the specs of mechanisms whose state decays.
+    """Base of the specs of mechanisms whose state decays. scales: whether queries have a factor. turns: whether a
+    rotary position may turn them. writes: how many keys and values a token writes, one after another.
 
-    key_heads, value_heads: how many heads queries and keys have, and how many values; `None`: queries have the
-    config's `num_attention_heads`, keys and values its `num_key_value_heads`, or with `key_heads` values have the
-    former. Of heads of queries and of values one number divides the other. key_width, value_width: of a head (`None`:
-    the config's). conv: taps of a short convolution of queries, keys and values (0: none). norm_eps: of the norm on
-    the output (`None`: the config's). chunk_size: tokens per quadratic block of a text. angles: by what a rotary
-    position turns queries and keys; unlike elsewhere by nothing, unless it is said.
-
-    scales: whether queries have a factor. turns: whether a rotary position may turn them. writes: how many keys and
-    values a token writes, one after another.
+    Args:
+        key_heads, value_heads: how many heads queries and keys have, and how many values; `None`: queries have the
+            config's `num_attention_heads`, keys and values its `num_key_value_heads`, or with `key_heads` values have
+            the former. Of heads of queries and of values one number divides the other.
+        key_width, value_width: of a head (`None`: the config's).
+        conv: taps of a short convolution of queries, keys and values (0: none).
+        norm_eps: of the norm on the output (`None`: the config's).
+        chunk_size: tokens per quadratic block of a text.
+        angles: by what a rotary position turns queries and keys; unlike elsewhere by nothing, unless it is said.
     """
 
     acts = frozenset({"rotation"})

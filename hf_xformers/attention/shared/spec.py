@@ -19,38 +19,45 @@ from .head_parts import HeadAggregation, build_aggregation, build_losses
 class AttentionSpec(Spec):
     """Base of attention specs: fields every mechanism has, and what it can do.
 
-    max_global_tokens: bound on the global tokens of a row, where a mechanism has such tokens and bounds them.
+    `keeps_keys_alone`, `keeps_rotated` and `knows_order` are what other components ask for.
 
-    acts: what of a position inside attention it reads (configs refuse the rest). `rotation`: queries and keys are
-    turned; linear attention turns them before its features, as far as its own equation does not say otherwise;
-    `values`: values and its output may be turned as well. `score_bias`, `score_terms`, `head_terms`: what is added to
-    scores, and to queries, keys and values.
+    Attributes:
+        max_global_tokens: bound on the global tokens of a row, where a mechanism has such tokens and bounds them.
+        acts: what of a position inside attention it reads (configs refuse the rest). `rotation`: queries and keys are
+            turned; linear attention turns them before its features, as far as its own equation does not say otherwise;
+            `values`: values and its output may be turned as well. `score_bias`, `score_terms`, `head_terms`: what is
+            added to scores, and to queries, keys and values.
+        keeps_keys_alone: its state for generation is keys and values and nothing else, so that a block may keep a
+            state of its own next to them.
+        keeps_rotated: its state for generation holds what rotations have made of earlier keys, which cannot be turned
+            anew.
+        knows_order: it knows the order of tokens by parameters of its own, without a position.
+        head_options: which of the fields below it has a place for. `norm`: queries and keys may be normalized
+            (`query_key_norm`). `cap`: scores may be capped (`score_cap`). `sink`: softmax may have a learned sink
+            (`learned_sinks`). `parts`: what each head has read and its values can be had head by head
+            ([`Attention.written`], [`Attention.losses`]), so that heads may be joined in another way (`output_gate`,
+            `aggregation`) and have `losses`. `blocks`: the weights of some queries can be had without those of all
+            ([`Attention.weights_of_block`]), as losses on them need.
 
-    What other components ask for. keeps_keys_alone: its state for generation is keys and values and nothing else, so
-    that a block may keep a state of its own next to them. keeps_rotated: its state for generation holds what rotations
-    have made of earlier keys, which cannot be turned anew. knows_order: it knows the order of tokens by parameters of
-    its own, without a position.
-
-    head_options: which of the fields below it has a place for. `norm`: queries and keys may be normalized
-    (`query_key_norm`). `cap`: scores may be capped (`score_cap`). `sink`: softmax may have a learned sink
-    (`learned_sinks`). `parts`: what each head has read and its values can be had head by head ([`Attention.written`],
-    [`Attention.losses`]), so that heads may be joined in another way (`output_gate`, `aggregation`) and have `losses`.
-    `blocks`: the weights of some queries can be had without those of all ([`Attention.weights_of_block`]), as losses
-    on them need.
-
-    bias: biases on the projections. output_bias: the same for the output projection (`None`: as the others). scale:
-    factor on scores (`None`: 1 / sqrt(head width); T5: 1.0). query_key_norm: the config's normalization on queries and
-    keys, before rotation: of each `head` (Qwen 3; Dehghani et al. 2023, arXiv 2302.05442, section 2), the same with a
-    gain of its own for `each_head` (StableLM 2), or of the whole `projection` (OLMo 2). score_cap: scaled scores s
-    become c tanh(s / c), so that they stay within c (Gemma 2; Bello et al. 2016, arXiv 1611.09940, section 5.1).
-    angles: which rotation of a rotary position the layer has, that of all layers (`global`), the `local` one, or
-    `none`. aggregation: how heads are joined in place of standing side by side (`routing_aggregation`,
-    `capsule_heads`; `None`: side by side). losses: auxiliary losses of training on what heads do
-    (`disagreement_regularization`, `attention_guidance`). learned_sinks: a learned score s of each head in the
-    denominator of its softmax, exp(q k_j) / (exp(s) + sum_j exp(q k_j)), so that a head can read nothing (GPT-OSS,
-    OpenAI 2025, arXiv 2508.10925, section 2.1; s = 0 is Miller 2023's softmax with one added). output_gate: what heads
-    have read times sigmoid(W x), x the layer's input, with one number for each `head` or for each `element` (Qiu et
-    al. 2025, arXiv 2505.06708, section 2.2; Qwen3-Next).
+    Args:
+        bias: biases on the projections.
+        output_bias: the same for the output projection (`None`: as the others).
+        scale: factor on scores (`None`: 1 / sqrt(head width); T5: 1.0).
+        query_key_norm: the config's normalization on queries and keys, before rotation: of each `head` (Qwen 3;
+            Dehghani et al. 2023, arXiv 2302.05442, section 2), the same with a gain of its own for `each_head`
+            (StableLM 2), or of the whole `projection` (OLMo 2).
+        score_cap: scaled scores s become c tanh(s / c), so that they stay within c (Gemma 2; Bello et al. 2016, arXiv
+            1611.09940, section 5.1).
+        angles: which rotation of a rotary position the layer has, that of all layers (`global`), the `local` one, or
+            `none`.
+        aggregation: how heads are joined in place of standing side by side (`routing_aggregation`, `capsule_heads`;
+            `None`: side by side).
+        losses: auxiliary losses of training on what heads do (`disagreement_regularization`, `attention_guidance`).
+        learned_sinks: a learned score s of each head in the denominator of its softmax, exp(q k_j) / (exp(s) + sum_j
+            exp(q k_j)), so that a head can read nothing (GPT-OSS, OpenAI 2025, arXiv 2508.10925, section 2.1; s = 0 is
+            Miller 2023's softmax with one added).
+        output_gate: what heads have read times sigmoid(W x), x the layer's input, with one number for each `head` or
+            for each `element` (Qiu et al. 2025, arXiv 2505.06708, section 2.2; Qwen3-Next).
     """
 
     bidirectional: ClassVar[bool] = True
