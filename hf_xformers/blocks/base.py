@@ -53,11 +53,16 @@ class SublayerPlan:
 
 
 class BlockSpec(Spec):
-    """Base of block specs. mixes: what of it looks at other tokens besides its attentions, such as a convolution;
-    empty: nothing. It does so in sublayers, which are given rows where states are those of real tokens alone
-    (`unpadding`); if not, `why_not` says what is not. passes_states: it carries what the attentions of several
-    layers share. in_sequence: every sublayer reads what the one before it has added to. additive: where the config's
-    residual adds to the stream, nothing else is done to it."""
+    """Base of block specs.
+
+    Attributes:
+        mixes: what of it looks at other tokens besides its attentions, such as a convolution; empty: nothing. It does
+            so in sublayers, which are given rows where states are those of real tokens alone (`unpadding`); if not,
+            `why_not` says what is not.
+        passes_states: it carries what the attentions of several layers share.
+        in_sequence: every sublayer reads what the one before it has added to.
+        additive: where the config's residual adds to the stream, nothing else is done to it.
+    """
 
     mixes: ClassVar[str] = ""
     supports: ClassVar[frozenset[str]] = frozenset({"unpadding"})

@@ -111,9 +111,13 @@ class ConformerBlockSpec(BlockSpec):
     """x += s FF1(x); x += SA(x); [x += XA(x)]; x += Conv(x); x += s FF2(x); x = LN(x) (Gulati et al. 2020, arXiv
     2005.08100, section 2.4, eq. 1), each with the config's residual.
 
-    conv_kernel: tokens that a convolution reads, odd (the paper's 32 of code that pads on one side is 31 elsewhere).
-    ffn_scale: s. conv_norm: of the convolution, over the real tokens of the batch (`batch`, which in training lets
-    tokens see all others, so not in a decoder) or over a token's channels (`layer`). bias: of its maps.
+    Args:
+        conv_kernel: tokens that a convolution reads, odd (the paper's 32 of code that pads on one side is 31
+            elsewhere).
+        ffn_scale: s.
+        conv_norm: of the convolution, over the real tokens of the batch (`batch`, which in training lets tokens see
+            all others, so not in a decoder) or over a token's channels (`layer`).
+        bias: of its maps.
     """
 
     additive: ClassVar[bool] = False

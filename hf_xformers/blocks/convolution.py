@@ -69,8 +69,11 @@ class ConvolutionBlockSpec(BlockSpec):
     """y = leave(layer(x), act(Conv_k(enter(x)))) in some layers, with the config's residual; under `post_ln` that is
     LN(layer(x) + act(Conv_k(x))).
 
-    layers: which (DeBERTa: the first). kernel: odd width k. groups: of channels that the convolution keeps apart.
-    activation: name in transformers' activation table.
+    Args:
+        layers: which (DeBERTa: the first).
+        kernel: odd width k.
+        groups: of channels that the convolution keeps apart.
+        activation: name in transformers' activation table.
     """
 
     in_sequence: ClassVar[bool] = False

@@ -91,8 +91,11 @@ class CPELayer(XFormerLayer):
 class CPEBlockSpec(BlockSpec):
     """x <- x + DWConv_k(x) after some layers.
 
-    layers: after which (the paper: the first). kernel: odd width k >= 3. grid_size: rows and columns of an image's
-    tokens (`None`: text). border: `zeros`, or `circular`, which tells no position (for images that wrap around).
+    Args:
+        layers: after which (the paper: the first).
+        kernel: odd width k >= 3.
+        grid_size: rows and columns of an image's tokens (`None`: text).
+        border: `zeros`, or `circular`, which tells no position (for images that wrap around).
     """
 
     mixes: ClassVar[str] = "its convolution reads a token's neighbors"

@@ -176,12 +176,15 @@ class DartsformerLayer(XFormerLayer):
 class DartsformerBlockSpec(BlockSpec):
     """A layer whose channels are cut in parts; each part in turn is changed by what an operation makes of the others.
 
-    operations: for each layer of a period, the operation of each part: conv_3, conv_5, conv_7, conv_11,
-    dynamic_conv_3, dynamic_conv_7, dynamic_conv_11, dynamic_conv_15, attention, glu, ffn, zero, identity. Deeper
-    layers begin the period anew. A decoder that reads a memory has one more part, which cross-attention changes.
-    search: whether each part has all `candidates`, weighed by the softmax of learned numbers, in place of its
-    operation (`hf-xformers search`). candidates: what the search chooses among (`None`: all). pooling: how the other
-    parts become the input of one.
+    Args:
+        operations: for each layer of a period, the operation of each part: conv_3, conv_5, conv_7, conv_11,
+            dynamic_conv_3, dynamic_conv_7, dynamic_conv_11, dynamic_conv_15, attention, glu, ffn, zero, identity.
+            Deeper layers begin the period anew. A decoder that reads a memory has one more part, which cross-attention
+            changes.
+        search: whether each part has all `candidates`, weighed by the softmax of learned numbers, in place of its
+            operation (`hf-xformers search`).
+        candidates: what the search chooses among (`None`: all).
+        pooling: how the other parts become the input of one.
     """
 
     passes_states: ClassVar[bool] = False

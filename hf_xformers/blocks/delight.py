@@ -170,11 +170,14 @@ class DelightBlockSpec(BlockSpec):
     Block-wise scaling: layer b of B has N_b = min_depth + (max_depth - min_depth) b / (B - 1) group linear layers
     (rounded down), and the multiplier width_mult + (max_depth / min_depth - 1) b / (B - 1).
 
-    min_depth, max_depth: group linear layers of the first and of the last layer. width_mult: widest point of the first
-    layer's transformation, in units of `hidden_size`. max_groups: of channels. proj_factor: what `hidden_size` is
-    divided by in attention. shuffle: whether channels are exchanged between groups (the paper; off in the released
-    recipes). scaling: `block`, or the same depth and width in all layers (`uniform`: those of the first).
-    activation: its name in transformers' table.
+    Args:
+        min_depth, max_depth: group linear layers of the first and of the last layer.
+        width_mult: widest point of the first layer's transformation, in units of `hidden_size`.
+        max_groups: of channels.
+        proj_factor: what `hidden_size` is divided by in attention.
+        shuffle: whether channels are exchanged between groups (the paper; off in the released recipes).
+        scaling: `block`, or the same depth and width in all layers (`uniform`: those of the first).
+        activation: its name in transformers' table.
     """
 
     supports = frozenset({"packed_rows", "unpadding"})

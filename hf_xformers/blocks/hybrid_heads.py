@@ -52,8 +52,10 @@ class HybridHeadsBlockSpec(BlockSpec):
     the same and are added together (Falcon-H1: Zuo et al. 2025, arXiv 2507.22448, section 2; Hymba: Dong et al. 2024,
     arXiv 2411.13676, has a mean of both). A decoder's cross-attention stands before the feed-forward.
 
-    mixer: that mechanism, an attention by name or with its fields. attention_factors, mixer_factors: what the input
-    and the output of either are multiplied with. feedforward_factor: the same for the feed-forward's output.
+    Args:
+        mixer: that mechanism, an attention by name or with its fields.
+        attention_factors, mixer_factors: what the input and the output of either are multiplied with.
+        feedforward_factor: the same for the feed-forward's output.
     """
 
     supports = frozenset({"packed_rows", "unpadding"})

@@ -81,12 +81,15 @@ class LiteTransformerBlockSpec(BlockSpec):
     """Self-attention on some channels next to a convolution on the others; the rest of the layer is vanilla. Its
     feed-forward is meant to be flat (`intermediate_size` = `hidden_size`).
 
-    attn_channels: channels of attention (`None`: half of them), which its `num_attention_heads` share. conv_heads:
-    groups of the other channels that share a kernel (`None`: as many as attention has heads). kernel_sizes: tokens
-    that the convolution of each layer reads, from the first one on, the last for all that follow (`None`: 3, 7, 15,
-    31, 31, ...). conv_type: kernels that each token makes (`dynamic`), or learned ones (`lightweight`). conv_glu:
-    whether the convolution's input is gated. conv_weight_softmax: whether kernels are normalized. weight_dropout:
-    probability with which a number of a kernel is left out.
+    Args:
+        attn_channels: channels of attention (`None`: half of them), which its `num_attention_heads` share.
+        conv_heads: groups of the other channels that share a kernel (`None`: as many as attention has heads).
+        kernel_sizes: tokens that the convolution of each layer reads, from the first one on, the last for all that
+            follow (`None`: 3, 7, 15, 31, 31, ...).
+        conv_type: kernels that each token makes (`dynamic`), or learned ones (`lightweight`).
+        conv_glu: whether the convolution's input is gated.
+        conv_weight_softmax: whether kernels are normalized.
+        weight_dropout: probability with which a number of a kernel is left out.
     """
 
     passes_states: ClassVar[bool] = False

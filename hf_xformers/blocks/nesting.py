@@ -26,9 +26,11 @@ class SentencePositions(State):
 class Nesting:
     """How the tokens of a text stand in sentences: S sentences of at most W words.
 
-    slot: [B, T] place of each token among the S * W places of its row (padding: S * W); source: [B, S * W] the token
-    of each place (T: none). Both None if places and tokens are the same, in order. words: [B, S, W] boolean, which
-    places hold a token. whole: whether all do.
+    Args:
+        slot: [B, T] place of each token among the S * W places of its row (padding: S * W).
+        source: [B, S * W] the token of each place (T: none). Both None if places and tokens are the same, in order.
+        words: [B, S, W] boolean, which places hold a token.
+        whole: whether all do.
     """
 
     sentences: int

@@ -19,9 +19,15 @@ from .window_state import WindowSublayer
 
 @dataclass(frozen=True)
 class TokenConvolutionForm:
-    """kernel: tokens k; heads: groups of channels with a kernel each; dynamic: whether each token makes its kernels,
-    or they are parameters; glu: whether the first projection is gated; softmax: whether kernels are normalized;
-    dropout: on their numbers."""
+    """
+    Args:
+        kernel: tokens k.
+        heads: groups of channels with a kernel each.
+        dynamic: whether each token makes its kernels, or they are parameters.
+        glu: whether the first projection is gated.
+        softmax: whether kernels are normalized.
+        dropout: on their numbers.
+    """
 
     kernel: int
     heads: int

@@ -74,13 +74,17 @@ class AdaptiveEmbedding(TokenEmbedding):
 
 @register("embedding", "adaptive")
 class AdaptiveEmbeddingSpec(ClusterFields, TokenEmbeddingSpec):
-    """cutoffs: the ids at which clusters begin, after the first, which begins at 0; ids are ordered by frequency, the
-    most frequent first. Those behind the vocabulary's end divide nothing. factor: by which each cluster's vectors are
-    narrower than those before. width: e_0, of the first cluster (None: hidden_size). The projections are left out
-    where all clusters have the model's width. scale, normalize, id_tables, languages, absent_ids: as of the embedding
-    'token'.
+    """
+    Args:
+        cutoffs: the ids at which clusters begin, after the first, which begins at 0; ids are ordered by frequency, the
+            most frequent first. Those behind the vocabulary's end divide nothing.
+        factor: by which each cluster's vectors are narrower than those before.
+        width: e_0, of the first cluster (None: hidden_size). The projections are left out where all clusters have the
+            model's width.
+        scale, normalize, id_tables, languages, absent_ids: as of the embedding 'token'.
 
-    Its tables are tied to the head `adaptive` with the same three fields."""
+    Its tables are tied to the head `adaptive` with the same three fields.
+    """
 
     supports = frozenset({"context_parallel"})
     splits = frozenset()

@@ -54,9 +54,14 @@ class FactorizedEmbedding(nn.Module):
 
 @register("embedding", "factorized")
 class FactorizedEmbeddingSpec(EmbeddingSpec):
-    """width: e, of the token table. narrow_positions: positions are added at width e too, before the norm (ALBERT,
-    ELECTRA), not after the projection (RoFormer has none). normalize: whether there is the norm; bias: whether there
-    is b (OPT has neither)."""
+    """
+    Args:
+        width: e, of the token table.
+        narrow_positions: positions are added at width e too, before the norm (ALBERT, ELECTRA), not after the
+            projection (RoFormer has none).
+        normalize: whether there is the norm.
+        bias: whether there is b (OPT has neither).
+    """
 
     splits = frozenset({"table"})
     summary = "a narrow token table and a projection onto the model's width (ALBERT, RoFormer)"

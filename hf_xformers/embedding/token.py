@@ -115,12 +115,17 @@ class TokenEmbedding(nn.Module):
 
 @register("embedding", "token")
 class TokenEmbeddingSpec(EmbeddingSpec):
-    """scale: multiply token vectors by sqrt(hidden_size); `inputs_embeds` are taken as they are. A number in its place
-    is a factor on both (Granite). scale_given: whether that number falls on `inputs_embeds` too (Falcon-H1: no).
-    normalize: normalize the sum before dropout (BERT, BART). id_tables: further tables, each with the name of the
-    model input [B, T] that holds ids for it, and its rows, e.g. `(("langs", 15),)`. languages: names of languages,
-    with a table and the input `langs` [B, T] of their numbers in this order.
-    absent_ids: where such an input is not given, the `first` row counts, as for token types, or `none`."""
+    """
+    Args:
+        scale: multiply token vectors by sqrt(hidden_size); `inputs_embeds` are taken as they are. A number in its
+            place is a factor on both (Granite).
+        scale_given: whether that number falls on `inputs_embeds` too (Falcon-H1: no).
+        normalize: normalize the sum before dropout (BERT, BART).
+        id_tables: further tables, each with the name of the model input [B, T] that holds ids for it, and its rows,
+            e.g. `(("langs", 15),)`.
+        languages: names of languages, with a table and the input `langs` [B, T] of their numbers in this order.
+        absent_ids: where such an input is not given, the `first` row counts, as for token types, or `none`.
+    """
 
     splits = frozenset({"table"})
     supports = frozenset({"context_parallel"})

@@ -151,15 +151,24 @@ class DeepSeekExperts(FeedForward):
 class DeepSeekSpec(ExpertsSpec):
     """k of many gated experts per token, and one that all tokens share.
 
-    topk: k. expert_size: inner width of an expert (`None`: `intermediate_size`). shared_size: inner width of the
-    shared network (`None`: there is none). shared_gate: a sigmoid gates the shared network (Qwen). scores: `sigmoid`
-    (DeepSeek-V3) or `softmax`. normalize: the weights of the chosen experts sum to 1; with `softmax` this is the
-    softmax over the chosen (Mixtral, GPT-OSS). scale: c. groups: of equal numbers of experts. kept_groups: how many
-    groups can be chosen from. group_score: groups are kept by their `best` expert (DeepSeek-V2) or by the sum of their
-    `two` best (V3). router_bias: logits of the router have a bias (GPT-OSS). balance_rate: u, by which the biases of
-    chosen experts move in training (`None`: there are none; 0: they stay as they are, as at the end of a training).
-    balance_loss_weight: weight of E * sum_e f_e P_e over the batch, which is 1 at balance. limit: l, with which
-    experts have GPT-OSS's form (`None`: the usual one). alpha: factor inside its sigmoid.
+    Args:
+        topk: k.
+        expert_size: inner width of an expert (`None`: `intermediate_size`).
+        shared_size: inner width of the shared network (`None`: there is none).
+        shared_gate: a sigmoid gates the shared network (Qwen).
+        scores: `sigmoid` (DeepSeek-V3) or `softmax`.
+        normalize: the weights of the chosen experts sum to 1; with `softmax` this is the softmax over the chosen
+            (Mixtral, GPT-OSS).
+        scale: c.
+        groups: of equal numbers of experts.
+        kept_groups: how many groups can be chosen from.
+        group_score: groups are kept by their `best` expert (DeepSeek-V2) or by the sum of their `two` best (V3).
+        router_bias: logits of the router have a bias (GPT-OSS).
+        balance_rate: u, by which the biases of chosen experts move in training (`None`: there are none; 0: they stay
+            as they are, as at the end of a training).
+        balance_loss_weight: weight of E * sum_e f_e P_e over the batch, which is 1 at balance.
+        limit: l, with which experts have GPT-OSS's form (`None`: the usual one).
+        alpha: factor inside its sigmoid.
     """
 
     summary = "the best k of many gated experts, and a shared one"

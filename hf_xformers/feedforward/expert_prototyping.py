@@ -60,11 +60,14 @@ class PrototypedExperts(FeedForward):
 class ExpertPrototypingSpec(ExpertsSpec):
     """One expert of each prototype per token.
 
-    num_prototypes: k, divides `num_experts`. prototype_capacity: units of the capacity, `1x` for tokens / E (the
-    cost of one expert per token), `kx` for k * tokens / E. capacity_factor: of an expert in training, per text, in
-    those units; None: no capacity.
-    eval_capacity_factor: the same in evaluation. balance_loss_weight: weight of the Switch balance loss of each
-    prototype (the paper finds that it hardly matters).
+    Args:
+        num_prototypes: k, divides `num_experts`.
+        prototype_capacity: units of the capacity, `1x` for tokens / E (the cost of one expert per token), `kx` for k *
+            tokens / E.
+        capacity_factor: of an expert in training, per text, in those units; None: no capacity.
+        eval_capacity_factor: the same in evaluation.
+        balance_loss_weight: weight of the Switch balance loss of each prototype (the paper finds that it hardly
+            matters).
     """
 
     summary = "one expert of each of several groups"

@@ -341,9 +341,13 @@ class Router(nn.Module):
 class ExpertsSpec(DenseForm):
     """Base of specs with experts.
 
-    num_experts: E. every: experts stand in every `every`-th layer, the last of each run of `every`; the others have
-    one dense network of the same form. activation: its name in transformers' table. bias: biases on the projections.
-    expert_dropout: dropout inside the experts (`None`: the config's `activation_dropout_prob`).
+    Args:
+        num_experts: E.
+        every: experts stand in every `every`-th layer, the last of each run of `every`; the others have one dense
+            network of the same form.
+        activation: its name in transformers' table.
+        bias: biases on the projections.
+        expert_dropout: dropout inside the experts (`None`: the config's `activation_dropout_prob`).
     """
 
     splits = frozenset({"experts"})

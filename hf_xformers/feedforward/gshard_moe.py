@@ -72,15 +72,17 @@ class GShardExperts(FeedForward):
 class GShardSpec(ExpertsSpec):
     """Two experts per token.
 
-    second_expert: `random` asks the second with probability min(1, 2 g_2) in training; `all` always does.
-    capacity_factor: in training an expert takes ceil(factor * tokens / E) tokens of a text (None: takes all).
-    eval_capacity_factor: the same in evaluation. decoder_capacity: capacities in a causal tower too, as in the paper.
-    There a second choice waits for the first choices of later tokens, so that the future decides what a token reads:
-    off by default. group_size: tokens of a text that share queues, S = N / G of section 2.2, the last group being what
-    is left (None: the whole text); a group takes ceil(factor * its tokens / E) per expert. queue: who comes first, by
-    `position` (the paper), or by the `probability` of the best expert (batch prioritized routing: Zoph et al. 2022,
-    arXiv 2202.08906, appendix D). balance_loss_weight: weight of E * sum_e f_e m_e over the batch, which is 1 at
-    balance.
+    Args:
+        second_expert: `random` asks the second with probability min(1, 2 g_2) in training; `all` always does.
+        capacity_factor: in training an expert takes ceil(factor * tokens / E) tokens of a text (None: takes all).
+        eval_capacity_factor: the same in evaluation.
+        decoder_capacity: capacities in a causal tower too, as in the paper. There a second choice waits for the first
+            choices of later tokens, so that the future decides what a token reads: off by default.
+        group_size: tokens of a text that share queues, S = N / G of section 2.2, the last group being what is left
+            (None: the whole text); a group takes ceil(factor * its tokens / E) per expert.
+        queue: who comes first, by `position` (the paper), or by the `probability` of the best expert (batch
+            prioritized routing: Zoph et al. 2022, arXiv 2202.08906, appendix D).
+        balance_loss_weight: weight of E * sum_e f_e m_e over the batch, which is 1 at balance.
     """
 
     summary = "the best expert, and at random the second"

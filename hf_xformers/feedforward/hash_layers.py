@@ -281,11 +281,13 @@ def _token_vectors(model: nn.Module, size: int) -> Tensor:
 class HashLayersSpec(ExpertsSpec):
     """One expert per token, by its id.
 
-    layers: which layers have experts (`None`: the eighth, or the last of fewer; `every` is not read). hash: `random`,
-    `balanced` with the help of [`balance`], `bigram` (with the token before), `previous` (the token before alone),
-    `position` (the token's place, section 3.1, says which), `clustered` (near tokens share an expert) or `dispersed`
-    (near tokens have different ones), both with the help of [`cluster`]. multi_hash: how many hashes choose a slice
-    each of a token's network (section 3.2). seed: of all that is drawn for the maps.
+    Args:
+        layers: which layers have experts (`None`: the eighth, or the last of fewer; `every` is not read).
+        hash: `random`, `balanced` with the help of [`balance`], `bigram` (with the token before), `previous` (the
+            token before alone), `position` (the token's place, section 3.1, says which), `clustered` (near tokens
+            share an expert) or `dispersed` (near tokens have different ones), both with the help of [`cluster`].
+        multi_hash: how many hashes choose a slice each of a token's network (section 3.2).
+        seed: of all that is drawn for the maps.
     """
 
     summary = "the token's id chooses the expert"

@@ -205,13 +205,17 @@ class ProductKeyMemory(FeedForward):
 class ProductKeyMemorySpec(DenseForm):
     """A memory of n^2 slots in some layers, a dense network in the others.
 
-    layers: which layers have a memory (`None`: the middle one). num_heads: reading heads. num_keys: n, sub-keys per
-    half (`None`: hidden_size / 2, the paper's 512 at width 1024). topk: slots read by a head (`None`: n / 4, at most
-    32).
-    key_dim: width of a whole key (`None`: hidden_size / 4, made even). query_norm: `batch` (the paper's best;
-    statistics over the batch's real tokens in training, running ones in evaluation), `layer` (each half by itself) or
-    `none`. mode: the memory replaces the dense network or is added to it. sparse_gradients: the values' gradient as a
-    sparse tensor, for optimizers that take one (SparseAdam). activation, bias: of the dense networks.
+    Args:
+        layers: which layers have a memory (`None`: the middle one).
+        num_heads: reading heads.
+        num_keys: n, sub-keys per half (`None`: hidden_size / 2, the paper's 512 at width 1024).
+        topk: slots read by a head (`None`: n / 4, at most 32).
+        key_dim: width of a whole key (`None`: hidden_size / 4, made even).
+        query_norm: `batch` (the paper's best; statistics over the batch's real tokens in training, running ones in
+            evaluation), `layer` (each half by itself) or `none`.
+        mode: the memory replaces the dense network or is added to it.
+        sparse_gradients: the values' gradient as a sparse tensor, for optimizers that take one (SparseAdam).
+        activation, bias: of the dense networks.
     """
 
     summary = "a memory of many slots found by products of keys"

@@ -78,9 +78,14 @@ class SparselyGatedExperts(FeedForward):
 
 @register("feedforward", "sparsely_gated_moe", aliases=("noisy_topk_moe",))
 class SparselyGatedSpec(ExpertsSpec):
-    """k experts per token. topk: k (`None`: half of the experts, at most the paper's 4). noise: learned noise on the
-    gates in training. importance_loss_weight: on the squared variation of the experts' summed gates; load_loss_weight:
-    on that of their expected numbers of tokens."""
+    """k experts per token.
+
+    Args:
+        topk: k (`None`: half of the experts, at most the paper's 4).
+        noise: learned noise on the gates in training.
+        importance_loss_weight: on the squared variation of the experts' summed gates.
+        load_loss_weight: on that of their expected numbers of tokens.
+    """
 
     summary = "the best k of many experts, by noisy gates"
 

@@ -57,14 +57,17 @@ class SwitchFeedForward(FeedForward):
 class SwitchSpec(ExpertsSpec):
     """One expert per token.
 
-    capacity_factor: in training an expert takes ceil(factor * tokens / E) tokens of a text and drops the rest, which
-    then pass by on the residual alone (None: takes all). eval_capacity_factor: the same in evaluation; the paper's 2.0
-    makes an output depend on the text's length, so that generation token by token would differ from a pass over the
-    whole text. expert_capacity: a number of tokens of a text that an expert takes at most in one call, whatever the
-    text's length, in training and evaluation (transformers' Switch models; None: no such bound).
-    jitter: relative noise on the router's input in training. balance_loss_weight: alpha. z_loss_weight: weight of the
-    squared log-partition (Zoph et al. 2022: 1e-3). init_scale: s, weights start truncated normal with variance s / fan
-    in.
+    Args:
+        capacity_factor: in training an expert takes ceil(factor * tokens / E) tokens of a text and drops the rest,
+            which then pass by on the residual alone (None: takes all).
+        eval_capacity_factor: the same in evaluation; the paper's 2.0 makes an output depend on the text's length, so
+            that generation token by token would differ from a pass over the whole text.
+        expert_capacity: a number of tokens of a text that an expert takes at most in one call, whatever the text's
+            length, in training and evaluation (transformers' Switch models; None: no such bound).
+        jitter: relative noise on the router's input in training.
+        balance_loss_weight: alpha.
+        z_loss_weight: weight of the squared log-partition (Zoph et al. 2022: 1e-3).
+        init_scale: s, weights start truncated normal with variance s / fan in.
     """
 
     summary = "each token goes to one of many experts"

@@ -77,9 +77,14 @@ class AdaptiveHead(nn.Module):
 
 @register("head", "adaptive")
 class AdaptiveHeadSpec(ClusterFields, HeadSpec):
-    """cutoffs, factor, width: as of the embedding 'adaptive', to whose tables this head's are tied unless the config
-    unties them. tied_projections: which projections are the embedding's where the tables are: of `all` clusters, of
-    those `after_first` (Transformer-XL), or `none`. bias: b_c and d."""
+    """
+    Args:
+        cutoffs, factor, width: as of the embedding 'adaptive', to whose tables this head's are tied unless the config
+            unties them.
+        tied_projections: which projections are the embedding's where the tables are: of `all` clusters, of those
+            `after_first` (Transformer-XL), or `none`.
+        bias: b_c and d.
+    """
 
     supports = frozenset({"context_parallel"})
     summary = "clusters of rare words are predicted first; logits are log probabilities (adaptive softmax)"

@@ -21,9 +21,11 @@ class Logits(NamedTuple):
 class HeadSpec(Spec):
     """Base of head specs.
 
-    normalizes: it has a norm, which is given no padding mask. leads_back: it goes from `hidden_size` to the width of
-    the token table, where that is another. resizes: what it predicts can grow with the vocabulary. any_width: it
-    reads last states of another width than `hidden_size`.
+    Attributes:
+        normalizes: it has a norm, which is given no padding mask.
+        leads_back: it goes from `hidden_size` to the width of the token table, where that is another.
+        resizes: what it predicts can grow with the vocabulary.
+        any_width: it reads last states of another width than `hidden_size`.
     """
 
     normalizes: ClassVar[bool] = False

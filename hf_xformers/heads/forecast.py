@@ -57,11 +57,16 @@ class ForecastHead(nn.Module):
 
 @register("head", "forecast")
 class ForecastSpec(HeadSpec):
-    """context_length: time steps that the encoder reads. prediction_length: steps that are forecast, at once.
-    label_length: of the context's last steps, how many the decoder reads before the empty ones (`None`: half of the
-    context). loss: `mse`, `mae`, or `student_t` (minus the log density), on scaled values. scaling: by mean and
-    standard deviation of each `window`'s context, by `fixed` ones for all, or `none`. location, spread: the fixed mean
-    and deviation of each channel."""
+    """
+    Args:
+        context_length: time steps that the encoder reads.
+        prediction_length: steps that are forecast, at once.
+        label_length: of the context's last steps, how many the decoder reads before the empty ones (`None`: half of
+            the context).
+        loss: `mse`, `mae`, or `student_t` (minus the log density), on scaled values.
+        scaling: by mean and standard deviation of each `window`'s context, by `fixed` ones for all, or `none`.
+        location, spread: the fixed mean and deviation of each channel.
+    """
 
     summary = "forecasts of a time series, all steps at once"
     resizes = False

@@ -63,11 +63,16 @@ class LanguageModelHead(nn.Module):
 
 @register("head", "linear")
 class LinearHeadSpec(HeadSpec):
-    """bias: one per vocabulary entry (BART). scale: multiply hidden states by hidden_size^-0.5 first (T5 with tied
-    tables), or by a number (Cohere, Granite). unpredicted: how many ids at the end of the vocabulary are read but
-    never predicted, so that they have no logits (Image GPT's token of the start). cap: c, where logits become c
-    tanh(logits / c), so that they stay within c (Gemma 2). from_zero: a projection that is not tied starts at zero
-    (Child et al. 2019, arXiv 1904.10509, section 6)."""
+    """
+    Args:
+        bias: one per vocabulary entry (BART).
+        scale: multiply hidden states by hidden_size^-0.5 first (T5 with tied tables), or by a number (Cohere,
+            Granite).
+        unpredicted: how many ids at the end of the vocabulary are read but never predicted, so that they have no
+            logits (Image GPT's token of the start).
+        cap: c, where logits become c tanh(logits / c), so that they stay within c (Gemma 2).
+        from_zero: a projection that is not tied starts at zero (Child et al. 2019, arXiv 1904.10509, section 6).
+    """
 
     splits = frozenset({"vocabulary"})
     supports = frozenset({"context_parallel"})

@@ -131,10 +131,15 @@ class PowerNorm(Undecayed, nn.Module):
 
 @register("normalization", "power_norm")
 class PowerNormSpec(NormSpec):
-    """alpha_fwd, alpha_bwd: decay of the running mean square and of the running gradient statistic. warmup_iters:
-    training steps with the batch's own statistic. group_num: groups of channels that each token is scaled in first
-    (the released
-    code: 1; None: not at all, as in the paper's equations). eps: the config's `layer_norm_eps`."""
+    """
+    Args:
+        alpha_fwd, alpha_bwd: decay of the running mean square and of the running gradient statistic.
+        warmup_iters: training steps with the batch's own statistic.
+        group_num: groups of channels that each token is scaled in first (the released code: 1; None: not at all, as in
+            the paper's equations).
+
+    eps: the config's `layer_norm_eps`.
+    """
 
     summary = "a running quadratic mean over tokens, no mean"
     over_tokens = True

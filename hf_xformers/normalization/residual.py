@@ -104,9 +104,15 @@ def final_norm(config) -> nn.Module:
 
 
 class ResidualSpec(Spec):
-    """Base of residual specs. module: the frame's class. additive: `leave(x, f) = x + g(f)`, so that x can be
-    recovered from the sum (reversible layers). enters_as_is: f reads the residual stream itself. shares_input: what a
-    frame makes of the stream can be given to further sublayers, whose own frames have no norm before f (`entered`)."""
+    """Base of residual specs.
+
+    Attributes:
+        module: the frame's class.
+        additive: `leave(x, f) = x + g(f)`, so that x can be recovered from the sum (reversible layers).
+        enters_as_is: f reads the residual stream itself.
+        shares_input: what a frame makes of the stream can be given to further sublayers, whose own frames have no norm
+            before f (`entered`).
+    """
 
     module: ClassVar[type[Residual]]
     additive: ClassVar[bool] = False
@@ -145,9 +151,14 @@ class PostLNSpec(ResidualSpec):
 
 @register("residual", "pre_ln", aliases=("pre",))
 class PreLNSpec(ResidualSpec):
-    """final_norm: normalize the residual stream after the last layer. final_dropout: dropout after that norm (T5).
-    first_norm: whether the first sublayer has a norm, which an embedding that ends in one makes needless (ModernBERT).
-    branch_scale: factor on what every sublayer adds (Granite)."""
+    """
+    Args:
+        final_norm: normalize the residual stream after the last layer.
+        final_dropout: dropout after that norm (T5).
+        first_norm: whether the first sublayer has a norm, which an embedding that ends in one makes needless
+            (ModernBERT).
+        branch_scale: factor on what every sublayer adds (Granite).
+    """
 
     supports = frozenset({"context_parallel"})
     summary = "normalize a sublayer's input, plus a final norm"

@@ -49,11 +49,15 @@ class AxialPosition(Position):
 
 @register("position", "axial")
 class AxialSpec(PositionSpec):
-    """shape: places on each axis of the grid, which may be fewer than `max_position_embeddings` (a text is then no
-    longer than the grid); by default the rows and columns that the attention reads a text as (axial_transformer,
-    sparse_transformer, image_transformer), else two axes of about its root. widths: of each axis' vectors, with the
-    sum D, by default D shared among them (only where vectors are concatenated). combine: `concatenation` of the axes'
-    vectors, or their `sum`. std: of the normal distribution that tables start with.
+    """
+    Args:
+        shape: places on each axis of the grid, which may be fewer than `max_position_embeddings` (a text is then no
+            longer than the grid); by default the rows and columns that the attention reads a text as
+            (axial_transformer, sparse_transformer, image_transformer), else two axes of about its root.
+        widths: of each axis' vectors, with the sum D, by default D shared among them (only where vectors are
+            concatenated).
+        combine: `concatenation` of the axes' vectors, or their `sum`.
+        std: of the normal distribution that tables start with.
     """
 
     supports = frozenset({"context_parallel"})

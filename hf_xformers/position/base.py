@@ -197,10 +197,12 @@ class PositionTerms(nn.Module):
 class PositionSpec(Spec):
     """Base of position specs.
 
-    acts: the ways in which the component acts (see this module's text). needs_causal: refused in an encoder.
-    shares_tables: its terms in every layer read tables that its one module holds ([`Position.shared_tables`]).
-    any_width: what it adds to the input has the width at which the embedding adds positions
-    (`EmbeddingSpec.position_width`), which may be other than `hidden_size`.
+    Attributes:
+        acts: the ways in which the component acts (see this module's text).
+        needs_causal: refused in an encoder.
+        shares_tables: its terms in every layer read tables that its one module holds ([`Position.shared_tables`]).
+        any_width: what it adds to the input has the width at which the embedding adds positions
+            (`EmbeddingSpec.position_width`), which may be other than `hidden_size`.
     """
 
     acts: ClassVar[frozenset[str]] = frozenset()

@@ -168,10 +168,12 @@ class DebertaScores(SelfAttentionTerms):
 class DebertaSpec(PositionSpec):
     """He et al. 2021 (arXiv 2006.03654), section 3.1. Any length: distances beyond k count as k.
 
-    terms: `c2p` (a query's content with the key's relative position), `p2c` (a key's content with the query's).
-    max_distance: k, or with buckets the distance that reaches the last one (`None`: `max_position_embeddings`).
-    buckets: k logarithmic buckets to either side (the second version: 256; `None`: every distance of its own).
-    share_projections: use the content's W^Q and W^K (second version). normalize: layer norm on P (second version).
+    Args:
+        terms: `c2p` (a query's content with the key's relative position), `p2c` (a key's content with the query's).
+        max_distance: k, or with buckets the distance that reaches the last one (`None`: `max_position_embeddings`).
+        buckets: k logarithmic buckets to either side (the second version: 256; `None`: every distance of its own).
+        share_projections: use the content's W^Q and W^K (second version).
+        normalize: layer norm on P (second version).
     """
 
     summary = "content and relative position attend to each other in separate terms"

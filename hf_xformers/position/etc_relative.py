@@ -110,9 +110,13 @@ class EtcScores(SelfAttentionTerms):
 
 @register("position", "etc_relative")
 class EtcRelativeSpec(PositionSpec):
-    """max_distance: k, tokens to either side that are told apart. relative_vocab_size: R, labels that there are
-    vectors for, at least 2 k + 4. hard_g2l, hard_l2g: a global token reads only the tokens that it stands for; a token
-    reads only the global token that stands for it."""
+    """
+    Args:
+        max_distance: k, tokens to either side that are told apart.
+        relative_vocab_size: R, labels that there are vectors for, at least 2 k + 4.
+        hard_g2l, hard_l2g: a global token reads only the tokens that it stands for; a token reads only the global
+            token that stands for it.
+    """
 
     summary = "learned vectors by label of a pair: clipped distance, or whether a global token stands for a token"
     acts = frozenset({"score_terms"})

@@ -196,9 +196,13 @@ class FloaterSpec(PositionSpec):
     """Liu, Yu, Dhillon and Hsieh 2020 (arXiv 2003.09229), sections 3.1 and 3.2, with the released encoder's dynamics.
     In cross-attention nothing is added.
 
-    delta: time between two tokens. substeps: solver steps per token. solver: `euler`, `midpoint` or `rk4`. start_std:
-    standard deviation that p(0) starts with. translation_invariant: the slope is a function of the state alone, f(p):
-    a text that begins later on the path than another continues as this one does.
+    Args:
+        delta: time between two tokens.
+        substeps: solver steps per token.
+        solver: `euler`, `midpoint` or `rk4`.
+        start_std: standard deviation that p(0) starts with.
+        translation_invariant: the slope is a function of the state alone, f(p): a text that begins later on the path
+            than another continues as this one does.
     """
 
     summary = "the path of a learned differential equation added to queries, keys and values of every layer"

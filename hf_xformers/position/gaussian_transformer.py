@@ -71,9 +71,12 @@ class GaussianTransformerSpec(PositionSpec):
     """Guo, Zhang and Liu 2019, the Gaussian prior. It is the same to both sides: an encoder learns the order of tokens
     from a further position (`combined`).
 
-    start_scale: w at the start (`None`: 1 / `max_position_embeddings`, so that a token at a distance of its root loses
-    1). offset: whether there is a b. start_offset: b at the start (`None`: -w / 2, where no token is preferred to the
-    token itself). per_head: numbers of its own for each head, or one pair for all heads of a layer.
+    Args:
+        start_scale: w at the start (`None`: 1 / `max_position_embeddings`, so that a token at a distance of its root
+            loses 1).
+        offset: whether there is a b.
+        start_offset: b at the start (`None`: -w / 2, where no token is preferred to the token itself).
+        per_head: numbers of its own for each head, or one pair for all heads of a layer.
     """
 
     summary = "scores fall with the square of the distance, at a learned rate"

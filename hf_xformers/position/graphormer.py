@@ -150,8 +150,11 @@ class GraphormerSpec(PositionSpec):
     graph token; `edge_paths` [B, T, T, K], types of the edges along such a path, -1 behind its end. Without them a
     text is a graph in which each token is a neighbor of the next.
 
-    num_distances: path lengths that are told apart; longer ones count as the longest. edges: whether edges count.
-    num_edge_types: types of edges. max_hops: K, edges of a path that count.
+    Args:
+        num_distances: path lengths that are told apart; longer ones count as the longest.
+        edges: whether edges count.
+        num_edge_types: types of edges.
+        max_hops: K, edges of a path that count.
     """
 
     summary = "scores get a number for the shortest path between two nodes, and one for its edges"

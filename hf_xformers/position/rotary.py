@@ -76,11 +76,18 @@ class RotaryPosition(Position):
 
 @register("position", "rotary", aliases=("roformer", "rope"))
 class RotarySpec(PositionSpec):
-    """theta: base of the frequencies. fraction: part of each head's width that is rotated. layout: which channels
-    pair. values: rotate the values as well (the released RoFormer's `rotary_value`), with dense attention. scaling:
-    how frequencies are stretched for long texts, a type and its fields: `linear`, `dynamic`, `yarn`, `longrope`,
-    `llama3` or `proportional` (`rotary_scaling.py`), or None. local_theta: base of the frequencies for layers whose
-    attention has `angles="local"` (Gemma 3, ModernBERT), None: `theta`. local_scaling: how theirs are stretched."""
+    """
+    Args:
+        theta: base of the frequencies.
+        fraction: part of each head's width that is rotated.
+        layout: which channels pair.
+        values: rotate the values as well (the released RoFormer's `rotary_value`), with dense attention.
+        scaling: how frequencies are stretched for long texts, a type and its fields: `linear`, `dynamic`, `yarn`,
+            `longrope`, `llama3` or `proportional` (`rotary_scaling.py`), or None.
+        local_theta: base of the frequencies for layers whose attention has `angles="local"` (Gemma 3, ModernBERT),
+            None: `theta`.
+        local_scaling: how theirs are stretched.
+    """
 
     supports = frozenset({"context_parallel"})
     summary = "queries and keys rotated by their position"

@@ -32,8 +32,14 @@ class RotaryScaling(TypedSpec):
     whole_heads: ClassVar[bool] = False
 
     def frequencies(self, theta: float, width: int, length: int, tokens: Tensor) -> Tensor:
-        """f [B or 1, r / 2] in radians per position, float32. theta: base; width: r, rotated channels; length: of the
-        longest text that the model is for (`max_position_embeddings`); tokens [B or 1]: of each text so far."""
+        """f [B or 1, r / 2] in radians per position, float32.
+
+        Args:
+            theta: base.
+            width: r, rotated channels.
+            length: of the longest text that the model is for (`max_position_embeddings`).
+            tokens: [B or 1], of each text so far.
+        """
         raise NotImplementedError
 
     def amplitude(self, length: int) -> float:
@@ -151,10 +157,13 @@ class YarnScaling(RotaryScaling):
     tokens stay as they are, those that turn less than `beta_slow` times are divided by s, and between them the two are
     mixed along a line over i; cosines and sines are multiplied by 0.1 ln(s) + 1.
 
-    factor: s; None: max_position_embeddings / L. original_max_position_embeddings: L, tokens of pretraining.
-    attention_factor: on cosines and sines (None: as above). mscale, mscale_all_dim: the quotient (0.1 mscale ln(s) +
-    1) / (0.1 mscale_all_dim ln(s) + 1) takes its place where both are given (DeepSeek). truncate: the line begins and
-    ends at whole i.
+    Args:
+        factor: s; None: max_position_embeddings / L.
+        original_max_position_embeddings: L, tokens of pretraining.
+        attention_factor: on cosines and sines (None: as above).
+        mscale, mscale_all_dim: the quotient (0.1 mscale ln(s) + 1) / (0.1 mscale_all_dim ln(s) + 1) takes its place
+            where both are given (DeepSeek).
+        truncate: the line begins and ends at whole i.
     """
 
     original_max_position_embeddings: int
@@ -208,8 +217,11 @@ class LongRopeScaling(RotaryScaling):
     """LongRoPE (Ding et al. 2024, arXiv 2402.13753): f_i / lambda_i with factors that were searched for, one set for
     texts of at most L tokens and one for longer ones; cosines and sines are multiplied by sqrt(1 + ln(s) / ln(L)).
 
-    short_factor, long_factor: lambda, one for each pair. original_max_position_embeddings: L. factor: s; None:
-    max_position_embeddings / L. attention_factor: on cosines and sines (None: as above).
+    Args:
+        short_factor, long_factor: lambda, one for each pair.
+        original_max_position_embeddings: L.
+        factor: s; None: max_position_embeddings / L.
+        attention_factor: on cosines and sines (None: as above).
     """
 
     by_length = True

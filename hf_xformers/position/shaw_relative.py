@@ -101,9 +101,11 @@ class ShawRelativeSpec(PositionSpec):
     """Shaw, Uszkoreit and Vaswani 2018 (arXiv 1803.02155), section 3.2. Any length: distances beyond `max_distance`
     count as that.
 
-    max_distance: k, tokens to either side that are told apart. values: also add a vector to values. share_heads: one
-    table for all heads of a layer. keys: keys, too, are multiplied with the vectors that queries are (BERT's
-    `relative_key_query`).
+    Args:
+        max_distance: k, tokens to either side that are told apart.
+        values: also add a vector to values.
+        share_heads: one table for all heads of a layer.
+        keys: keys, too, are multiplied with the vectors that queries are (BERT's `relative_key_query`).
     """
 
     summary = "a learned vector per clipped distance on keys and values"

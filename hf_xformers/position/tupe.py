@@ -150,10 +150,11 @@ class TupeScores(SelfAttentionTerms):
 class TupeSpec(PositionSpec):
     """Ke, He and Liu 2021 (arXiv 2006.15595).
 
-    relative: also a bias by bucketed distance (TUPE-R; off: TUPE-A). untie_cls: position 0 is [CLS] and is treated
-    apart (`None`: in an encoder that is the whole model; not where texts have no such token, in decoders and
-    encoder-decoders).
-    num_buckets, max_distance: of the bias, as T5's.
+    Args:
+        relative: also a bias by bucketed distance (TUPE-R; off: TUPE-A).
+        untie_cls: position 0 is [CLS] and is treated apart (`None`: in an encoder that is the whole model; not where
+            texts have no such token, in decoders and encoder-decoders).
+        num_buckets, max_distance: of the bias, as T5's.
     """
 
     summary = "positions attend to positions with projections of their own, apart from words"

@@ -191,12 +191,18 @@ class CompressiveStack(SegmentRecurrentStack):
 
 @register("stack", "compressive")
 class CompressiveSpec(SegmentRecurrentSpec):
-    """memory_length: states that stay as they are, n_m (`None`: `max_position_embeddings`). compressed_length:
-    compressed slots after that, n_cm (`None`: as many). compression_rate: states to a slot. compression: `conv` (a
-    convolution of kernel and stride `compression_rate`, the paper's best), `dilated` (one that also reaches into the
-    slot before), `mean` or `max` pooling, or `most_used` (the states that got the most attention so far).
-    reconstruction: the loss that teaches a convolution, of what attention reads (`attention`) or of the states
-    themselves (`autoencode`). reconstruction_weight: factor on it."""
+    """
+    Args:
+        memory_length: states that stay as they are, n_m (`None`: `max_position_embeddings`).
+        compressed_length: compressed slots after that, n_cm (`None`: as many).
+        compression_rate: states to a slot.
+        compression: `conv` (a convolution of kernel and stride `compression_rate`, the paper's best), `dilated` (one
+            that also reaches into the slot before), `mean` or `max` pooling, or `most_used` (the states that got the
+            most attention so far).
+        reconstruction: the loss that teaches a convolution, of what attention reads (`attention`) or of the states
+            themselves (`autoencode`).
+        reconstruction_weight: factor on it.
+    """
 
     summary = "segment memory whose oldest states are compressed"
 

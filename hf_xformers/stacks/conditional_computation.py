@@ -53,9 +53,12 @@ class ConditionalStack(PlainStack):
 class ConditionalComputationSpec(StackSpec):
     """Layers one after the other, whose sublayers have gates; needs attention and feed-forward 'conditional'.
 
-    budget: p, the share of gates that should be open, 0 < p <= 1. budget_weight: factor on the loss |share - p|.
-    gate_size: inner width of a gate's network. gate_bias: G(x) at the start, about (ours). noise_max, noise_steps:
-    alpha grows from 0 to `noise_max` during the first `noise_steps` training passes.
+    Args:
+        budget: p, the share of gates that should be open, 0 < p <= 1.
+        budget_weight: factor on the loss |share - p|.
+        gate_size: inner width of a gate's network.
+        gate_bias: G(x) at the start, about (ours).
+        noise_max, noise_steps: alpha grows from 0 to `noise_max` during the first `noise_steps` training passes.
     """
 
     gives = frozenset({HandOver.GATE_NOISE})

@@ -191,12 +191,15 @@ class ExitRun:
 class DecoderExitSpec(StackSpec):
     """Tokens of a decoder leave after the first layer that is sure of the next one.
 
-    halting: by the `confidence` of the prediction, or by learned `gates`. exit_threshold: tau (`None`: 0.5 for gates;
-    with `confidence` no token leaves early). training: of the layers' predictions, `aligned` (all of all tokens) or
-    `mixed` (at drawn depths). loss_weights: of the layers in aligned training, `uniform`, or the `depth` n.
-    exit_weight: alpha, of the loss of the gates. smoothing: sigma, how near tokens are whose likelihood counts for a
-    gate's target (0: its own alone). depth_penalty: lambda, log likelihood that a further layer has to bring. In an
-    encoder-decoder the encoder is plain.
+    Args:
+        halting: by the `confidence` of the prediction, or by learned `gates`.
+        exit_threshold: tau (`None`: 0.5 for gates; with `confidence` no token leaves early).
+        training: of the layers' predictions, `aligned` (all of all tokens) or `mixed` (at drawn depths).
+        loss_weights: of the layers in aligned training, `uniform`, or the `depth` n.
+        exit_weight: alpha, of the loss of the gates.
+        smoothing: sigma, how near tokens are whose likelihood counts for a gate's target (0: its own alone).
+        depth_penalty: lambda, log likelihood that a further layer has to bring. In an encoder-decoder the encoder is
+            plain.
     """
 
     inputs: ClassVar[tuple[str, ...]] = ("exit_watch",)

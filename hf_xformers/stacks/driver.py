@@ -19,11 +19,17 @@ from ..position.base import Position
 
 @dataclass
 class StackOutput:
-    """hidden_states [B, T', D] after the last layer (T' may differ from the input's T); context: the state bundle that
-    belongs to them; aux_losses: scalars by name; memories [B, steps of the decoder, T', D]: an encoder's own memory
-    for each decoder layer, or None; segment_memory: what the next segment of the text may read of this one, or None;
-    states: what the last layer passed on; summaries [B, G, D]: states of global tokens that stand for parts of the
-    text, in their order, from a stack that gives [`HandOver.SUMMARIES`]."""
+    """
+    Args:
+        hidden_states: [B, T', D] after the last layer (T' may differ from the input's T).
+        context: the state bundle that belongs to them.
+        aux_losses: scalars by name.
+        memories: [B, steps of the decoder, T', D], an encoder's own memory for each decoder layer, or None.
+        segment_memory: what the next segment of the text may read of this one, or None.
+        states: what the last layer passed on.
+        summaries: [B, G, D], states of global tokens that stand for parts of the text, in their order, from a stack
+            that gives [`HandOver.SUMMARIES`].
+    """
 
     hidden_states: Tensor
     context: Call
@@ -53,11 +59,19 @@ def memory_by_step(memory: Tensor | None, steps: int) -> Sequence[Tensor | None]
 class Pass:
     """One way through the layers, which a stack is given and runs.
 
-    layers: by depth. hidden_states: [B, T, D], what the first layer is given, then the next one; after
-    [`Pass.begin`] of real tokens alone, where layers are given those. context: the call; position: the tower's.
-    memory: [B, M, D] of an encoder, or one for each step [B, steps, M, D]; past_key_values: the cache. states: what
-    the next layer is given besides hidden states. losses: auxiliary losses so far, by name. collect: called with each
-    layer's output.
+    Attributes:
+        states: what the next layer is given besides hidden states.
+        losses: auxiliary losses so far, by name.
+        collect: called with each layer's output.
+
+    Args:
+        layers: by depth.
+        hidden_states: [B, T, D], what the first layer is given, then the next one; after [`Pass.begin`] of real tokens
+            alone, where layers are given those.
+        context: the call.
+        position: the tower's.
+        memory: [B, M, D] of an encoder, or one for each step [B, steps, M, D].
+        past_key_values: the cache.
     """
 
     positions: Tensor

@@ -160,13 +160,20 @@ class _Run:
 
 @register("stack", "funnel")
 class FunnelSpec(StackSpec):
-    """upsample: give states of the full length, after `decoder_layers` more layers; else states of the last block's
-    length, for tasks on whole texts. decoder_layers: layers after the upsampling (`None`: 2, fewer where less than
-    three would be left for the blocks). block_sizes: layers of each block, which with those sum to `num_hidden_layers`
-    (`None`: three blocks alike, as far as the layers go). block_repeats: how often each layer of a block runs (`None`:
-    once). pooling: of pairs. pool_query_only: keys and values of a block's first layer are not pooled. separate_cls:
-    the first token is never pooled. truncate: with that, leave out the last token before pooling, so that lengths stay
-    powers of two."""
+    """
+    Args:
+        upsample: give states of the full length, after `decoder_layers` more layers; else states of the last block's
+            length, for tasks on whole texts.
+        decoder_layers: layers after the upsampling (`None`: 2, fewer where less than three would be left for the
+            blocks).
+        block_sizes: layers of each block, which with those sum to `num_hidden_layers` (`None`: three blocks alike, as
+            far as the layers go).
+        block_repeats: how often each layer of a block runs (`None`: once).
+        pooling: of pairs.
+        pool_query_only: keys and values of a block's first layer are not pooled.
+        separate_cls: the first token is never pooled.
+        truncate: with that, leave out the last token before pooling, so that lengths stay powers of two.
+    """
 
     shares = "prepared"
     keeps_tokens = False

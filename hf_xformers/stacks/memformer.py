@@ -144,11 +144,16 @@ class MemformerStack(PlainStack):
 
 @register("stack", "memformer")
 class MemformerSpec(StackSpec):
-    """num_slots: vectors of the memory, k. update: how a slot is written, `bmn` (biased memory normalization) or `gru`
-    (a gated recurrent cell and a feed-forward network, as in the paper's first version). temperature: the smaller, the
-    fewer tokens a slot is written from. replay: whether `XFormerTrainer` goes back through the segments of an
-    optimizer's step (its micro-batches) by memory replay; else gradients end with a segment. Needs block 'memformer'.
-    In an encoder-decoder the encoder has the memory."""
+    """
+    Args:
+        num_slots: vectors of the memory, k.
+        update: how a slot is written, `bmn` (biased memory normalization) or `gru` (a gated recurrent cell and a
+            feed-forward network, as in the paper's first version).
+        temperature: the smaller, the fewer tokens a slot is written from.
+        replay: whether `XFormerTrainer` goes back through the segments of an optimizer's step (its micro-batches) by
+            memory replay; else gradients end with a segment. Needs block 'memformer'. In an encoder-decoder the
+            encoder has the memory.
+    """
 
     summary = "memory slots, read in every layer and written per segment"
     inputs = (SEGMENT_MEMORY,)

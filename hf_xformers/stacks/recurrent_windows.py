@@ -244,13 +244,17 @@ class RecurrentWindowsStack(Stack):
 class RecurrentWindowsSpec(StackSpec):
     """Windows of a text, with one key and value carried from each to the next.
 
-    window_size: W (tokens; `None`: `max_position_embeddings`). extract_layer: whose output is pooled, counted from 0
-    (`None`: the last). insert_layer: whose attention has the key and value (`None`: the second, or the only one).
-    recurrence_hidden, recurrence_layers: width of the feed-forward network that makes them (`None`: the model's) and
-    its linear maps. pooling: the `mean` of a window's states, or the `last` one. detach_every: windows after which
-    gradients end within a call (`None`: they go through all). checkpoint_windows: make the activations of a call's
-    windows again in the backward pass, one window at a time. replay: whether `XFormerTrainer` goes back through the
-    micro-batches of an optimizer's step by memory replay; else gradients end with a batch.
+    Args:
+        window_size: W (tokens; `None`: `max_position_embeddings`).
+        extract_layer: whose output is pooled, counted from 0 (`None`: the last).
+        insert_layer: whose attention has the key and value (`None`: the second, or the only one).
+        recurrence_hidden, recurrence_layers: width of the feed-forward network that makes them (`None`: the model's)
+            and its linear maps.
+        pooling: the `mean` of a window's states, or the `last` one.
+        detach_every: windows after which gradients end within a call (`None`: they go through all).
+        checkpoint_windows: make the activations of a call's windows again in the backward pass, one window at a time.
+        replay: whether `XFormerTrainer` goes back through the micro-batches of an optimizer's step by memory replay;
+            else gradients end with a batch.
     """
 
     summary = "windows, with one key and value carried from each to the next"

@@ -224,12 +224,17 @@ class SegmentRecurrentStack(Stack):
 
 @register("stack", "segment_recurrent")
 class SegmentRecurrentSpec(StackSpec):
-    """memory_length: states of earlier segments that every layer may read, M (tokens; `None`:
-    `max_position_embeddings`, the length of a segment). recurrence: a layer remembers its inputs (`shift_down`), or
-    what it gave (`same_layer`). segment_length: an encoder reads a longer text in segments of so many tokens (`None`:
-    `max_position_embeddings`, where it reads twice; else texts are read whole). retrospective: an encoder reads such a
-    text twice, the second time with the memory of all of it (`None`: where the recurrence is `same_layer`). Needs an
-    attention that reads a segment memory, such as 'transformer_xl' or 'adaptive_span'."""
+    """
+    Args:
+        memory_length: states of earlier segments that every layer may read, M (tokens; `None`:
+            `max_position_embeddings`, the length of a segment).
+        recurrence: a layer remembers its inputs (`shift_down`), or what it gave (`same_layer`).
+        segment_length: an encoder reads a longer text in segments of so many tokens (`None`:
+            `max_position_embeddings`, where it reads twice; else texts are read whole).
+        retrospective: an encoder reads such a text twice, the second time with the memory of all of it (`None`: where
+            the recurrence is `same_layer`). Needs an attention that reads a segment memory, such as 'transformer_xl'
+            or 'adaptive_span'.
+    """
 
     supports = frozenset({"packed_rows"})
     summary = "every layer reads its own input of earlier segments"

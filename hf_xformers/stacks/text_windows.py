@@ -34,8 +34,11 @@ class RestartingPositions(CallFeature):
 class Windows:
     """One window of `length` tokens of every row, as it is being read.
 
-    place [B]: real tokens read of it; pooled [B, D]: the sum of their states, or the last one, in float32 at least;
-    carried [B, D]: what the window before has left, and held [B]: whether there was one.
+    Args:
+        place: [B], real tokens read of it.
+        pooled: [B, D], the sum of their states, or the last one, in float32 at least.
+        carried: [B, D], what the window before has left.
+        held: [B], whether there was one.
     """
 
     place: Tensor

@@ -175,9 +175,12 @@ class _Watch:
 class TokenExitSpec(StackSpec):
     """Tokens, or sentences, halt after the first layer whose classifier is sure of their tags (SENTEE, TOKEE).
 
-    exit_level: `token` or `sentence`. exit_window: k, how many tokens to either side have to be certain, too.
-    exit_threshold: delta, a share of log C, the entropy of a guess; 0: never. training_stage: `joint` trains all
-    classifiers on all tokens; `self_sampling`, after that, lets tokens halt in training as they will.
+    Args:
+        exit_level: `token` or `sentence`.
+        exit_window: k, how many tokens to either side have to be certain, too.
+        exit_threshold: delta, a share of log C, the entropy of a guess; 0: never.
+        training_stage: `joint` trains all classifiers on all tokens; `self_sampling`, after that, lets tokens halt in
+            training as they will.
     """
 
     inputs: ClassVar[tuple[str, ...]] = ("exit_watch",)

@@ -169,14 +169,18 @@ def _leaves_a_trace(context: Call) -> bool:
 class UniversalSpec(StackSpec):
     """One layer (or a few), run again and again. `num_hidden_layers` counts the runs, which are the cache slots.
 
-    layers_per_step: layers that form one step (tensor2tensor: `num_inrecurrence_layers`); divides `num_hidden_layers`.
-    groups: consecutive groups of steps with layers of their own (ALBERT: `num_hidden_groups`), at most one for each
-    step.
-    step_signal, position_signal: what is added before every step. act: `none` (all tokens take every step), or how a
-    token's output is made of its states; `num_hidden_layers / layers_per_step` steps are then the most it can take.
-    act_epsilon: what may remain of a token's probability when it halts. act_halting_bias_init: b at the start (1: p =
-    0.73).
-    act_loss_weight: tau, the factor on the ponder loss. halted_state: what others read of a token that has halted.
+    Args:
+        layers_per_step: layers that form one step (tensor2tensor: `num_inrecurrence_layers`); divides
+            `num_hidden_layers`.
+        groups: consecutive groups of steps with layers of their own (ALBERT: `num_hidden_groups`), at most one for
+            each step.
+        step_signal, position_signal: what is added before every step.
+        act: `none` (all tokens take every step), or how a token's output is made of its states; `num_hidden_layers /
+            layers_per_step` steps are then the most it can take.
+        act_epsilon: what may remain of a token's probability when it halts.
+        act_halting_bias_init: b at the start (1: p = 0.73).
+        act_loss_weight: tau, the factor on the ponder loss.
+        halted_state: what others read of a token that has halted.
     """
 
     supports = frozenset({"packed_rows", "unpadding"})

@@ -93,10 +93,13 @@ class _Votes:
 class VotingExitSpec(EarlyExitSpec):
     """A text leaves when enough of the classifiers that it has passed agree.
 
-    vote_threshold: tau; `None`: (L/2)^(1 - lambda), which half of L layers reach that all agree; infinite: all
-    classifiers vote. vote_lambda: from 0, where the number of votes counts, to 1, where their share does. min_layers:
-    no text leaves before this many layers have voted. diversity_weight: beta, how much classifiers are to differ; 0:
-    each is trained to be right, and no more. All but the last act in evaluation mode.
+    Args:
+        vote_threshold: tau; `None`: (L/2)^(1 - lambda), which half of L layers reach that all agree; infinite: all
+            classifiers vote.
+        vote_lambda: from 0, where the number of votes counts, to 1, where their share does.
+        min_layers: no text leaves before this many layers have voted.
+        diversity_weight: beta, how much classifiers are to differ; 0: each is trained to be right, and no more. All
+            but the last act in evaluation mode.
     """
 
     summary = "a text leaves when enough of the classifiers so far agree"
