@@ -14,9 +14,11 @@ class XFormerSoundConfig(XFormerConfig):
     """Fields of an X-former whose input is sound, as features of frames; base of the families that read sound.
     `vocab_size` and `pad_token_id` are those of transcripts: the padding token is the blank of CTC.
 
-    num_mel_bins: features of a frame. hop_length: samples from one frame to the next, by which pipelines tell the
-    time. ctc_loss_reduction: `mean` (of each row's loss by label, then of rows, as torch has it) or `sum`.
-    ctc_zero_infinity: whether a row whose labels do not fit into its frames counts as 0, and not as infinite.
+    Args:
+        num_mel_bins: features of a frame.
+        hop_length: samples from one frame to the next, by which pipelines tell the time.
+        ctc_loss_reduction: `mean` (of each row's loss by label, then of rows, as torch has it) or `sum`.
+        ctc_zero_infinity: whether a row whose labels do not fit into its frames counts as 0, and not as infinite.
     """
 
     modality: ClassVar[str] = "sound"

@@ -82,10 +82,14 @@ def survey_number(section: str) -> str:
 class VariantInfo:
     """What lists and cards say about a variant.
 
-    section: of the survey, a key of `SURVEY`.
-    summary: what it changes, in a line. paper, url: where it was proposed. equation: its defining formula (LaTeX).
-    cost: time and memory in T (tokens). cite: keys in `variants/references.bib`, with commas between them; bibtex: an
-    entry that does not stand there.
+    Args:
+        section: of the survey, a key of `SURVEY`.
+        summary: what it changes, in a line.
+        paper, url: where it was proposed.
+        equation: its defining formula (LaTeX).
+        cost: time and memory in T (tokens).
+        cite: keys in `variants/references.bib`, with commas between them.
+        bibtex: an entry that does not stand there.
     """
 
     summary: str

@@ -29,14 +29,15 @@ HOLDERS = ("sublayer_adapters", "norm_adapters", "adapter_fusions", "side_adapte
 class AdapterConfig:
     """Settings of an adapter.
 
-    kind: `houlsby`, one after every sublayer before the residual sum, with the norms trained along (Houlsby et al.
-    2019, section 2.1: LN(x + a(f(x)))); `pfeiffer`, one per layer after the feed-forward: with the sum s = x + f(x), y
-    = LN(s + act(LN(s) W_d) W_u), the norm used twice as it is (Pfeiffer et al. 2021, appendix); in frames without a
-    norm after the sum it stands where Houlsby's does.
-    bottleneck: inner width; None: hidden width / reduction_factor. act: activation; None: gelu (houlsby), relu
-    (pfeiffer).
-    init_scale: standard deviation of the fresh maps, so that a fresh adapter hardly changes anything. train_norms:
-    train the layers' norms along; None: as the paper of `kind`.
+    Args:
+        kind: `houlsby`, one after every sublayer before the residual sum, with the norms trained along (Houlsby et al.
+            2019, section 2.1: LN(x + a(f(x)))); `pfeiffer`, one per layer after the feed-forward: with the sum s = x +
+            f(x), y = LN(s + act(LN(s) W_d) W_u), the norm used twice as it is (Pfeiffer et al. 2021, appendix); in
+            frames without a norm after the sum it stands where Houlsby's does.
+        bottleneck: inner width; None: hidden width / reduction_factor.
+        act: activation; None: gelu (houlsby), relu (pfeiffer).
+        init_scale: standard deviation of the fresh maps, so that a fresh adapter hardly changes anything.
+        train_norms: train the layers' norms along; None: as the paper of `kind`.
 
     Raises ValueError for an unknown type or activation, and for a width below 1.
     """

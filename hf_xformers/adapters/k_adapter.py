@@ -20,10 +20,12 @@ INIT_STD = 2e-4  # of the maps into and out of the small encoders
 class KAdapterConfig:
     """Settings of a side network.
 
-    layers: states that it reads, ascending: 0 is the embedding, 1 the first layer; None: the first, the middle and
-    the last one (the paper: 0, 11 and 23 of 24 layers).
-    adapter_hidden: width of the small encoders; None: three quarters of the model's (the paper: 768 of 1024).
-    adapter_layers: their layers. adapter_heads: their heads; None: the model's.
+    Args:
+        layers: states that it reads, ascending: 0 is the embedding, 1 the first layer; None: the first, the middle and
+            the last one (the paper: 0, 11 and 23 of 24 layers).
+        adapter_hidden: width of the small encoders; None: three quarters of the model's (the paper: 768 of 1024).
+        adapter_layers: their layers.
+        adapter_heads: their heads; None: the model's.
 
     Raises ValueError for values out of range.
     """

@@ -27,10 +27,15 @@ MIB = 2**20
 class Settings:
     """What decides the figures of a comparison.
 
-    lengths: tokens per row; none: no time and memory. level: layer or model (of `size`). rounds: timed, after one that
-    is not. max_memory: MiB that a process may take beyond its start; timeout: seconds of a process. tasks: what to
-    train on, as `training` says; none: no training. sweep: values of fields of `training`, of which all combinations
-    are trained. maps: attention maps as well.
+    Args:
+        lengths: tokens per row; none: no time and memory.
+        level: layer or model (of `size`).
+        rounds: timed, after one that is not.
+        max_memory: MiB that a process may take beyond its start.
+        timeout: seconds of a process.
+        tasks: what to train on, as `training` says; none: no training.
+        sweep: values of fields of `training`, of which all combinations are trained.
+        maps: attention maps as well.
     """
 
     lengths: tuple[int, ...] = (512, 1024, 2048, 4096)

@@ -33,11 +33,13 @@ HIDDEN_SHARE = 0.15  # of the bytes of a text, for models that fill gaps
 class Task:
     """One task.
 
-    about: what is asked, and where the task comes from. classes: how many for whole rows; None: tokens are scored.
-    at_question: a model that fills gaps answers one place before the gap, where the question stands.
-    causal: answers are no tokens of the row, so that only a model that predicts the next token can give them.
-    make: (length, rows, held-out rows, seed) -> two parts, each with `input_ids`, `labels` and perhaps
-    `attention_mask`.
+    Args:
+        about: what is asked, and where the task comes from.
+        classes: how many for whole rows; None: tokens are scored.
+        at_question: a model that fills gaps answers one place before the gap, where the question stands.
+        causal: answers are no tokens of the row, so that only a model that predicts the next token can give them.
+        make: (length, rows, held-out rows, seed) -> two parts, each with `input_ids`, `labels` and perhaps
+            `attention_mask`.
     """
 
     about: str

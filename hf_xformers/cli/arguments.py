@@ -56,10 +56,12 @@ def _in_a_sentence(action: argparse.Action) -> argparse.Action:
 class Parser(RefusingParser, HfArgumentParser):
     """HfArgumentParser whose help has the command's own options first, and Trainer's under `--help-all`.
 
-    kinds: the command's dataclasses, each a group of options. trainer: the class of Trainer's arguments, read last
-    (None: the command reads none). read: those of its options that the command reads (None: all); there are no others
-    then. usage: what follows the command's name. brief: the options that the help explains, where all of the
-    command's own are more than a screen.
+    Args:
+        kinds: the command's dataclasses, each a group of options.
+        trainer: the class of Trainer's arguments, read last (None: the command reads none).
+        read: those of its options that the command reads (None: all); there are no others then.
+        usage: what follows the command's name.
+        brief: the options that the help explains, where all of the command's own are more than a screen.
     """
 
     def __init__(

@@ -75,8 +75,11 @@ class Teacher:
 class Distiller:
     """Checks a request and runs it; what can be refused is refused before anything is written.
 
-    source: text, or, with `task`, rows of a task. student: what it is made of. objective_fields: of text. say: takes
-    lines about the progress.
+    Args:
+        source: text, or, with `task`, rows of a task.
+        student: what it is made of.
+        objective_fields: of text.
+        say: takes lines about the progress.
 
     Raises ValueError and TypeError that name the value and the remedy.
     """

@@ -58,9 +58,14 @@ def prediction_loss(
 ) -> Tensor:
     """A mean over what is predicted: texts, labeled tokens, starts and ends of answers.
 
-    student, teacher: outputs of the models. batch: their inputs. problem: `problem_type` of the configuration; numbers
-    (regression) are compared by their squared difference, independent labels one by one. next_token: logits at t are
-    for token t + 1. everywhere: at all real tokens, not at labeled ones alone. divergence: of two distributions.
+    Args:
+        student, teacher: outputs of the models.
+        batch: their inputs.
+        problem: `problem_type` of the configuration; numbers (regression) are compared by their squared difference,
+            independent labels one by one.
+        next_token: logits at t are for token t + 1.
+        everywhere: at all real tokens, not at labeled ones alone.
+        divergence: of two distributions.
     """
     if student.get("start_logits") is not None:
         return _answers(student, teacher, batch, temperature, divergence)

@@ -145,8 +145,10 @@ class FakeQuantized:
 class Quantizer:
     """Checks a request and runs it; nothing is written before all that can be refused is.
 
-    output_dir: where the quantized model goes. data, task, args: of a training beforehand. say: takes lines about the
-    progress.
+    Args:
+        output_dir: where the quantized model goes.
+        data, task, args: of a training beforehand.
+        say: takes lines about the progress.
 
     Raises ValueError and TypeError that name the value and the remedy.
     """

@@ -74,10 +74,16 @@ class MeasuringOfTask(Measuring):
 class Row:
     """One model's line.
 
-    model: folder or Hub id. parameters, nonzero: tensors that the model learns, tied ones once. bytes: the files of
-    its weights. seconds: of a batch (the median), None where it was not timed. metric: the figure that stands for its
-    quality, and quality: that figure; less_is_better: whether it is an error. baseline: the same figure without a
-    model (the trivial answer; the frequencies of tokens). figures: all that was measured.
+    Args:
+        model: folder or Hub id.
+        parameters, nonzero: tensors that the model learns, tied ones once.
+        bytes: the files of its weights.
+        seconds: of a batch (the median), None where it was not timed.
+        metric: the figure that stands for its quality.
+        quality: that figure.
+        less_is_better: whether it is an error.
+        baseline: the same figure without a model (the trivial answer; the frequencies of tokens).
+        figures: all that was measured.
     """
 
     model: str

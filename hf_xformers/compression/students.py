@@ -44,9 +44,12 @@ _LAYER = re.compile(r"^(.*?\b(trunk|decoder)\.layers\.)(\d+)\.(.*)$")
 class StudentChoice:
     """What the student is made of.
 
-    start: 'teacher' (its layers), 'scratch' (its shape with random weights), a variant (random weights), or a folder
-    of a saved model. copy_layers: which of the teacher's layers. size: of a variant. components, fields: what of the
-    configuration is changed.
+    Args:
+        start: 'teacher' (its layers), 'scratch' (its shape with random weights), a variant (random weights), or a
+            folder of a saved model.
+        copy_layers: which of the teacher's layers.
+        size: of a variant.
+        components, fields: what of the configuration is changed.
     """
 
     start: str = FROM_TEACHER

@@ -69,12 +69,17 @@ Groups = Rules | Callable[[XFormerConfig], Rules]  # a part's rules, or what mak
 class Head:
     """One of transformers' classes and our head for the same task.
 
-    theirs: class name. ours: head name. prefix: of the base model's tensors in their class. groups: the rule groups
-    that make up the model. pooling: what `classifier_pooling` has to come to for the two to agree. two_towers: whether
-    this pair is an encoder-decoder, where a family has both kinds. causal: what their `is_decoder` has to be, where
-    that is not free. settings: fields of our config that this class of theirs comes to, and needs on the way back;
-    values, or functions of our config to them. refuses: why a model with this config of ours has no counterpart with
-    this head, or None.
+    Args:
+        theirs: class name.
+        ours: head name.
+        prefix: of the base model's tensors in their class.
+        groups: the rule groups that make up the model.
+        pooling: what `classifier_pooling` has to come to for the two to agree.
+        two_towers: whether this pair is an encoder-decoder, where a family has both kinds.
+        causal: what their `is_decoder` has to be, where that is not free.
+        settings: fields of our config that this class of theirs comes to, and needs on the way back; values, or
+            functions of our config to them.
+        refuses: why a model with this config of ours has no counterpart with this head, or None.
     """
 
     theirs: str
@@ -117,9 +122,15 @@ def decoder_heads(
     spans: str | None = "",
     stem: str | None = None,
 ) -> tuple[Head, ...]:
-    """The usual classes of a decoder family called `name`. prefix: of the model inside them; sequence: it classifies
-    texts; token: it classifies tokens; spans: the prefix inside its class for questions, "" for the usual one, None
-    where there is none; stem: the name of its classes without language model."""
+    """The usual classes of a decoder family called `name`.
+
+    Args:
+        prefix: of the model inside them.
+        sequence: it classifies texts.
+        token: it classifies tokens.
+        spans: the prefix inside its class for questions, "" for the usual one, None where there is none.
+        stem: the name of its classes without language model.
+    """
     stem = name if stem is None else stem
     found = [
         Head(f"{stem}Model", "Model", "", ("backbone",)),
@@ -140,23 +151,30 @@ def decoder_heads(
 class Converter:
     """One family of transformers (`model_type`) and one of our variants, in both directions.
 
-    fields: our config field -> theirs (the first of several is read, all are written). to_ours, to_theirs: the fields
-    that need more than a new name. groups: weight rules by part of the model, or a function from our config to them;
-    required: the parts that a checkpoint cannot lack. heads: class pairs, the best first where several share a side.
-    training_only: their fields that act in training alone, so that a loss there is a note. unread: their fields that
-    nothing listed here reads, or that `to_ours` checks by itself. unread_ours: the same for ours. ties_by_weights:
-    their config cannot untie the output projection; a checkpoint with two tables does. unread_alone: their fields that
-    a model of one tower does not read, where the family has both kinds. idle: those that a model with their config
-    does not read because of other fields of it. renamed: other names that a layout of theirs has for tensors, and
-    those of the rules; layout: the fields of their config with which their class has a place for
-    these names.
+    Several families may share one variant.
 
-    Several families may share one variant. native: this one is what a model of the variant goes back to unless another
-    is asked for. components: by slot, the component types that the family's config can say; needed
-    where the variant is the free mix, which may have any. remarks: what the report says of a model with their config,
-    with what gets lost. per_layer: layers may differ; `to_ours` gives a `per_layer_config` then, and
-    `to_theirs` reads the views of the layers. layouts: this package's own classes for the tensors of files that
-    transformers has no class for any more; such a family converts to this package alone.
+    Args:
+        fields: our config field -> theirs (the first of several is read, all are written).
+        to_ours, to_theirs: the fields that need more than a new name.
+        groups: weight rules by part of the model, or a function from our config to them.
+        required: the parts that a checkpoint cannot lack.
+        heads: class pairs, the best first where several share a side.
+        training_only: their fields that act in training alone, so that a loss there is a note.
+        unread: their fields that nothing listed here reads, or that `to_ours` checks by itself.
+        unread_ours: the same for ours.
+        ties_by_weights: their config cannot untie the output projection; a checkpoint with two tables does.
+        unread_alone: their fields that a model of one tower does not read, where the family has both kinds.
+        idle: those that a model with their config does not read because of other fields of it.
+        renamed: other names that a layout of theirs has for tensors, and those of the rules.
+        layout: the fields of their config with which their class has a place for these names.
+        native: this one is what a model of the variant goes back to unless another is asked for.
+        components: by slot, the component types that the family's config can say; needed where the variant is the free
+            mix, which may have any.
+        remarks: what the report says of a model with their config, with what gets lost.
+        per_layer: layers may differ; `to_ours` gives a `per_layer_config` then, and `to_theirs` reads the views of the
+            layers.
+        layouts: this package's own classes for the tensors of files that transformers has no class for any more; such
+            a family converts to this package alone.
     """
 
     model_type: str

@@ -335,11 +335,15 @@ def convert_checkpoint(
     """Converts a saved model, with its tokenizer or image processor, its generation settings and what
     sentence-transformers keeps with it, into a new folder.
 
-    source: a folder that `save_pretrained` wrote, or a Hub id. target: a folder that does not exist or is empty; with
-    `overwrite`, one that is replaced when, and only when, everything is written. direction: `to_ours`, `to_theirs`, or
-    `auto` by the source's model type. head: our name of the head to make (`Model`, `ForMaskedLM`, ...); by default the
-    one that the source has. gguf_file: the name of a GGUF file in the source that is to be read. model_type: of
-    transformers' family to make, where several have what the source is; by default the one that it came from.
+    Args:
+        source: a folder that `save_pretrained` wrote, or a Hub id.
+        target: a folder that does not exist or is empty; with `overwrite`, one that is replaced when, and only when,
+            everything is written.
+        direction: `to_ours`, `to_theirs`, or `auto` by the source's model type.
+        head: our name of the head to make (`Model`, `ForMaskedLM`, ...); by default the one that the source has.
+        gguf_file: the name of a GGUF file in the source that is to be read.
+        model_type: of transformers' family to make, where several have what the source is; by default the one that it
+            came from.
 
     Raises:
         ValueError: nothing to read, nothing that converts it, a tensor or setting without a counterpart, a damaged

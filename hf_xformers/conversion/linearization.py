@@ -17,8 +17,15 @@ TITLES = {"transfer": "attention transfer", "distillation": "distillation", "lor
 
 @dataclass
 class StageRecord:
-    """One finished stage. trained: parameters that could change, of `parameters`. what: in words. loss: held-out loss
-    after it, nats per predicted token (None: nothing was held out). rows: of a step. seconds: of training."""
+    """One finished stage.
+
+    Args:
+        trained: parameters that could change, of `parameters`.
+        what: in words.
+        loss: held-out loss after it, nats per predicted token (None: nothing was held out).
+        rows: of a step.
+        seconds: of training.
+    """
 
     name: str
     steps: int
@@ -36,10 +43,15 @@ class StageRecord:
 class Linearization:
     """What was made of which model.
 
-    source: folder or Hub id, as it was given. attention: the component that was put in. layers: which have it. plan:
-    the settings, which a resumed run must share. source_loss, swapped_loss, baseline_loss: held-out losses of the
-    source, after the swap before any training, and of token frequencies alone, on held_out_rows rows. layer_errors: by
-    layer, |own - softmax|^2 / |softmax|^2 of its attention's output, after the swap and after the transfer.
+    Args:
+        source: folder or Hub id, as it was given.
+        attention: the component that was put in.
+        layers: which have it.
+        plan: the settings, which a resumed run must share.
+        source_loss, swapped_loss, baseline_loss: held-out losses of the source, after the swap before any training,
+            and of token frequencies alone, on held_out_rows rows.
+        layer_errors: by layer, |own - softmax|^2 / |softmax|^2 of its attention's output, after the swap and after the
+            transfer.
     """
 
     source: str

@@ -28,10 +28,12 @@ _FRAMES = 256  # of sound
 class Movement:
     """Outputs before and after, on `rows` rows of `length` tokens of `text` (0: of no text).
 
-    kl_mean, kl_max: KL(before || after) of the predictions in nats, over `predictions` of them; None for a model
-    without predictions. agreement: share whose most likely class is the same. states: relative change of the last
-    hidden states (or of what the head makes of them: vectors of texts, forecasts, pictures), |after - before| /
-    |before|, of a model without predictions.
+    Args:
+        kl_mean, kl_max: KL(before || after) of the predictions in nats, over `predictions` of them; None for a model
+            without predictions.
+        agreement: share whose most likely class is the same.
+        states: relative change of the last hidden states (or of what the head makes of them: vectors of texts,
+            forecasts, pictures), |after - before| / |before|, of a model without predictions.
     """
 
     text: str

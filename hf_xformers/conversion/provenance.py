@@ -19,11 +19,15 @@ FILE = "conversion.json"
 class Provenance:
     """One step from a source to the model of a folder.
 
-    source: folder or Hub id, as it was given. classes: before and after. variants: this package's model type of the
-    source (what it converts to, where it was transformers') and of the result. changes: (before, after) by
-    configuration field.
-    tensors: how many were kept (or mapped), derived, new and dropped. movement: of the outputs, in words. earlier: the
-    step before this one, where the source has one.
+    Args:
+        source: folder or Hub id, as it was given.
+        classes: before and after.
+        variants: this package's model type of the source (what it converts to, where it was transformers') and of the
+            result.
+        changes: (before, after) by configuration field.
+        tensors: how many were kept (or mapped), derived, new and dropped.
+        movement: of the outputs, in words.
+        earlier: the step before this one, where the source has one.
     """
 
     source: str

@@ -16,10 +16,13 @@ def tensors(count: int) -> str:
 class Report:
     """The account of one conversion, by tensor name.
 
-    source, target: class names. mapped: (source, target) pairs that hold the same numbers, at most in another layout.
-    derived: (source names, target names, how) where tensors were split, merged, shared or filled. new: tensors of the
-    target that the source has nothing for, freshly initialized. dropped: tensors of the source that the target has no
-    place for. notes: settings that could not be carried over and do not change what the model computes in evaluation.
+    Args:
+        source, target: class names.
+        mapped: (source, target) pairs that hold the same numbers, at most in another layout.
+        derived: (source names, target names, how) where tensors were split, merged, shared or filled.
+        new: tensors of the target that the source has nothing for, freshly initialized.
+        dropped: tensors of the source that the target has no place for.
+        notes: settings that could not be carried over and do not change what the model computes in evaluation.
     """
 
     source: str

@@ -64,14 +64,18 @@ def swap_components(
 ) -> tuple[PreTrainedModel, SwapReport]:
     """A trained model with other components, and the account of every tensor.
 
-    source: a model of this package or one that converts (a loaded one stays as it is and shares no memory with the
-    result), a folder, or a Hub id. changes: components by slot (`attention="longformer"`, or a dict whose fields
-    without a `type` change the component that is there), `num_key_value_heads`, `decoder` (fields of an
-    encoder-decoder's decoder) and `per_layer_config`. max_length: tokens that positions shall cover. head: our head's
-    name, by default the source's; one that the source lacks starts anew.
-    texts, tokenizer: the sample on which the movement of the outputs is measured (`measure=False`: not at all), by
-    default the help texts that come with Python and the source's own tokenizer. seed: of what starts anew. layers: by
-    slot, the layers that change (`{"attention": "0-9,12"}`); the others stay as they are.
+    Args:
+        source: a model of this package or one that converts (a loaded one stays as it is and shares no memory with the
+            result), a folder, or a Hub id.
+        changes: components by slot (`attention="longformer"`, or a dict whose fields without a `type` change the
+            component that is there), `num_key_value_heads`, `decoder` (fields of an encoder-decoder's decoder) and
+            `per_layer_config`.
+        max_length: tokens that positions shall cover.
+        head: our head's name, by default the source's; one that the source lacks starts anew.
+        texts, tokenizer: the sample on which the movement of the outputs is measured (`measure=False`: not at all), by
+            default the help texts that come with Python and the source's own tokenizer.
+        seed: of what starts anew.
+        layers: by slot, the layers that change (`{"attention": "0-9,12"}`); the others stay as they are.
 
     A component keeps the settings that it shares with the one it replaces (say, `bias` of any attention). The result
     is of the source's variant while no component changes its type, and of the free mix (`XFormer...`) from then on,

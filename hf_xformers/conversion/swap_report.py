@@ -15,12 +15,17 @@ from .report import Report, tensors
 class SwapReport:
     """What a swap did, by tensor name of this package's models.
 
-    source, target: class names, both ours. changes: (before, after) by configuration field. kept: the same tensors.
-    derived: (tensors of the source, tensor of the target, how); without sources where a neutral value keeps the
-    function.
-    new: started as the component's paper says. dropped: tensors of the source that nothing was made of. movement: how
-    far the outputs moved before any training. conversion: how a model of transformers became one of ours first. notes:
-    what else to know.
+    Args:
+        source, target: class names, both ours.
+        changes: (before, after) by configuration field.
+        kept: the same tensors.
+        derived: (tensors of the source, tensor of the target, how); without sources where a neutral value keeps the
+            function.
+        new: started as the component's paper says.
+        dropped: tensors of the source that nothing was made of.
+        movement: how far the outputs moved before any training.
+        conversion: how a model of transformers became one of ours first.
+        notes: what else to know.
     """
 
     source: str

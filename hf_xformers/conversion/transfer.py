@@ -40,9 +40,14 @@ _NO_WEIGHTS = re.compile(r"(^|\.)(position_ids|token_type_ids|(attn|attention)\.
 
 @dataclass
 class Source:
-    """A loaded model and what its checkpoint had with it. absent: tensors of the model that the checkpoint lacks;
-    extra: tensors of the checkpoint that the model has no place for; kept: those of them that a conversion needs,
-    under the names that they would have in the model; borrowed: the model is the caller's."""
+    """A loaded model and what its checkpoint had with it.
+
+    Args:
+        absent: tensors of the model that the checkpoint lacks.
+        extra: tensors of the checkpoint that the model has no place for.
+        kept: those of them that a conversion needs, under the names that they would have in the model.
+        borrowed: the model is the caller's.
+    """
 
     model: PreTrainedModel
     absent: frozenset[str] = frozenset()

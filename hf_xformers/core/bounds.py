@@ -11,7 +11,11 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """least, most: the smallest and the largest number; above, below: those that are just too small and too large."""
+    """
+    Args:
+        least, most: the smallest and the largest number.
+        above, below: those that are just too small and too large.
+    """
 
     least: float | None = None
     above: float | None = None

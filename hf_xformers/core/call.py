@@ -318,9 +318,12 @@ class Call:
 class SublayerOutput(NamedTuple):
     """What a sublayer's function returns.
 
-    output: [B, T, D]; weights: attention weights [B, H, T, S] where asked for, else None; gate: [B, T, 1] factor in
-    [0, 1] on the output, or None; aux_losses: scalars by name, and what `core/choices.py`
-    describes; states: what the next layer is given ([`one_state`](prepared.py)).
+    Args:
+        output: [B, T, D].
+        weights: attention weights [B, H, T, S] where asked for, else None.
+        gate: [B, T, 1] factor in [0, 1] on the output, or None.
+        aux_losses: scalars by name, and what `core/choices.py` describes.
+        states: what the next layer is given ([`one_state`](prepared.py)).
     """
 
     output: Tensor

@@ -40,36 +40,38 @@ class Spec(TypedSpec):
     A subclass declares typed fields with the paper's defaults, is registered with [`register`], and implements
     `build(config, **where)`, which returns the component's module.
 
-    inputs: further model inputs that the component reads, by keyword name; they reach it in `context.inputs`, and an
-    embedding as keyword arguments.
-    tensor_parallel: whether the component gives the same in every process of a tensor-parallel group. layers_apart:
-    whether parameters of a layer are read inside that layer's call alone, so that they may be sharded layer by layer
-    (FSDP).
-    not_taken_over: fields that mean something else here than in other components of the slot: put in the place of one,
-    it starts with its own defaults there.
-    supports: what of a call it can be right with. `packed_rows`: documents of a packed row that stay apart
-    (`context.segment_ids`). `context_parallel`: a part of every text in each process (single tokens with their
-    positions, and SDPA in causal order without a mask or bias). Of attentions, `pair_mask`: a prepared mask
-    (`context.explicit_mask`); `pages`: keys and values of many texts side by side, any of which a mask of pairs may
-    hide (continuous batching); `interface`: its usual path is transformers' attention interface, with queries, keys
-    and values and nothing more, so that a function registered there may do all of it; `token_numbers`: a number for
-    each token, kept next to its key (`TokenNumbers`); `mixer`: a place next to another attention of the layer, with a
-    state of its own. Of positions, `neighbors`: a bias that is a function of the
-    distance alone, so that a part of a text can read its neighbors. Of stacks and blocks, `unpadding`: the real
-    tokens of a batch as one row (`unpad_inputs`). Of stacks, `choices`: what layers give is added up row by row and as
-    it is, so that probabilities of choices come through (`core/choices.py`); `layer_drop`: a layer may be left out of
-    a training step.
-    why_not: why it does not support something, in words: `unpadding` or `pages`; and of attentions, `causal` order;
-    generation (`generate`); and a graph that is exported for texts of `any_length`.
-    splits: what tensor or expert parallelism may divide over processes. `heads` of an attention: no parameter, buffer
-    or pattern of a single head besides the projections, and no exchange between heads. The rows of an embedding's one
-    `table`, `tokens`, which is read by calling it alone; the `vocabulary` of a head's projection, `decoder`; the
-    `inner` channels of a feed-forward, by the names `up_proj`, `gate_proj` and `down_proj`, and its `experts`.
-    unquantized: linear maps inside it that keep their precision when a model is quantized, by the ends of their names,
-    each with the reason: a small change of theirs is a large one of the outputs, as `compression/quantizable.py`
-    measures it.
-    citation: BibTeX of its paper, of a component that no family is named after.
-    gives, reads: what it makes for another component, and needs another one to make (`core/hand_overs.py`).
+    Attributes:
+        inputs: further model inputs that the component reads, by keyword name; they reach it in `context.inputs`, and
+            an embedding as keyword arguments.
+        tensor_parallel: whether the component gives the same in every process of a tensor-parallel group.
+        layers_apart: whether parameters of a layer are read inside that layer's call alone, so that they may be
+            sharded layer by layer (FSDP).
+        not_taken_over: fields that mean something else here than in other components of the slot: put in the place of
+            one, it starts with its own defaults there.
+        supports: what of a call it can be right with. `packed_rows`: documents of a packed row that stay apart
+            (`context.segment_ids`). `context_parallel`: a part of every text in each process (single tokens with their
+            positions, and SDPA in causal order without a mask or bias). Of attentions, `pair_mask`: a prepared mask
+            (`context.explicit_mask`); `pages`: keys and values of many texts side by side, any of which a mask of
+            pairs may hide (continuous batching); `interface`: its usual path is transformers' attention interface,
+            with queries, keys and values and nothing more, so that a function registered there may do all of it;
+            `token_numbers`: a number for each token, kept next to its key (`TokenNumbers`); `mixer`: a place next to
+            another attention of the layer, with a state of its own. Of positions, `neighbors`: a bias that is a
+            function of the distance alone, so that a part of a text can read its neighbors. Of stacks and blocks,
+            `unpadding`: the real tokens of a batch as one row (`unpad_inputs`). Of stacks, `choices`: what layers give
+            is added up row by row and as it is, so that probabilities of choices come through (`core/choices.py`);
+            `layer_drop`: a layer may be left out of a training step.
+        why_not: why it does not support something, in words: `unpadding` or `pages`; and of attentions, `causal`
+            order; generation (`generate`); and a graph that is exported for texts of `any_length`.
+        splits: what tensor or expert parallelism may divide over processes. `heads` of an attention: no parameter,
+            buffer or pattern of a single head besides the projections, and no exchange between heads. The rows of an
+            embedding's one `table`, `tokens`, which is read by calling it alone; the `vocabulary` of a head's
+            projection, `decoder`; the `inner` channels of a feed-forward, by the names `up_proj`, `gate_proj` and
+            `down_proj`, and its `experts`.
+        unquantized: linear maps inside it that keep their precision when a model is quantized, by the ends of their
+            names, each with the reason: a small change of theirs is a large one of the outputs, as
+            `compression/quantizable.py` measures it.
+        citation: BibTeX of its paper, of a component that no family is named after.
+        gives, reads: what it makes for another component, and needs another one to make (`core/hand_overs.py`).
     """
 
     slot: ClassVar[str] = ""

@@ -30,9 +30,11 @@ _MOVED = "tokens_stand_last"  # of a cache, once a call has moved tokens; else i
 class Moves(NamedTuple):
     """Where a call's tokens go.
 
-    mask: [B, S], real tokens as layers see them. order: [B, T], the current tokens in the order in which layers see
-    them; None: as given. keys: [B, S], all slots in that order. after: [B, S], the order in which a cache has to keep
-    the slots of this call; None: as it is.
+    Args:
+        mask: [B, S], real tokens as layers see them.
+        order: [B, T], the current tokens in the order in which layers see them; None: as given.
+        keys: [B, S], all slots in that order.
+        after: [B, S], the order in which a cache has to keep the slots of this call; None: as it is.
     """
 
     mask: Tensor

@@ -257,8 +257,12 @@ class XFormerCTCOutput(base.CausalLMOutput):
 
 @dataclass
 class XFormerForecastOutput(ModelOutput):
-    """prediction_outputs [B, P, channels]: the forecast, in the units of the values; params: the head's numbers for
-    each value, of scaled values; loc, scale [B or 1, 1, channels or 1]: value = scaled value * scale + loc."""
+    """
+    Args:
+        prediction_outputs: [B, P, channels], the forecast, in the units of the values.
+        params: the head's numbers for each value, of scaled values.
+        loc, scale: [B or 1, 1, channels or 1], value = scaled value * scale + loc.
+    """
 
     loss: torch.Tensor | None = None
     prediction_outputs: torch.Tensor | None = None

@@ -39,10 +39,15 @@ class State(_Kind):
 class Carry:
     """What the layers of a mechanism share besides the call.
 
-    kind: what it is (None: a way of reading alone). sizes: what has to be alike in all these layers. of_first: layer 0
-    owns it. owner: the layer that owns what layer number n reads, where that is not layer 0. handed_on: each layer
-    hands it to the next one. throughout: every layer does so, up to the last. reach: who else has it, the `pooler` of
-    a text's vector, or `cross_attention` of the same type, which continues with it.
+    Args:
+        kind: what it is (None: a way of reading alone).
+        sizes: what has to be alike in all these layers.
+        of_first: layer 0 owns it.
+        owner: the layer that owns what layer number n reads, where that is not layer 0.
+        handed_on: each layer hands it to the next one.
+        throughout: every layer does so, up to the last.
+        reach: who else has it, the `pooler` of a text's vector, or `cross_attention` of the same type, which continues
+            with it.
     """
 
     kind: type[Prepared] | type[State] | None

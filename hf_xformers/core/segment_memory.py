@@ -26,10 +26,13 @@ from .prepared import Prepared, State
 class MemoryLayout(Prepared):
     """How a segment memory and the tokens of a call stand side by side.
 
-    length: M, slots of the memory; real: [B, M + T], which slots are real (None: all); order: [B, M + T], in which
-    they stand (None: as they are). begun: where a cache continues with a text that follows a memory, which of the
-    call's tokens [B, T] are their row's first or stand behind it (None: all); those before are padding, which must not
-    stand between the memory and the text.
+    Args:
+        length: M, slots of the memory.
+        real: [B, M + T], which slots are real (None: all).
+        order: [B, M + T], in which they stand (None: as they are).
+        begun: where a cache continues with a text that follows a memory, which of the call's tokens [B, T] are their
+            row's first or stand behind it (None: all); those before are padding, which must not stand between the
+            memory and the text.
     """
 
     length: int = 0

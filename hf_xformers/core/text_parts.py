@@ -146,9 +146,11 @@ def _gathered(tensor: Tensor, group: Any) -> list[Tensor]:
 class TextParts:
     """The part of every row that this process holds, among those of all processes of a group.
 
-    group: the processes, in the order of the parts; `None`: all. length: tokens of a part, t. mask: [B, T] of whole
-    rows, True = real token; None where nothing is padding. documents: [B, T] numbers of the documents of whole packed
-    rows, or None.
+    Args:
+        group: the processes, in the order of the parts; `None`: all.
+        length: tokens of a part, t.
+        mask: [B, T] of whole rows, True = real token; None where nothing is padding.
+        documents: [B, T] numbers of the documents of whole packed rows, or None.
     """
 
     def __init__(self, group: Any, length: int, mask: Tensor | None = None, documents: Tensor | None = None):

@@ -15,8 +15,14 @@ from ..core.graph_inputs import GRAPH_TOKEN, NO_EDGE, UNREACHABLE
 
 @dataclass(frozen=True)
 class Graph:
-    """nodes: ids of node types, in the vocabulary of the model. edges: pairs of places in `nodes`. edge_types: one for
-    each edge (none: all 0). label: the graph's class, or None. directed: an edge leads from its first node alone."""
+    """
+    Args:
+        nodes: ids of node types, in the vocabulary of the model.
+        edges: pairs of places in `nodes`.
+        edge_types: one for each edge (none: all 0).
+        label: the graph's class, or None.
+        directed: an edge leads from its first node alone.
+    """
 
     nodes: tuple[int, ...]
     edges: tuple[tuple[int, int], ...]

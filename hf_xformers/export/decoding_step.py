@@ -19,13 +19,15 @@ States = list[Tensor]
 class DecodingStep:
     """A step of a decoder under torch.export.
 
-    program: the graph of (token [B, 1], attention_mask [B, tokens with this one], states) -> (logits [B, V], states
-    after it, but for those of the memory, which stay); `torch.export.save` stores it. states: what each state is, in
-    this order. settled: places of padding before every text. begin: the states of such padding alone, for one text; in
-    an encoder-decoder those that are not of the memory. difference: largest absolute difference to the model on texts
-    of several batches and lengths.
-    opening: of an encoder-decoder, the graph of (input_ids [B, S], attention_mask [B, S]) -> the states before the
-    first token.
+    Args:
+        program: the graph of (token [B, 1], attention_mask [B, tokens with this one], states) -> (logits [B, V],
+            states after it, but for those of the memory, which stay); `torch.export.save` stores it.
+        states: what each state is, in this order.
+        settled: places of padding before every text.
+        begin: the states of such padding alone, for one text; in an encoder-decoder those that are not of the memory.
+        difference: largest absolute difference to the model on texts of several batches and lengths.
+        opening: of an encoder-decoder, the graph of (input_ids [B, S], attention_mask [B, S]) -> the states before the
+            first token.
     """
 
     program: torch.export.ExportedProgram
@@ -72,14 +74,19 @@ class DecodingStep:
 
 @dataclass(frozen=True)
 class StepReport:
-    """path: the graph. start: the file of the states before the first token (safetensors, for one text; they are
-    repeated along the rows' axis for more), or the graph that makes them of a text for the encoder, `input_ids` and
-    `attention_mask` [B, S], each by its name. states: what each of them is. The graph reads `input_ids` [B, 1],
-    `attention_mask` [B, tokens] (with an encoder before it `decoder_input_ids` and `decoder_attention_mask`) and every
-    state by its name, and gives `logits` [B, V] and each state that is not of the memory as `next.` and its name.
-    settled: places of padding before every text. literal: whether attention is exported as its literal
-    equation. difference: largest absolute difference to the model under onnxruntime; None where that is not
-    installed."""
+    """
+    Args:
+        path: the graph.
+        start: the file of the states before the first token (safetensors, for one text; they are repeated along the
+            rows' axis for more), or the graph that makes them of a text for the encoder, `input_ids` and
+            `attention_mask` [B, S], each by its name.
+        states: what each of them is. The graph reads `input_ids` [B, 1], `attention_mask` [B, tokens] (with an encoder
+            before it `decoder_input_ids` and `decoder_attention_mask`) and every state by its name, and gives `logits`
+            [B, V] and each state that is not of the memory as `next.` and its name.
+        settled: places of padding before every text.
+        literal: whether attention is exported as its literal equation.
+        difference: largest absolute difference to the model under onnxruntime; None where that is not installed.
+    """
 
     path: str
     start: str

@@ -41,9 +41,15 @@ class Unsettled(ValueError):
 
 @dataclass(frozen=True)
 class StepState:
-    """A tensor of a decoder's state. name: its place in the cache. shape: sizes; "batch" where the axis is that of
-    rows, "memory" where it is that of the memory, and a text such as "tokens - 1" where it grows by one with each
-    token. axis: that of rows; None: all texts share it. dtype: of its numbers."""
+    """A tensor of a decoder's state.
+
+    Args:
+        name: its place in the cache.
+        shape: sizes; "batch" where the axis is that of rows, "memory" where it is that of the memory, and a text such
+            as "tokens - 1" where it grows by one with each token.
+        axis: that of rows; None: all texts share it.
+        dtype: of its numbers.
+    """
 
     name: str
     shape: tuple[int | str, ...]

@@ -43,10 +43,15 @@ TALKATIVE = ("torch.onnx", "onnxscript", "torch.export", "torch.fx", "torch.fx.e
 
 @dataclass(frozen=True)
 class OnnxReport:
-    """path: the file. inputs, outputs: names of what the graph reads and gives. dynamic: whether batch and length may
-    differ from call to call (else they are `shape`). literal: whether attention is exported as its literal equation.
-    quadratic: whether the largest tensor of the graph grows with the square of the length. difference: largest
-    absolute difference to the model under onnxruntime; None where that is not installed."""
+    """
+    Args:
+        path: the file.
+        inputs, outputs: names of what the graph reads and gives.
+        dynamic: whether batch and length may differ from call to call (else they are `shape`).
+        literal: whether attention is exported as its literal equation.
+        quadratic: whether the largest tensor of the graph grows with the square of the length.
+        difference: largest absolute difference to the model under onnxruntime; None where that is not installed.
+    """
 
     path: str
     inputs: tuple[str, ...]

@@ -35,8 +35,10 @@ ANSWERS = ("labels", "start_positions", "end_positions")
 class MultiTaskTrainer(TaskTrainer):
     """`TaskTrainer` for a [`MultiTaskModel`]: a batch is of one task, and an evaluation is of all in turn.
 
-    tasks, validations: by name. options: how often each task comes. losses: by name, in place of the loss of the
-    task's head.
+    Args:
+        tasks, validations: by name.
+        options: how often each task comes.
+        losses: by name, in place of the loss of the task's head.
     """
 
     def __init__(

@@ -17,7 +17,8 @@ ADAPTER_FACTOR = 10
 def finetuning_defaults(task: str | None, model: str | None, size: str | None, peft: str | None) -> dict[str, Any]:
     """Defaults of `Seq2SeqTrainingArguments`: an evaluation and a checkpoint per epoch, and the best one in the end.
 
-    task, model, size, peft: as on the command line; names that do not exist are refused later, by what needs them.
+    Args:
+        task, model, size, peft: as on the command line; names that do not exist are refused later, by what needs them.
     """
     from .names import known_task
     from .tasks import TASKS

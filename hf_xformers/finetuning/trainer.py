@@ -24,13 +24,15 @@ from .tasks import Encoded, Task
 class TaskTrainer(XFormerTrainer):
     """`XFormerTrainer` whose predictions are rows of a task.
 
-    task: what to measure. validation: the split that `evaluate` is about; `predict_rows` takes any.
-
     A head whose loss is a mean over rows gets it divided by the accumulation steps: what transformers does for models
     whose `forward` takes further arguments is right only for losses that are divided by the tokens of the whole step.
 
-    layerwise: which layers learn when, and how fast. groups: the layers, if it goes by them. ensemble:
-    the weights of past steps, as a teacher or as what is evaluated.
+    Args:
+        task: what to measure.
+        validation: the split that `evaluate` is about; `predict_rows` takes any.
+        layerwise: which layers learn when, and how fast.
+        groups: the layers, if it goes by them.
+        ensemble: the weights of past steps, as a teacher or as what is evaluated.
     """
 
     def __init__(

@@ -24,8 +24,14 @@ _CARD_ID = re.compile(r'from_pretrained\("([\w.-]+/[\w.-]+)"')
 
 @dataclass
 class Adapter:
-    """kind: PEFT's or bottleneck. method: "lora", "houlsby", ... head: as in For<head> of the model that it goes into,
-    "Model" if nothing says. labels: names of the classes in their order. base: Hub id of that model; None: unknown."""
+    """
+    Args:
+        kind: PEFT's or bottleneck.
+        method: "lora", "houlsby", ...
+        head: as in For<head> of the model that it goes into, "Model" if nothing says.
+        labels: names of the classes in their order.
+        base: Hub id of that model; None: unknown.
+    """
 
     kind: Kind
     method: str

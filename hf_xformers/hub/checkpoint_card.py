@@ -24,8 +24,13 @@ _IMPORT = "import hf_xformers  # makes the variants known to the Auto classes"
 
 @dataclass
 class CardFacts:
-    """What the folder does not say. license: an id of the Hub's list, e.g. "apache-2.0". language: codes such as "en".
-    base_model, datasets: ids on the Hub; by default those that the record of the training names."""
+    """What the folder does not say.
+
+    Args:
+        license: an id of the Hub's list, e.g. "apache-2.0".
+        language: codes such as "en".
+        base_model, datasets: ids on the Hub; by default those that the record of the training names.
+    """
 
     license: str | None = None
     language: list[str] = field(default_factory=list)

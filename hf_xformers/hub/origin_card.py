@@ -18,8 +18,14 @@ from .training_record import is_hub_id
 
 @dataclass
 class Origin:
-    """summary: a sentence; None where the family's own says it. sections: Markdown. infos: whose papers to cite.
-    citations: BibTeX of other papers. base: Hub id of the first source."""
+    """
+    Args:
+        summary: a sentence; None where the family's own says it.
+        sections: Markdown.
+        infos: whose papers to cite.
+        citations: BibTeX of other papers.
+        base: Hub id of the first source.
+    """
 
     summary: str | None = None
     sections: list[str] = field(default_factory=list)

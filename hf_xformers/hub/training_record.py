@@ -22,10 +22,17 @@ HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 @dataclass
 class TrainingRecord:
-    """facts: what was trained on what, in words and figures. scores: (split, metric) -> value. `baselines`:
-    the same of the trivial baseline, which `baseline_rule` describes for a task. f1_name: what F1 is of.
-    datasets: Hub ids. data: the data in words. base_model: the Hub id of what training started from. language: of the
-    data."""
+    """
+    Args:
+        facts: what was trained on what, in words and figures.
+        scores: (split, metric) -> value.
+        baselines: the same of the trivial baseline, which `baseline_rule` describes for a task.
+        f1_name: what F1 is of.
+        datasets: Hub ids.
+        data: the data in words.
+        base_model: the Hub id of what training started from.
+        languages: of the data.
+    """
 
     facts: dict[str, Any] = field(default_factory=dict)
     scores: dict[tuple[str, str], float] = field(default_factory=dict)

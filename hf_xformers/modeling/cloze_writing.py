@@ -32,10 +32,12 @@ def write_targets(
 ) -> list[list[int]]:
     """The targets that a model with stack 'mask_modes' and a head for tokens writes, each with the likeliest token.
 
-    input_ids, attention_mask [B, T]: sources [SOS] S1 [EOS], padding on either side. ends: tokens after which a
-    target is done (not part of what is returned). types: token types of source and target; default: as the model has
-    them. use_cache: source and written tokens are read once; False: everything again for each token, with the same
-    result.
+    Args:
+        input_ids, attention_mask: [B, T]: sources [SOS] S1 [EOS], padding on either side.
+        ends: tokens after which a target is done (not part of what is returned).
+        types: token types of source and target; default: as the model has them.
+        use_cache: source and written tokens are read once; False: everything again for each token, with the same
+            result.
 
     Raises:
         ValueError: a model without the stack, or nothing to write.

@@ -83,9 +83,16 @@ class XFormerForContrastivePrediction(LanguageModel):
         sentence_attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> outputs.XFormerContrastivePredictionOutput:
-        """labels: [B, T] as in masked LM; masked_sentences: [B, M], the numbers in each row (from 0, in the order of
-        `sentence_ids`) of the sentences that are masked, -1 for none; sentence_input_ids, sentence_attention_mask:
-        [B, M, W], what stands in them. logits: [B, T, V]."""
+        """
+        Args:
+            labels: [B, T] as in masked LM.
+            masked_sentences: [B, M], the numbers in each row (from 0, in the order of `sentence_ids`) of the sentences
+                that are masked, -1 for none.
+            sentence_input_ids, sentence_attention_mask: [B, M, W], what stands in them.
+
+        Returns:
+            logits: [B, T, V].
+        """
         count = kwargs.pop("num_items_in_batch", None)
         base = self.model(
             input_ids=input_ids,

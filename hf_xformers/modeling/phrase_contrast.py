@@ -25,8 +25,13 @@ from .language_model import LanguageModel
 
 @register_pretraining("phrase_contrast")
 class PhraseContrastSpec(PretrainingSpec):
-    """temperature: what scores are divided by. contrast_weight: of the loss of phrases. masked_lm_weight: of the loss
-    of masked tokens. gather_negatives: whether other processes' phrases are wrong answers, too."""
+    """
+    Args:
+        temperature: what scores are divided by.
+        contrast_weight: of the loss of phrases.
+        masked_lm_weight: of the loss of masked tokens.
+        gather_negatives: whether other processes' phrases are wrong answers, too.
+    """
 
     summary = "masked tokens, and the phrase masked in a text, among those of others (InfoWord)"
 
@@ -66,9 +71,16 @@ class XFormerForPhraseContrast(LanguageModel):
         phrase_keys: Tensor | None = None,
         **kwargs: Any,
     ) -> outputs.XFormerPhraseContrastOutput:
-        """labels: [B, T] as in masked LM; phrase_input_ids, phrase_attention_mask: [B, W], the phrase that is masked
-        in each text (a row of padding: none); phrase_keys: [B], whole numbers that are equal for equal phrases.
-        logits: [B, T, V]."""
+        """
+        Args:
+            labels: [B, T] as in masked LM.
+            phrase_input_ids, phrase_attention_mask: [B, W], the phrase that is masked in each text (a row of padding:
+                none).
+            phrase_keys: [B], whole numbers that are equal for equal phrases.
+
+        Returns:
+            logits: [B, T, V].
+        """
         count = kwargs.pop("num_items_in_batch", None)
         base = self.model(
             input_ids=input_ids,

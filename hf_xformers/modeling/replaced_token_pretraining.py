@@ -202,11 +202,18 @@ class XFormerForReplacedTokenPreTraining(XFormerForReplacedTokenDetection):
         sampling_draws: Tensor | None = None,
         **kwargs: Any,
     ) -> outputs.XFormerReplacedTokenOutput:
-        """labels: [B, T], what stands in the text, -100 at padding; input_ids: the same with masked tokens.
-        target_positions: [B, N], where the generator predicts, -1 for none (default: wherever the two differ).
-        sampling_draws: [B, N] numbers in [0, 1), one for each of these (default: random in training, the middle of
-        the distribution in evaluation). logits: [B, T], positive where a token seems to be replaced; targets: [B, T],
-        1 where it was. Without labels, `input_ids` are judged as they are."""
+        """Without labels, `input_ids` are judged as they are.
+
+        Args:
+            labels: [B, T], what stands in the text, -100 at padding.
+            input_ids: the same with masked tokens.
+            target_positions: [B, N], where the generator predicts, -1 for none (default: wherever the two differ).
+            sampling_draws: [B, N] numbers in [0, 1), one for each of these (default: random in training, the middle of
+                the distribution in evaluation).
+
+        Returns:
+            logits: [B, T], positive where a token seems to be replaced; targets: [B, T], 1 where it was.
+        """
         beside = {"attention_mask": attention_mask, "token_type_ids": token_type_ids, "position_ids": position_ids}
         if labels is None:
             kwargs.pop("num_items_in_batch", None)

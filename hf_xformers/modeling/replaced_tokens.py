@@ -22,12 +22,18 @@ from .classifiers import Classifier
 
 @register_pretraining("replaced_tokens")
 class ReplacedTokensSpec(PretrainingSpec):
-    """generator_size: the generator's width, as a share of the model's. generator_depth: its number of layers, the
-    same way. generator_sharing: `tied`, one token table and one position table for both (ELECTRA);
-    `gradient_disentangled`, the model's token vectors are the generator's, whose gradient it leaves alone, and a
-    difference of its own (DeBERTaV3); `untied`. generator_temperature: of the draw. generator_avoids_original: whether
-    a token is never drawn in its own place. detection_weight: of the detection's loss next to the generator's.
-    detection_context: whether a token is judged next to the text's first one (DeBERTaV3)."""
+    """
+    Args:
+        generator_size: the generator's width, as a share of the model's.
+        generator_depth: its number of layers, the same way.
+        generator_sharing: `tied`, one token table and one position table for both (ELECTRA); `gradient_disentangled`,
+            the model's token vectors are the generator's, whose gradient it leaves alone, and a difference of its own
+            (DeBERTaV3); `untied`.
+        generator_temperature: of the draw.
+        generator_avoids_original: whether a token is never drawn in its own place.
+        detection_weight: of the detection's loss next to the generator's.
+        detection_context: whether a token is judged next to the text's first one (DeBERTaV3).
+    """
 
     summary = "which tokens of a text a small generator has put there (ELECTRA, DeBERTaV3)"
 

@@ -32,9 +32,14 @@ from ..modeling_xformer import XFormerModel
 
 @register_pretraining("text_contrast")
 class TextContrastSpec(PretrainingSpec):
-    """loss: `info_nce`, `ctl`, `ranking`, `nce` or `negative_sampling`. temperature: what cosines are divided by.
-    margin: of `ranking`. noise_power: of how often a text stands in a batch, for texts that are drawn.
-    gather_negatives: whether other processes' texts are wrong answers, too."""
+    """
+    Args:
+        loss: `info_nce`, `ctl`, `ranking`, `nce` or `negative_sampling`.
+        temperature: what cosines are divided by.
+        margin: of `ranking`.
+        noise_power: of how often a text stands in a batch, for texts that are drawn.
+        gather_negatives: whether other processes' texts are wrong answers, too.
+    """
 
     summary = "the other view of a text, among those of other texts"
 
@@ -81,10 +86,15 @@ class XFormerForTextContrast(XFormerPreTrainedModel):
         negative_draws: Tensor | None = None,
         **kwargs: Any,
     ) -> outputs.XFormerTextContrastOutput:
-        """labels: [B], -100 for texts that are not to be told apart (they are wrong answers still), anything else for
-        the others; second_input_ids, second_attention_mask: [B, T2], the second views, None: the first ones once more,
-        with dropout of their own; text_keys: [B], whole numbers that are equal for equal texts; negative_draws: [B, k]
-        numbers in [0, 1), which stand for k wrong answers each, None: all of the batch."""
+        """
+        Args:
+            labels: [B], -100 for texts that are not to be told apart (they are wrong answers still), anything else for
+                the others.
+            second_input_ids, second_attention_mask: [B, T2], the second views, None: the first ones once more, with
+                dropout of their own.
+            text_keys: [B], whole numbers that are equal for equal texts.
+            negative_draws: [B, k] numbers in [0, 1), which stand for k wrong answers each, None: all of the batch.
+        """
         count = kwargs.pop("num_items_in_batch", None)
         inputs = {"token_type_ids": token_type_ids, "position_ids": position_ids, "inputs_embeds": inputs_embeds}
         base = self.model(input_ids=input_ids, attention_mask=attention_mask, **inputs, **kwargs)

@@ -60,8 +60,11 @@ Told = Callable[[str], None]
 class Linearizer:
     """Checks a request and runs its stages; what can be refused is refused before anything is written.
 
-    attention: the component to put in, as a name or a dict. args: what stages have in common; steps and learning rates
-    are each stage's own. objective_fields: settings of the objective. say: takes lines about the progress.
+    Args:
+        attention: the component to put in, as a name or a dict.
+        args: what stages have in common; steps and learning rates are each stage's own.
+        objective_fields: settings of the objective.
+        say: takes lines about the progress.
 
     Raises ValueError and TypeError that name the value and the remedy.
     """

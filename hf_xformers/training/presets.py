@@ -15,10 +15,13 @@ if TYPE_CHECKING:
 class Size:
     """One size.
 
-    hidden_size, num_hidden_layers, num_attention_heads: geometry; an encoder-decoder divides the layers among its
-    towers.
-    vocab_size: ids of a tokenizer that is trained for it. block_size: tokens of a row. learning_rate: peak.
-    batch_size: rows per device.
+    Args:
+        hidden_size, num_hidden_layers, num_attention_heads: geometry; an encoder-decoder divides the layers among its
+            towers.
+        vocab_size: ids of a tokenizer that is trained for it.
+        block_size: tokens of a row.
+        learning_rate: peak.
+        batch_size: rows per device.
     """
 
     hidden_size: int

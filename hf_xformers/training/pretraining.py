@@ -50,13 +50,17 @@ def train(
     partial: bool = False,
     devices: Mapping[str, bool | int] | None = None,
 ) -> dict[str, Any]:
-    """Trains, evaluates and saves; returns the content of `training_summary.json`.
+    """Trains, evaluates and saves; returns the content of `training_summary.json`. Resumes from `prepared.checkpoint`
+    where there is one.
 
-    callbacks: further Trainer callbacks. make_trainer: a subclass of `XFormerTrainer`, or what calls one. adapters:
-    adapters to inject, train (with the model or alone) and merge before saving. last: whether to tear down the process
-    group afterwards. recipe: further options of training. partial: checkpoints hold a part of the model
-    ([`TrainedAlone`]), the rest is that of `init_from`. devices: options of the trainer that divide the run over
-    processes (`sequence_parallel`, `expert_parallel`). Resumes from `prepared.checkpoint` where there is one.
+    Args:
+        callbacks: further Trainer callbacks.
+        make_trainer: a subclass of `XFormerTrainer`, or what calls one.
+        adapters: adapters to inject, train (with the model or alone) and merge before saving.
+        last: whether to tear down the process group afterwards.
+        recipe: further options of training.
+        partial: checkpoints hold a part of the model ([`TrainedAlone`]), the rest is that of `init_from`.
+        devices: options of the trainer that divide the run over processes (`sequence_parallel`, `expert_parallel`).
     """
     from .callbacks import EpochCallback, ExactSaves
     from .trainer import XFormerTrainer

@@ -22,9 +22,14 @@ _REGISTRY: Registry[DistillationMethod] = Registry("method", "compression.method
 class Pass:
     """One batch through both models.
 
-    batch: what the student was given. student, teacher: outputs by name. own_heads, taught_heads: by layer. progress:
-    share of the run's steps that are done, 0 to 1. config: the student's. projections: learned maps from the student's
-    widths to the teacher's, by name; a width that is the same has none.
+    Args:
+        batch: what the student was given.
+        student, teacher: outputs by name.
+        own_heads, taught_heads: by layer.
+        progress: share of the run's steps that are done, 0 to 1.
+        config: the student's.
+        projections: learned maps from the student's widths to the teacher's, by name; a width that is the same has
+            none.
     """
 
     batch: Mapping[str, Any]
@@ -72,9 +77,11 @@ class Pass:
 class DistillationMethod(TypedSpec):
     """Base of the methods. `terms` gives what is added to the loss of the task, by name, weights included.
 
-    reads_states: it compares hidden states. attention: what of the heads it compares ('weights', 'scores', 'values').
-    generates: the student learns from texts that the teacher writes, not from its passes. replaces: layers of the
-    student take the place of the teacher's while they learn.
+    Attributes:
+        reads_states: it compares hidden states.
+        attention: what of the heads it compares ('weights', 'scores', 'values').
+        generates: the student learns from texts that the teacher writes, not from its passes.
+        replaces: layers of the student take the place of the teacher's while they learn.
     """
 
     summary: ClassVar[str] = ""

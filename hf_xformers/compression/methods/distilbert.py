@@ -18,8 +18,10 @@ class DistilBert(DistillationMethod):
     """a t^2 KL(p_T || p_S) + b L_task + c (1 - cos(h_S, h_T)), on the last states (Sanh et al. 2019, arXiv 1910.01108,
     section 3, with the weights of its code).
 
-    temperature: t, of both predictions. logit_weight, task_weight, cosine_weight: a, b, c. tokens: where predictions
-    of tokens are compared: at all `real` ones, or at those that the task has `labelled`.
+    Args:
+        temperature: t, of both predictions.
+        logit_weight, task_weight, cosine_weight: a, b, c.
+        tokens: where predictions of tokens are compared: at all `real` ones, or at those that the task has `labelled`.
     """
 
     summary = "soft predictions, and the direction of the last states"

@@ -15,9 +15,11 @@ class MiniLM(DistillationMethod):
     last layer and one of the teacher (Wang et al. 2020, arXiv 2002.10957, equations 6 to 9). Widths may differ, heads
     not.
 
-    attention_weight, value_weight: of the two. teacher_layer: which of the teacher's, from 0 on or -1 for the last.
-    task_weight: of the task's own loss, which the paper does without; give it one where the layers that predict start
-    anew.
+    Args:
+        attention_weight, value_weight: of the two.
+        teacher_layer: which of the teacher's, from 0 on or -1 for the last.
+        task_weight: of the task's own loss, which the paper does without; give it one where the layers that predict
+            start anew.
     """
 
     summary = "attention and value relations of the last layer"

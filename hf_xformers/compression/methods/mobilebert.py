@@ -18,7 +18,10 @@ class MobileBert(DistillationMethod):
     """sum_l MSE(H_S, H_T) + KL(A_T || A_S) over layers, with a L_task + (1 - a) t^2 KL(p_T || p_S) (Sun et al. 2020,
     arXiv 2004.02984, section 3.4, all at once: its auxiliary knowledge transfer).
 
-    feature_weight, attention_weight: of the two sums. alpha: a. temperature: of predictions.
+    Args:
+        feature_weight, attention_weight: of the two sums.
+        alpha: a.
+        temperature: of predictions.
     """
 
     summary = "feature maps and attention of every layer, and predictions"

@@ -21,9 +21,12 @@ class PatientDistillation(DistillationMethod):
     state of the text's first token ([CLS]; in a decoder of its last) after layer k (Sun et al. 2019, arXiv 1908.09355,
     equations 5 and 7).
 
-    alpha, beta: a and b (the paper tries 10 to 1000 for b on a distance that its code divides by layers and width,
-    which is about 0.003 to 0.3 here). temperature: t. strategy: teacher's layers k, every second or third one (`skip`)
-    or the last ones (`last`); the very last meets the student's in the predictions.
+    Args:
+        alpha, beta: a and b (the paper tries 10 to 1000 for b on a distance that its code divides by layers and width,
+            which is about 0.003 to 0.3 here).
+        temperature: t.
+        strategy: teacher's layers k, every second or third one (`skip`) or the last ones (`last`); the very last meets
+            the student's in the predictions.
     """
 
     summary = "predictions, and the first token's states after some layers"

@@ -21,9 +21,11 @@ class TinyBert(DistillationMethod):
     before the first; in the rest the soft cross-entropy of predictions (Jiao et al. 2020, arXiv 1909.10351, equations
     7 to 11). W is learned where widths differ, and is no part of the result.
 
-    intermediate: share of the steps that the first part has. attention_weight, hidden_weight, embedding_weight,
-    prediction_weight: of the terms. task_weight: of the task's own loss next to the predictions. temperature: of
-    predictions.
+    Args:
+        intermediate: share of the steps that the first part has.
+        attention_weight, hidden_weight, embedding_weight, prediction_weight: of the terms.
+        task_weight: of the task's own loss next to the predictions.
+        temperature: of predictions.
     """
 
     summary = "embeddings, states and attention scores, then predictions"

@@ -14,11 +14,18 @@ from .shared import Layout
 
 
 class TransfoXLConfig(PreTrainedConfig):
-    """Fields of its config.json. cutoffs, div_val, d_embed: clusters of the vocabulary. mem_len: states of earlier
-    segments that are read; tgt_len: tokens of a segment. same_length: every token reads as many keys. clamp_len:
-    distance beyond which all count as it (0 or less: none). untie_r: each layer has its own pair of biases. tie_projs:
-    of each cluster, whether the output has the input's projection; by default all but the first
-    (`proj_share_all_but_first`)."""
+    """Fields of its config.json.
+
+    Args:
+        cutoffs, div_val, d_embed: clusters of the vocabulary.
+        mem_len: states of earlier segments that are read.
+        tgt_len: tokens of a segment.
+        same_length: every token reads as many keys.
+        clamp_len: distance beyond which all count as it (0 or less: none).
+        untie_r: each layer has its own pair of biases.
+        tie_projs: of each cluster, whether the output has the input's projection; by default all but the first
+            (`proj_share_all_but_first`).
+    """
 
     model_type = "transfo-xl"
     attribute_map = {

@@ -27,8 +27,13 @@ _SCORES_AT_ONCE_ELSEWHERE = 2**26
 
 @dataclass
 class _Clusters:
-    """The places of N = B H C clusters. queries, keys: their rows [N, w] and [N, u]. order: positions [N, w] and [N,
-    u] where a query reads no later key. readable: which places of keys are used, [N, u] (`None`: all)."""
+    """The places of N = B H C clusters.
+
+    Args:
+        queries, keys: their rows [N, w] and [N, u].
+        order: positions [N, w] and [N, u] where a query reads no later key.
+        readable: which places of keys are used, [N, u] (`None`: all).
+    """
 
     queries: Tensor
     keys: Tensor

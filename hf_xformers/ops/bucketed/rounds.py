@@ -19,9 +19,12 @@ _SELF = -1e5 * LOG2_E  # of a query's own key where it is the last resort (Kitae
 class Layout:
     """Chunks and windows: chunk length, chunks before and after its own, and what counts in them.
 
-    low, high: bounds on ``code_i - code_j``. causal: hide later positions. circular: the first chunk of a round looks
-    back into the last one of the round before. last_resort: a query's own key counts only where nothing else does.
-    distinct: a pair that an earlier round holds does not count again.
+    Args:
+        low, high: bounds on ``code_i - code_j``.
+        causal: hide later positions.
+        circular: the first chunk of a round looks back into the last one of the round before.
+        last_resort: a query's own key counts only where nothing else does.
+        distinct: a pair that an earlier round holds does not count again.
     """
 
     size: int

@@ -26,10 +26,13 @@ class Recent:
 class Chunks:
     """The order is cut into chunks; a query reads its own chunk and some around it.
 
-    size: tokens per chunk. before, after: chunks before and after its own. causal: later positions are hidden (but
-    they do move chunk borders, so this form is causal by masking only). own_label: of those, only tokens with its own
-    label. circular: chunks of all rounds form one ring, so that the first chunk of a round looks back into the last
-    one of the round before (the released code of Reformer).
+    Args:
+        size: tokens per chunk.
+        before, after: chunks before and after its own.
+        causal: later positions are hidden (but they do move chunk borders, so this form is causal by masking only).
+        own_label: of those, only tokens with its own label.
+        circular: chunks of all rounds form one ring, so that the first chunk of a round looks back into the last one
+            of the round before (the released code of Reformer).
     """
 
     size: int

@@ -30,9 +30,12 @@ class Blocks:
 class QueryBlock(NamedTuple):
     """Some queries, and the first keys of all: the pairs whose terms are made together.
 
-    query: `[B, h, t, d]`, those of `rows` alone. by_query: what belongs to them, `[B or 1, h, t, n]` each; by_key and
-    by_distance: what belongs to all keys and to all distances, each taken from once. rows: which of the queries. keys:
-    how many keys.
+    Args:
+        query: `[B, h, t, d]`, those of `rows` alone.
+        by_query: what belongs to them, `[B or 1, h, t, n]` each.
+        by_key, by_distance: what belongs to all keys and to all distances, each taken from once.
+        rows: which of the queries.
+        keys: how many keys.
     """
 
     query: Tensor
@@ -65,10 +68,12 @@ class Pairs(NamedTuple):
 class Tiles:
     """n tiles of t queries and s keys.
 
-    query_at: `[B or 1, H or 1, n, t]` integers, places among the queries; below 0: none. key_at: `[B or 1, H or 1, n,
-    s]`, places among the keys, any number where `allowed` says that there is none. allowed: `[B or 1, H or 1, n, t,
-    s]` boolean, the pairs that count. own_score: the score of a query with itself, if it is a constant; offset: the
-    place of the first query among the keys, which says who that is.
+    Args:
+        query_at: `[B or 1, H or 1, n, t]` integers, places among the queries; below 0: none.
+        key_at: `[B or 1, H or 1, n, s]`, places among the keys, any number where `allowed` says that there is none.
+        allowed: `[B or 1, H or 1, n, t, s]` boolean, the pairs that count.
+        own_score: the score of a query with itself, if it is a constant.
+        offset: the place of the first query among the keys, which says who that is.
     """
 
     query_at: Tensor
@@ -90,14 +95,17 @@ class ScoreTerms:
 
         score_ij = scale * q_i k_j + term_ij,    o_i = sum_j softmax_j(score_ij) v_j [+ values_i]
 
-    scale: the factor on the products of queries and keys. Engines take queries that are scaled already.
-    tables: all that has a gradient next to queries and keys and has no axis of pairs, [H or 1, ...] each.
-    has_values: whether the output gains something ([`ScoreTerms.values`], [`ScoreTerms.pair_values`]).
-    separable: terms are products of [`ScoreTerms.by_query`] and [`ScoreTerms.by_key`], one tensor each or none, and a
-    number for each distance ([`ScoreTerms.line`]); [`ScoreTerms.scores`] and [`ScoreTerms.pairs`] then follow from
-    these.
-    needs_weights: [`ScoreTerms.weighed`] wants to see the weights of all blocks.
-    ordered: keys that are later than a query are hidden from it, next to what [`ScoreTerms.hidden`] says.
+    Attributes:
+        has_values: whether the output gains something ([`ScoreTerms.values`], [`ScoreTerms.pair_values`]).
+        separable: terms are products of [`ScoreTerms.by_query`] and [`ScoreTerms.by_key`], one tensor each or none,
+            and a number for each distance ([`ScoreTerms.line`]); [`ScoreTerms.scores`] and [`ScoreTerms.pairs`] then
+            follow from these.
+        needs_weights: [`ScoreTerms.weighed`] wants to see the weights of all blocks.
+        ordered: keys that are later than a query are hidden from it, next to what [`ScoreTerms.hidden`] says.
+
+    Args:
+        scale: the factor on the products of queries and keys. Engines take queries that are scaled already.
+        tables: all that has a gradient next to queries and keys and has no axis of pairs, [H or 1, ...] each.
 
     Terms are made for some heads and some queries at a time, and again in the backward pass. So the methods are pure
     functions: whatever has a gradient comes in as an argument, the tables too, and `h` stands for the heads that are
