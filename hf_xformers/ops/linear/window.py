@@ -206,30 +206,35 @@ class _Mix(NamedTuple):
         softmax; sums: `kv [B, H, N, F, dv]` and `z [B, H, N, F]` of the keys elsewhere; phi: features
         `[B, H, N, s, F]` of the first s keys, zero at padding, and near `[C, S]`: those that do not count as features
         (None: all keys are near)."""
-        scores = _grouped(query * self.scale, key.mT)
-        weights = torch.softmax(scores.masked_fill(~visible, torch.finfo(scores.dtype).min), dim=-1)
+        few, groups = key.shape[1], query.shape[1] // key.shape[1]
+        rows = _by_keys(query * self.scale, few)
+        scores = (rows @ key.mT).unflatten(3, (groups, -1))  # [B, K, N, H / K, C, S]: too large to be copied
+        scores = scores.masked_fill_(~visible[:, :, :, None], torch.finfo(scores.dtype).min)
+        weights = torch.softmax(scores, dim=-1)
         # The largest of these is 1 / sum_j exp(s_ij - c_i).
-        total = self.gamma * visible.any(-1, keepdim=True) / weights.amax(-1, keepdim=True)
-        out = _grouped(weights, value) * total
+        largest = _by_heads(weights.amax(-1, keepdim=True).flatten(3, 4), groups)
+        total = self.gamma * visible.any(-1, keepdim=True) / largest
+        out = _by_heads(weights.flatten(3, 4) @ value, groups) * total
         if sums is not None:
             phi_q = self.features(self.query_map, query)
             phi_q = phi_q if self.beta is None else phi_q * self.beta
             total, out = total + phi_q @ sums[1][..., None], out + phi_q @ sums[0]
             if phi is not None and near is not None:
                 count = phi.shape[3]
-                weights = (phi_q @ phi.mT).masked_fill(near[:, :count], 0.0)
-                total, out = total + weights.sum(-1, keepdim=True), out + _grouped(weights, value[..., :count, :])
+                weights = (phi_q @ phi.mT).masked_fill_(near[:, :count], 0.0)
+                total = total + weights.sum(-1, keepdim=True)
+                out = out + _by_heads(_by_keys(weights, few) @ value[..., :count, :], groups)
         return out * inverse_or_zero(total)
 
 
-def _grouped(left: Tensor, right: Tensor) -> Tensor:
-    """left @ right: `[B, H, N, C, x]` and `[B, K, N, x, y]`, whose heads serve H / K of the others each."""
-    heads, few = left.shape[1], right.shape[1]
-    if heads == few:
-        return left @ right
-    rows = left.shape[3]
-    left = left.unflatten(1, (few, -1)).transpose(2, 3).flatten(3, 4)
-    return (left @ right).unflatten(3, (-1, rows)).transpose(2, 3).flatten(1, 2)
+def _by_keys(x: Tensor, few: int) -> Tensor:
+    """`[B, H, N, C, x]` -> `[B, K, N, H / K * C, x]`: the heads that share a head of keys are rows of one product."""
+    return x if x.shape[1] == few else x.unflatten(1, (few, -1)).transpose(2, 3).flatten(3, 4)
+
+
+def _by_heads(x: Tensor, groups: int) -> Tensor:
+    """`[B, K, N, H / K * C, x]` -> `[B, H, N, C, x]`."""
+    return x if groups == 1 else x.unflatten(3, (groups, -1)).transpose(2, 3).flatten(1, 2)
 
 
 def _step(
