@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
+from ..core.cache import SummaryLayer
 from ..core.call import Call, SublayerOutput
 from ..core.components import bounded, register
 from ..core.initialization import start_projections
@@ -17,8 +18,7 @@ from ..ops.block_sparse.attention import block_sparse_attention
 from ..ops.block_sparse.patterns import band
 from ..ops.chosen_blocks import Places, best_blocks, chosen_block_attention, chosen_block_mask
 from ..ops.common.products import wide_products
-from ..ops.pooled_blocks import pooled_blocks
-from .moba import places_of
+from .moba import block_means, places_of, summary_layer
 from .shared.base import Attention, literal_softmax_attention
 from .shared.query_blocks import over_query_blocks, rows_at_once, visible_softmax
 from .shared.spec import AttentionSpec
@@ -32,7 +32,8 @@ class NativeSparseAttention(Attention):
     the first, the query's own and the one before it always, the others by the compressed probabilities, summed over
     the heads that share keys, which choose together; the window has w tokens. All three have the same keys and values
     (the paper has three projections, and a network in place of means). The choice has no gradient; its blocks do, and
-    so do the probabilities that it was made by. Time O(T (m b + w + T / b) d). State: keys and values of all tokens.
+    so do the probabilities that it was made by. Time O(T (m b + w + T / b) d). State: keys and values of all tokens,
+    and the means of each block.
 
     Raises:
         ValueError: in an encoder, as blocks are over where later tokens begin.
@@ -63,9 +64,8 @@ class NativeSparseAttention(Attention):
         gates = torch.sigmoid(self.branch_proj(hidden_states)).unflatten(-1, (self.num_heads, 3))
         places, block = places_of(context), self.spec.block_size
         keys, values = places.in_order(key), places.in_order(value)
-        count = None if places.order is None else places.tokens
-        compressed = (pooled_blocks(keys, block, count, "mean"), pooled_blocks(values, block, count, "mean"))
-        choices = self._choices(query, compressed[0], places)
+        mean_keys, mean_values = block_means((keys, values), places, block, summary_layer(past_key_values, step))
+        compressed, choices = (mean_keys, mean_values), self._choices(query, mean_keys, places)
         if self.wants_weights(context):
             output, weights = self._literal(query, key, value, compressed, choices, gates, context)
             return SublayerOutput(self.o_proj(output.flatten(2)), weights)
@@ -187,6 +187,9 @@ class NativeSparseSpec(AttentionSpec):
     block_size: int = bounded(64, least=1)
     num_blocks: int = bounded(16, least=3)
     window_size: int = bounded(512, "window", least=1)
+
+    def cache_layer(self, config, layer_idx=0) -> SummaryLayer:
+        return SummaryLayer()
 
     def weighs(self, config) -> bool:
         return False

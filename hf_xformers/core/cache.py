@@ -133,6 +133,28 @@ class FollowsRows:
         self._map(lambda tensor: tensor[indices])
 
 
+class SummaryLayer(FollowsRows, DynamicLayer):
+    """Keys and values, and what a mechanism has made of blocks of them: `made`, tensors [B, ...] of the real tokens in
+    the first `known` slots. It depends on the order of these tokens, not on where padding stands, so that slots may be
+    moved; and it can be made of the keys again, so that a plain layer may take its place."""
+
+    def __init__(self, **kwargs: Any):
+        super().__init__(**kwargs)
+        self.made: tuple[Tensor, ...] = ()
+        self.known = 0
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        self.known = min(self.known, self.get_seq_length())  # the others were taken back
+        return super().update(key_states, value_states, *args, **kwargs)
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> None:
+        self.made = tuple(map(function, self.made))
+
+    def reset(self) -> None:
+        super().reset()
+        self.made, self.known = (), 0
+
+
 class KeepsMore:
     """A cache layer with required state besides keys and values: a plain layer cannot replace it. Unlike a recurrent
     state it may forget its last tokens again."""

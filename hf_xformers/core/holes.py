@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ..ops.common.real_tokens import real_first, real_last
-from .cache import RecurrentStateLayer
+from .cache import RecurrentStateLayer, SummaryLayer
 from .call import can_inspect
 from .call_features import CallFeature
 
@@ -154,7 +154,9 @@ class PaddingBehind(CallFeature):
 
 def movable(layer: Any) -> bool:
     """Whether the slots of a cache layer can be put into another order, or padding leaves no trace in it."""
-    return type(layer) is DynamicLayer or (isinstance(layer, RecurrentStateLayer) and not layer.by_slot)
+    if isinstance(layer, RecurrentStateLayer):
+        return not layer.by_slot
+    return type(layer) in (DynamicLayer, SummaryLayer)
 
 
 def moves_of_call(mask: Tensor, tokens: Tensor, cache: Cache | None, drops_slots: bool) -> Moves | None:
@@ -207,7 +209,7 @@ def _reorder(cache: Cache, order: Tensor) -> None:
                 " again; give each row in a call of its own, or all tokens in one call without `past_key_values`."
             )
         held: Any = layer
-        if type(layer) is DynamicLayer and held.keys is not None and held.keys.numel():
+        if isinstance(layer, DynamicLayer) and held.keys is not None and held.keys.numel():
             held.keys, held.values = take(held.keys, order, 2), take(held.values, order, 2)
 
 

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
-from ..core.cache import make_cache
+from ..core.cache import SummaryLayer, make_cache
 from ..core.call import self_attention_cache
 from ..core.outputs import TowerOutput
 from ..modeling_base import XFormerPreTrainedModel
@@ -171,11 +171,19 @@ def advance(model: XFormerPreTrainedModel, ids: Tensor, mask: Tensor, held: Held
     return model(encoder_outputs=encoded, decoder_input_ids=ids, decoder_attention_mask=mask, **going_on).logits
 
 
+def empty_cache(config: Any) -> Cache:
+    """A cache that holds nothing which grows by blocks of tokens and can be made of the keys again."""
+    cache = make_cache(config)
+    own: Any = self_attention_cache(cache)
+    own.layers = [DynamicLayer() if isinstance(layer, SummaryLayer) else layer for layer in own.layers]
+    return cache
+
+
 def begun(model: XFormerPreTrainedModel, source: Tensor, mask: Tensor, ids: Tensor, ids_mask: Tensor) -> Held:
     """What a decoder has after ids [B, t], the first ones, of a memory of `source` [B, S]."""
     encoded = cast(XFormerModel, model.base_model).trunk(input_ids=source, attention_mask=mask)
     real = mask if encoded.padding_mask is None else encoded.padding_mask
-    cache = make_cache(model.config)
+    cache = empty_cache(model.config)
     given = {"decoder_input_ids": ids, "decoder_attention_mask": ids_mask, "past_key_values": cache, "use_cache": True}
     model(encoder_outputs=encoded, attention_mask=mask, **given)
     return Held(cache, real.long())
@@ -186,7 +194,7 @@ def read(model: XFormerPreTrainedModel, texts: Texts) -> Held:
     """What the decoder has after these texts."""
     if texts.source is not None and texts.source_mask is not None:
         return begun(model, texts.source, texts.source_mask, texts.ids, texts.mask)
-    held = Held(make_cache(model.config))
+    held = Held(empty_cache(model.config))
     advance(model, texts.ids, texts.mask, held)
     return held
 

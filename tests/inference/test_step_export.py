@@ -23,6 +23,7 @@ FURTHER = {
     "a memory of all layers": "xf_feedback_transformer",
     "buckets": "xf_routing_transformer",
     "last ids": "xf_hash_layers",
+    "keys alone in place of their means": "xf_native_sparse_attention",
 }
 
 

@@ -27,8 +27,8 @@ class AttentionSpec(Spec):
             turned; linear attention turns them before its features, as far as its own equation does not say otherwise;
             `values`: values and its output may be turned as well. `score_bias`, `score_terms`, `head_terms`: what is
             added to scores, and to queries, keys and values.
-        keeps_keys_alone: its state for generation is keys and values and nothing else, so that a block may keep a
-            state of its own next to them.
+        keeps_keys_alone: its state for generation is keys and values, or can be made of them again, so that a block
+            may keep a state of its own next to them.
         keeps_rotated: its state for generation holds what rotations have made of earlier keys, which cannot be turned
             anew.
         knows_order: it knows the order of tokens by parameters of its own, without a position.
