@@ -26,8 +26,9 @@ class CrossLayerAttention(DenseAttention):
     Brandon et al. 2024 (arXiv 2405.12981), section 3: layers stand in groups of `sharing_factor`, of which all but the
     first have neither key nor value projections, and no part of the cache. With one group above `first_layer`, and
     layers with a small state below, it is the decoder-decoder of YOCO (Sun et al. 2024, arXiv 2405.05254, section 2):
-    one set of keys and values, made of what the lower half gives. Rotated keys are shared as they are. Time: that of
-    dense attention without these projections. State: keys and values of the first layer of each group.
+    one set of keys and values, made of what the lower half gives, and a prompt of which the layers above read the last
+    token alone ([`PlainStack`](../stacks/plain.py)). Rotated keys are shared as they are. Time: that of dense
+    attention without these projections. State: keys and values of the first layer of each group.
 
     Raises:
         ValueError: no layer below has passed keys on.

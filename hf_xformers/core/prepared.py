@@ -43,7 +43,8 @@ class Carry:
         kind: what it is (None: a way of reading alone).
         sizes: what has to be alike in all these layers.
         of_first: layer 0 owns it.
-        owner: the layer that owns what layer number n reads, where that is not layer 0.
+        owner: the layer that owns what layer number n reads, where that is not layer 0; all others have it in place of
+            a state of their own in a cache.
         handed_on: each layer hands it to the next one.
         throughout: every layer does so, up to the last.
         reach: who else has it, the `pooler` of a text's vector, or `cross_attention` of the same type, which continues

@@ -100,7 +100,10 @@ class XFormerForCausalLM(GenerativeModel):
         past_key_values = one_cache(past_key_values, cache)
         if "cu_seq_lens_k" in kwargs:  # a step of continuous batching
             past_key_values = PagedTexts.of_step(past_key_values, kwargs)
-        watch = self.exit_watch(labels is not None or shift_labels is not None, kwargs)
+        labeled = labels is not None or shift_labels is not None
+        watch = self.exit_watch(labeled, kwargs)
+        if isinstance(logits_to_keep, int) and logits_to_keep and not labeled:
+            kwargs["logits_to_keep"] = logits_to_keep  # layers that only read may run on these tokens alone
         base = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -118,7 +121,7 @@ class XFormerForCausalLM(GenerativeModel):
             text |= {"attention_mask": attention_mask, "position_ids": position_ids}
             further = self.further_losses(base.last_hidden_state, labels, text)
             base.aux_losses = {**(base.aux_losses or {}), **further} or None
-        if labels is not None or shift_labels is not None:
+        if labeled:
             loss = self._causal_loss(base, logits, labels, shift_labels, attention_mask, count, watch)
         return outputs.XFormerCausalLMOutput(
             loss=loss,

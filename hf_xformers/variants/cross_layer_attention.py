@@ -44,7 +44,7 @@ INFO = VariantInfo(
         "Groups have n = `attention.sharing_factor` layers, and all heads one key head, as in the paper's best models"
         " (`num_key_value_heads`). With `sharing_factor=None` and `first_layer` at half the depth, all layers of the"
         " upper half share one set; with windows or a recurrence in the layers below, by `per_layer_config`, that is"
-        " the decoder-decoder of YOCO (Sun et al. 2024), whose prompts are read by all layers here."
+        " the decoder-decoder of YOCO (Sun et al. 2024). Layers that make no keys run on a prompt's last token alone."
     ),
 )
 
