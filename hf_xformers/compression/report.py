@@ -220,7 +220,11 @@ def _call(model: PreTrainedModel, batch: Mapping[str, Any]) -> Callable[[], Any]
 
 def _task_quality(name: str, measuring: Measuring) -> dict[str, Any]:
     from ..finetuning.predicting import Prediction, predict
+    from ..training.run_folder import read_summary
 
+    record = read_summary(Path(name).expanduser())
+    if not (measuring.eval_data or "dataset" in record or "tasks" in record):
+        raise ValueError(f"{name!r} does not say what data it was trained with; give --eval_data")
     wanted = Prediction(
         model=name,
         data=measuring.eval_data,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -18,7 +19,14 @@ from ..compat import has_adapter
 from ..configuration_xformer import XFormerConfig
 from ..core.components import SLOTS
 from ..core.finite import refuse_non_finite
-from ..core.saved_files import read_object, refuse_damaged_weights, replacing, tensors_of, weight_files
+from ..core.saved_files import (
+    SUMMARY_FILE,
+    read_object,
+    refuse_damaged_weights,
+    replacing,
+    tensors_of,
+    weight_files,
+)
 from ..variants import config_class, family, model_types
 from .base import Converter, converters, first_line, one_line
 from .free_mix import as_variant
@@ -332,8 +340,8 @@ def convert_checkpoint(
     gguf_file: str | None = None,
     overwrite: bool = False,
 ) -> Report:
-    """Converts a saved model, with its tokenizer or image processor, its generation settings and what
-    sentence-transformers keeps with it, into a new folder.
+    """Converts a saved model, with its tokenizer or image processor, its generation settings, what
+    sentence-transformers keeps with it and the record of its training, into a new folder.
 
     Args:
         source: a folder that `save_pretrained` wrote, or a Hub id.
@@ -393,6 +401,8 @@ def _converted(
             sentence.save(scratch, None, report.notes)
         if not ours:
             write_provenance(scratch, named, report, (converter.variant, converter.variant))
+        if head is None and (Path(source) / SUMMARY_FILE).is_file():  # outputs are equal: so is what was measured
+            shutil.copyfile(Path(source) / SUMMARY_FILE, scratch / SUMMARY_FILE)
     return report
 
 

@@ -234,3 +234,10 @@ def test_measuring_one_model(decoder):
     with pytest.raises(ValueError, match="--time_batches -1"):
         measure(decoder, Measuring(time_batches=-1))
     assert read_steps(decoder) == [] and not (decoder / FILE).exists()
+
+
+def test_measuring_a_task_whose_rows_are_not_known(classifier, tmp_path):
+    shutil.copytree(classifier, tmp_path / "model")
+    (tmp_path / "model" / "training_summary.json").unlink()
+    with pytest.raises(ValueError, match="does not say what data it was trained with; give --eval_data"):
+        measure(tmp_path / "model", Measuring(time_batches=0))

@@ -61,6 +61,18 @@ def test_there_and_back(tmp_path, bert):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "bert", "ours"]  # no scratch left
 
 
+def test_the_record_of_training(tmp_path, bert):
+    folder, _ = bert
+    record = folder / "training_summary.json"
+    record.write_text('{"task": "fill-mask"}')
+    convert_checkpoint(folder, tmp_path / "ours")
+    convert_checkpoint(tmp_path / "ours", tmp_path / "back")
+    convert_checkpoint(folder, tmp_path / "other", head="ForTokenClassification")  # which was not trained
+    kept = [(tmp_path / name / record.name).exists() for name in ("ours", "back", "other")]
+    assert kept == [True, True, False]
+    assert (tmp_path / "back" / record.name).read_bytes() == record.read_bytes()
+
+
 def test_sharded_source_and_generation_settings(tmp_path):
     model = tiny("GPT2LMHeadModel").make()
     model.generation_config.update(temperature=0.5, do_sample=True, max_length=17)
