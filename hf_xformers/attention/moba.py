@@ -93,7 +93,7 @@ class MobaAttention(Attention):
         if self.wants_weights(context):
             mask = chosen_block_mask(choices, places, block, self.is_causal)
             return literal_softmax_attention(query, key, value, mask, None, self.scaling, dropout)
-        rows = self.repeated(in_order), self.repeated(places.in_order(value))
+        rows = in_order, places.in_order(value)
         output = chosen_block_attention(query, *rows, choices, places, block, self.is_causal, self.scaling, dropout)
         return output.transpose(1, 2), None
 

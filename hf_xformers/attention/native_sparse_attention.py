@@ -69,17 +69,8 @@ class NativeSparseAttention(Attention):
         if self.wants_weights(context):
             output, weights = self._literal(query, key, value, compressed, choices, gates, context)
             return SublayerOutput(self.o_proj(output.flatten(2)), weights)
-        selected = chosen_block_attention(
-            query,
-            self.repeated(keys),
-            self.repeated(values),
-            choices,
-            places,
-            block,
-            True,
-            self.scaling,
-            self._dropout,
-        ).transpose(1, 2)
+        given = (query, keys, values, choices, places, block, True, self.scaling, self._dropout)
+        selected = chosen_block_attention(*given).transpose(1, 2)
         parts = (self._of_means(query, *compressed, places), selected, self._of_window(query, key, value, context))
         output = sum(gates[..., n, None] * part for n, part in enumerate(parts))
         return SublayerOutput(self.o_proj(output.flatten(2)))

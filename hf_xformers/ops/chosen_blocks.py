@@ -78,19 +78,21 @@ def chosen_block_attention(
 ) -> Tensor:
     """softmax over the keys of the chosen blocks, those no later than the query if `causal`, times the values.
 
-    query [B, H, T, d]; key and value [B, H, S, d] as [`Places.in_order`] has them; choices [B, H, T, n]: numbers of
-    blocks, each once in a list, -1: none -> [B, H, T, d], zeros of a query that sees nothing. Time O(T n block d),
-    memory as much in booleans. No gradient goes through the choice.
+    query [B, H, T, d]; key and value [B, K, S, d], K dividing H, as [`Places.in_order`] has them; choices
+    [B, H, T, n]: numbers of blocks, each once in a list, -1: none -> [B, H, T, d], zeros of a query that sees nothing.
+    Time O(T n block d), memory as much in booleans. No gradient goes through the choice.
     """
-    limit = _limit(places, choices, causal)
-    if query.shape[2] > FEW_QUERIES and dropout == 0 and flex_applies(query, key, value):
+    limit, groups = _limit(places, choices, causal), query.shape[1] // key.shape[1]
+    few = query.shape[2] <= FEW_QUERIES
+    if few:
+        tiles, key, value = _read_by_few(choices, limit, block, key, value, groups)
+    elif groups > 1:
+        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    if not few and dropout == 0 and flex_applies(query, key, value):
         found = flex_chosen_blocks(query, key, value, choices, limit, block, scale)
         if found is not None:
             return found
-    if query.shape[2] <= FEW_QUERIES:
-        rounds = [[_tile_of_each(choices, limit, block)]]
-    else:
-        rounds = [[_tiles(each, limit, block, key.shape[2])] for each in choices.unbind(-1)]
+    rounds = [[tiles]] if few else [[_tiles(each, limit, block, key.shape[2])] for each in choices.unbind(-1)]
     terms = _NoTerms(1.0, (), query.shape[2], key.shape[2])
     return tile_attention(query * scale, key, value, (), terms, rounds, dropout)
 
@@ -118,12 +120,20 @@ def _limit(places: Places, choices: Tensor, causal: bool) -> Tensor:
     return seen.expand(choices.shape[0], -1)
 
 
-def _tile_of_each(choices: Tensor, limit: Tensor, block: int) -> Tiles:
+def _read_by_few(
+    choices: Tensor, limit: Tensor, block: int, key: Tensor, value: Tensor, groups: int
+) -> tuple[Tiles, Tensor, Tensor]:
+    """A tile for each query, and the keys and values that they index: of heads that share some, what each reads."""
     slots = torch.arange(block, device=choices.device)
     at = (choices[..., None] * block + slots).flatten(3)  # [B, H, T, n * block]
-    allowed = (at >= 0) & (at < limit[:, None, :, None])
+    allowed = ((at >= 0) & (at < limit[:, None, :, None]))[:, :, :, None]
     queries = torch.arange(choices.shape[2], device=choices.device)[None, None, :, None]
-    return Tiles(queries, at, allowed[:, :, :, None])
+    if groups == 1:
+        return Tiles(queries, at, allowed), key, value
+    rows = at.clamp(0, key.shape[2] - 1).unflatten(1, (-1, groups)).flatten(2)
+    key, value = (take_rows(x, rows).unflatten(2, (groups, -1)).flatten(1, 2) for x in (key, value))
+    at = torch.arange(key.shape[2], device=at.device).view(1, 1, *at.shape[2:]).expand(at.shape)
+    return Tiles(queries, at, allowed), key, value
 
 
 def _tiles(choice: Tensor, limit: Tensor, block: int, keys: int) -> Tiles:
