@@ -59,6 +59,9 @@ _RATIOS = {
 }
 _DENSE = "as dense attention"
 _HELD_OUT = {"held out": "held out", "baseline": "trivial baseline"}
+_COMPRESSED = Plan(
+    "dots", ("method",), {"test": "test", "baseline": "trivial baseline"}, axis="percent", group=("task", "metric")
+)
 PLANS: dict[str, list[Plan]] = {
     "mechanisms": [Plan("lines", ("case",), _RATIOS, group=("section",), log=True, even=_DENSE)],
     "stacks": [
@@ -88,6 +91,29 @@ PLANS: dict[str, list[Plan]] = {
             over=("context", "tokens read before"),
             log=True,
             title="Generation",
+        )
+    ],
+    "ops_recurrent": [
+        Plan(
+            "lines",
+            ("recurrence",),
+            {
+                "forward": "time / transformers', forward",
+                "train": "time / transformers', forward and backward",
+                "memory": "peak memory / transformers'",
+            },
+            log=True,
+            even="as transformers",
+            title="Gated recurrences",
+        )
+    ],
+    "state_precision": [
+        Plan(
+            "lines",
+            ("recurrence",),
+            {"bfloat16": "error of the output, percent"},
+            log=True,
+            title="State in bfloat16",
         )
     ],
     "sequence_traffic": [
@@ -266,15 +292,8 @@ PLANS: dict[str, list[Plan]] = {
             group=("task", "metric"),
         )
     ],
-    "compression": [
-        Plan(
-            "dots",
-            ("method",),
-            {"test": "test", "baseline": "trivial baseline"},
-            axis="percent",
-            group=("task", "metric"),
-        )
-    ],
+    "compression": [_COMPRESSED],
+    "compression_published": [_COMPRESSED],
     "images": [
         Plan("dots", ("model",), {"bits per pixel": "bits per pixel"}, axis="bits per pixel", title="Held-out images")
     ],

@@ -58,6 +58,7 @@ ALIKE = "Every variant, trained alike"
 GROUPS = {
     "components": "slot",
     "compression": "task",
+    "compression_published": "task",
     "exits": "variant",
     "finetuning": "task",
     "inference": "what",
