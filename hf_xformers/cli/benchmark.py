@@ -288,7 +288,7 @@ def read_entries(variants: str, changes: Sequence[str]) -> list[Entry]:
 
     Raises:
         ValueError: an unknown variant (the message has near ones), label, component or field, or a value that does not
-        fit.
+            fit.
     """
     from ..benchmark.entries import Entry
     from ..variants import config_class, model_types

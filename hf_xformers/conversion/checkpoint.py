@@ -277,7 +277,7 @@ def open_ours(source: str | Path, model_type: str, head: str | None) -> Source:
 
     Raises:
         ValueError: there is no such head, or the weights are missing, damaged, of other sizes or not those of the
-        class.
+            class.
     """
     name = os.fspath(source)
     config = open_config(name)

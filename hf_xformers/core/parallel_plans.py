@@ -149,7 +149,7 @@ def check_tensor_parallel(config: Any, size: int, splits: bool = True) -> None:
 
     Raises:
         ValueError: a component must see its own batch in every process, nothing can be split, or the heads do not
-        divide.
+            divide.
     """
     if size <= 1:
         return

@@ -152,7 +152,7 @@ def clustered_attention(
     Args:
         query, key, value: [B, H, T, d], [B, H, S, d], [B, H, S, d_v].
         query_index, key_index: [B, H, C, w] and [B, H, C, u], the tokens of each cluster; where `causal`, by rising
-        position.
+            position.
         causal: a query reads keys at its own position and before.
         query_valid, key_valid: boolean, shaped like the indices; False for a place that is not used.
 
