@@ -44,17 +44,6 @@ NEW_TOKENS = 32
 SWAPS: dict[str, dict[str, Any]] = {
     "window 256, 4 sinks": {"type": "sliding_window", "window": 256},
     "window 512, 4 sinks": {"type": "sliding_window", "window": 512},
-    "lolcats, window 64": {"type": "lolcats"},
-    "lolcats, window 256": {"type": "lolcats", "window": 256},
-    "lolcats, window 256, gamma .99": {"type": "lolcats", "window": 256, "gamma": 0.99},
-    "lolcats, window 256, 4 sinks": {"type": "lolcats", "window": 256, "sinks": 4},
-    "lolcats, window 256, 4 sinks, affine, gamma .99": {
-        "type": "lolcats",
-        "window": 256,
-        "sinks": 4,
-        "affine": True,
-        "gamma": 0.99,
-    },
 }
 LOLCATS = {"attention": "lolcats", "attention.sinks": 4, "attention.gamma": 0.99, "attention.affine": "true"}
 COMMON = {
@@ -71,7 +60,11 @@ COMMON = {
 RECIPES: dict[str, dict[str, Any]] = {
     "lolcats-512": {**LOLCATS, "attention.window": 512, "transfer_steps": 16, "lora_steps": 16},
     "lolcats-256": {**LOLCATS, "attention.window": 256, "transfer_steps": 24, "lora_steps": 24},
+    "lolcats-64 plain": {"attention": "lolcats", "transfer_steps": 24, "lora_steps": 24},
+    "hedgehog": {"attention": "hedgehog", "transfer_steps": 24, "lora_steps": 24},
+    "gated delta net": {"attention": "gated_delta_net", "transfer_steps": 24, "lora_steps": 24},
 }
+FAR = ("lolcats-64 plain", "gated delta net")  # too far from the source for rows of 8,192 tokens to tell more
 QUESTIONS = (
     "What is the capital of France?",
     "Give me three tips for learning a language.",
@@ -166,6 +159,8 @@ def losses(options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     for length in ROWS:
         best = measured("source", length, lambda: source)["loss"]
         for name, attention, layers, record in cases:
+            if name in FAR and length == max(ROWS):
+                continue
 
             def swap(attention: Any = attention, layers: list[int] = layers) -> Any:
                 chosen = {} if layers == every else {"layers": {"attention": layers}}
@@ -179,8 +174,9 @@ def losses(options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
             if record is not None:
                 found = measured(name, length, lambda name=name: open_model(options.work / name, "ForCausalLM")[0])
                 row |= {"trained": found["loss"], "trained - source": found["loss"] - best}
-                gap = swapped["loss"] - best  # none, where a row is no longer than the window
-                row |= {"gap recovered, %": 100 * (swapped["loss"] - found["loss"]) / gap if gap else None}
+                gap = swapped["loss"] - best
+                if gap > 1e-3:  # none, where a row is no longer than the window
+                    row["gap recovered, %"] = 100 * (swapped["loss"] - found["loss"]) / gap
                 row |= {"KL, trained": found["KL"], "same answer, trained, %": found["same"]}
                 row["steps"] = " + ".join(f"{stage.steps} {stage.name}" for stage in record.stages)
                 row["processor minutes"] = int((options.work / f"{name}.seconds").read_text()) / 60
