@@ -51,20 +51,20 @@ def relative_error(queries: Tensor, keys: Tensor, left: Tensor, right: Tensor, m
 
 
 def _largest_triples(queries: Tensor, keys: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The `rank` largest singular triples of all Q_h^T K_h, each for its own head."""
+    """The `rank` largest singular triples of all Q_h^T K_h, each for its own head. Those that several heads share are
+    taken once while there are others: factors that are alike are a start from which little is found."""
     heads = queries.shape[0]
     base_q, coordinates_q = torch.linalg.qr(queries.mT)  # Q_h^T = base R
     base_k, coordinates_k = torch.linalg.qr(keys.mT)
     u, values, v = torch.linalg.svd(coordinates_q @ coordinates_k.mT)
-    chosen = values.flatten().topk(rank).indices
-    owner = chosen // values.shape[1]
-    left = (base_q @ u).mT.flatten(0, 1)[chosen]
-    right = (base_k @ v.mT).mT.flatten(0, 1)[chosen]
-    return (
-        left,
-        right,
-        torch.zeros(heads, rank).to(queries).index_put((owner, torch.arange(rank)), values.flatten()[chosen]),
-    )
+    order = values.flatten().argsort(descending=True, stable=True)
+    left, right = (x.mT.flatten(0, 1)[order] for x in (base_q @ u, base_k @ v.mT))
+    alike = ((left @ left.T) * (right @ right.T)).tril(-1) > 0.99  # both vectors may have turned around
+    repeated = alike.any(1).int()
+    chosen = repeated.argsort(stable=True)[:rank]
+    mixing = torch.zeros(heads, rank).to(queries)
+    mixing[order[chosen] // values.shape[1], torch.arange(rank)] = values.flatten()[order[chosen]]
+    return left[chosen], right[chosen], mixing
 
 
 def _solved(gram: Tensor, wanted: Tensor) -> Tensor:
