@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 
 from hf_xformers.blocks.base import XFormerLayer
 from tests.common.cases import CASES, components, covering, each_component, each_part
@@ -210,7 +210,9 @@ def test_lora(case, tmp_path):
         assert (expected - case.run(untouched, ids, mask)).abs().max() > 1e-4
         adapted.save_pretrained(tmp_path)
         again = PeftModel.from_pretrained(untouched, tmp_path)
-        close(case.run(again.eval(), ids, mask), expected, 1e-6)
+        saved, kept = (get_peft_model_state_dict(each) for each in (again, adapted))
+        assert saved.keys() == kept.keys() and all(torch.equal(saved[name], kept[name]) for name in kept)
+        close(case.run(again.eval(), ids, mask), expected, 1e-5)  # sums depend on where weights lie in memory
         close(case.run(adapted.merge_and_unload(), ids, mask), expected, 1e-4)
 
 
