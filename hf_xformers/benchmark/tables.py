@@ -32,10 +32,12 @@ def _cell(value: Any) -> str:
 
 
 def folded(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], name: str = "") -> str:
-    """A Markdown table of at most seven columns, and below it, folded away, one of the others.
+    """A Markdown table of at most seven columns, and below it, folded away, one of the others; empty without rows.
 
     name: of the table in `hub/results.toml`, which says what comes first; else the first of `columns` do.
     """
+    if not rows:
+        return ""
     shown, others = parted([{column: row.get(column) for column in columns} for row in rows], name)
     text = table(shown, list(shown[0]))
     if others:
