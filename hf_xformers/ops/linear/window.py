@@ -243,7 +243,7 @@ def _step(
     """One token of each text, and the state after it. Its time goes with the number of operations and the bytes that
     they touch: sinks and window are one tensor, of which the next state is a part."""
     first, here = state[5:], real
-    keys, values, near = (state.key.to(key.dtype), key), (state.value.to(value.dtype), value), state.real
+    keys, values, near = [state.key.to(key.dtype), key], [state.value.to(value.dtype), value], state.real
     if sinks:
         sink_key, sink_value, taken = cast("tuple[Tensor, Tensor, Tensor]", first)
         if not (may_look(taken) and bool(taken.all())):
@@ -252,7 +252,7 @@ def _step(
             chosen, here = new[:, None, :, None], real & (count >= sinks)
             sink_key, sink_value = torch.where(chosen, key, sink_key), torch.where(chosen, value, sink_value)
             taken = taken | new
-        keys, values, near = (sink_key, *keys), (sink_value, *values), torch.cat([taken, near], dim=1)
+        keys, values, near = [sink_key, *keys], [sink_value, *values], torch.cat([taken, near], dim=1)
     key, value, near = torch.cat(keys, dim=2), torch.cat(values, dim=2), torch.cat([near, here], dim=1)
     visible = near[:, None, None]
     heads = (*query.shape[:3], -1)
