@@ -39,7 +39,6 @@ from .modeling_base import XFormerPreTrainedModel
 from .normalization.base import norm_inputs
 from .position.base import Position, PositionActs, ScoreBias
 from .stacks.driver import Pass
-from .stacks.plain import KEPT
 
 logger = logging.get_logger(__name__)
 
@@ -162,7 +161,7 @@ class XFormerTower(XFormerPreTrainedModel):
         moved = self._moves(kwargs, attention_mask, past_key_values, use_cache)
         if moved is None:
             return self._read(attention_mask=attention_mask, **kwargs, **others)
-        kwargs.pop(KEPT, None)  # the caller's last tokens may stand elsewhere
+        kwargs.pop("logits_to_keep", None)  # the caller's last tokens may stand elsewhere
         cache = self_attention_cache(past_key_values)
         if cache is not None:
             make_ready(cache, moved)
@@ -241,8 +240,8 @@ class XFormerTower(XFormerPreTrainedModel):
         if self.extra_inputs:
             given = {**kwargs, "input_ids": input_ids, "token_type_ids": token_type_ids}
             context.inputs = {name: given[name] for name in self.extra_inputs if given.get(name) is not None}
-        if isinstance(kwargs.get(KEPT), int):
-            context.inputs[KEPT] = kwargs[KEPT]
+        if isinstance(kwargs.get("logits_to_keep"), int):
+            context.logits_to_keep = kwargs["logits_to_keep"]
         hidden_states = self.embedded(inputs_embeds, token_type_ids, context)
         if past_key_values is None and self.config.unpad_inputs and context.padding_mask is not None:
             refuse_unpadding(self.config)  # it may have been switched on after the config was checked

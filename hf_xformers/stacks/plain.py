@@ -11,8 +11,6 @@ from ..core.hand_overs import HandOver
 from .base import Stack, StackSpec
 from .driver import Pass, StackOutput
 
-KEPT = "logits_to_keep"  # a model input: of how many tokens, the last ones, states are wanted
-
 
 class PlainStack(Stack):
     """Every layer once, in order.
@@ -37,9 +35,8 @@ class PlainStack(Stack):
 
     def _shorten(self, run: Pass, first: int) -> None:
         """Continues with the last tokens, where nothing is wanted of the others and nothing else was passed on."""
-        context = run.context
-        count: Any = context.inputs.get(KEPT, 0)
-        if not 0 < count < run.hidden_states.shape[1] or len(context.inputs) > 1 or not context.causal:
+        context, count = run.context, run.context.logits_to_keep
+        if not 0 < count < run.hidden_states.shape[1] or context.inputs or not context.causal:
             return
         if self.training or context.output_attentions or context.output_hidden_states or context.back_end:
             return
@@ -58,7 +55,6 @@ class PlainStack(Stack):
             query_index=context.query_index[last],
             fresh=False,
             explicit_mask=None if mask is None else mask[:, :, last],
-            inputs={},
             inputs_embeds=None,
             position_ids=None,
         )
