@@ -178,8 +178,8 @@ class Call:
         output_attentions: whether attention weights are wanted (selects the literal path).
         output_hidden_states: whether every layer's output is wanted; a stack that would run fewer layers, or run them
             in pieces, then runs them all, each over the whole sequence.
-        logits_to_keep: of how many tokens, the last ones, states are wanted, so that a stack may leave the others out of
-            layers that keep nothing of them (0: of all).
+        logits_to_keep: of how many tokens, the last ones, states are wanted (0: of all), so that a stack may leave the
+            others out of layers that keep nothing of them.
         unpadding: where the real tokens are, if layers are given them alone as one row [1, N, D] (`unpad_inputs`);
             masks and indices above are still those of the padded batch.
         parts: where the current tokens stand in their texts, if every process holds a part of each; masks and indices

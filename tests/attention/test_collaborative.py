@@ -68,6 +68,7 @@ def test_factors():
     # Heads that do share channels are found out: one product in all heads has as many as one head.
     shared = [x[:1].expand(3, -1, -1) for x in (queries, keys)]
     assert relative_error(*shared, *shared_factors(*shared, 4)) < 1e-6
+    assert relative_error(*shared, *shared_factors(*shared, 4, steps=1)) < 1e-6  # they are the start
 
 
 @pytest.mark.parametrize(("width", "groups"), [(None, None), (32, None), (None, 2), (12, None)])
