@@ -374,7 +374,8 @@ NOTE = (
     "training brought more than the swap cost, as the source has not been trained on such text. `KL` is that of "
     "the predictions from the source's, in nats. `processor minutes` are those of the training, which ran next to "
     "other work. Perplexities count words. `far_word` asks for a name that the text has had, but not in the last "
-    "3,500 characters. Prompts are read 1,024 tokens at a time; `state` is what the cache holds, `process peak` includes the weights and the libraries."
+    "3,500 characters. Prompts are read 1,024 tokens at a time; `state` is what the cache "
+    "holds, `process peak` includes the weights and the libraries."
 )
 
 
