@@ -1,7 +1,7 @@
 """SmolLM2 with a constant state: what it loses, what training brings back, and what generation costs.
 
     bash scripts/real_models.sh
-    python benchmarks/constant_state.py --text DIR [--only losses,tasks,answers,speed] [--recipes NAME,...]
+    python benchmarks/constant_state.py --text DIR [--only losses,tasks,answers,speed] [--recipes "NAME;..."]
 
 DIR has WikiText-2 as `train.txt` and `test.txt`: the first is trained on, the second measured. A recipe whose model is
 not in --work yet is trained first, by `hf-xformers linearize`; what was measured there before is not measured again,
@@ -60,6 +60,13 @@ COMMON = {
 RECIPES: dict[str, dict[str, Any]] = {
     "lolcats-512": {**LOLCATS, "attention.window": 512, "transfer_steps": 16, "lora_steps": 16},
     "lolcats-256": {**LOLCATS, "attention.window": 256, "transfer_steps": 24, "lora_steps": 24},
+    "window 512, LoRA": {
+        "attention": "sliding_window",
+        "attention.window": 512,
+        "attention.sinks": 4,
+        "transfer_steps": 0,
+        "lora_steps": 16,
+    },
     "lolcats-64 plain": {"attention": "lolcats", "transfer_steps": 24, "lora_steps": 24},
     "hedgehog": {"attention": "hedgehog", "transfer_steps": 24, "lora_steps": 24},
     "gated delta net": {"attention": "gated_delta_net", "transfer_steps": 24, "lora_steps": 24},
@@ -150,7 +157,7 @@ class Losses:
 
 
 def losses(options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    records = {name: train(options, name) for name in options.recipes.split(",") if name}
+    records = {name: train(options, name) for name in options.recipes.split(";") if name}
     measured, rows = Losses(options), []
     source = measured.source
     every = list(range(source.config.num_hidden_layers))
@@ -404,7 +411,9 @@ def main() -> None:
     parser.add_argument("--source", type=Path, default=Path("models/smollm2"))
     parser.add_argument("--text", type=Path, help="folder of train.txt and test.txt")
     parser.add_argument("--work", type=Path, default=Path("runs"), help="folder of the trained models")
-    parser.add_argument("--recipes", default=",".join(RECIPES), help="which to train and measure")
+    parser.add_argument(
+        "--recipes", default=";".join(RECIPES), help="which to train and measure, with semicolons between"
+    )
     parser.add_argument("--model", default="lolcats-512", help="the one for tasks, answers and speed")
     parser.add_argument("--only", default=",".join(PARTS), help="parts to measure")
     parser.add_argument("--contexts", type=lambda text: [int(x) for x in text.split(",")], default=CONTEXTS)

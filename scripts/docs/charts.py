@@ -93,6 +93,20 @@ PLANS: dict[str, list[Plan]] = {
             title="Generation",
         )
     ],
+    "ops_recurrent": [
+        Plan(
+            "lines",
+            ("recurrence",),
+            {
+                "forward": "time / transformers', forward",
+                "train": "time / transformers', forward and backward",
+                "memory": "peak memory / transformers'",
+            },
+            log=True,
+            even="as transformers",
+            title="Gated recurrences",
+        )
+    ],
     "state_precision": [
         Plan(
             "lines",
