@@ -106,53 +106,72 @@ class XFormerConfig(PreTrainedConfig):
     10000.0
     ```
 
-    Geometry (standard names of transformers; counts unless another unit is given):
-        vocab_size, hidden_size, num_hidden_layers, num_attention_heads, intermediate_size, max_position_embeddings,
-        type_vocab_size (0: no token types); num_decoder_layers (`None`: as many as `num_hidden_layers`);
-        distinct_layers (how many layers have parameters, which then run at several depths; `None`: all), sharing (at
-        which: `sequence`, each several times in a row; `cycle`, all in order again and again; `cycle_rev`, the last
-        time in reverse; Takase and Kiyono 2021; `distinct_layers=1` is ALBERT), layer_map (the same said for each
-        depth: the number of the layer that runs there, such as `[0, 1, 1, 0]`), share (what is shared: `all`, whole
-        layers; `attention` or `feedforward`, these alone, while every depth has norms and the rest of its own);
-        first_position (the number that `position_ids` give a text's first token: 0, in RoBERTa of transformers 2);
-        decoder_vocab_size (`None`: both towers read one token table; a number: the decoder has a table of its own with
-        so many rows, which its output is tied to);
-        num_key_value_heads (`None`: one per head; 1: multi-query; between: grouped); head_dim (`None`:
-        `hidden_size / num_attention_heads`; any other width is allowed).
-    Regularization (probabilities): hidden_dropout_prob, attention_probs_dropout_prob, activation_dropout_prob,
-        classifier_dropout (`None`: `hidden_dropout_prob`), layer_drop (that a whole layer is left out of a training
-        step, LayerDrop: Fan et al. 2020, so that layers can go later).
-    Initialization: initializer (`normal`: N(0, initializer_range); `scaled_residual`: the same with output
-        projections divided by sqrt(2 * layers), GPT-2; `xavier`: Glorot uniform, Vaswani et al.; `small`: Nguyen &
-        Salazar 2019; `t5`: Raffel et al.; `fan_in`: N(0, initializer_factor / sqrt(fan in)) with output projections
-        divided by sqrt(2 * layers), Child et al. 2019), initializer_range (standard deviation), initializer_factor
-        (multiplies the last four).
-    Pooling: add_pooler (a layer on the first token, in a decoder on the last, for classifiers), pooler_activation (its
-        name in transformers' table; BERT: tanh), classifier_pooling (what a classifier without a pooler reads: `auto`
-        is the first token, in decoders the last; `late_mean` is the mean of what the transform makes of every token;
-        `attention` is what a learned vector reads of all tokens, Lee et al. 2019).
-    Classifiers: classifier_transform (what stands between the states and the labels of texts, tokens, spans, choices
-        and images: `none`; `dense`, a map and an activation; `dense_norm`, these and the config's normalization),
-        classifier_activation (its name in transformers' table), classifier_bias (whether the map has a bias),
-        tag_decoder (how tokens are labeled: `softmax`, each by itself, or `crf`, a linear chain that scores sequences
-        of tags, whose best ones are well-formed where tags are of the form B-PER, I-PER, O).
-    pretraining: settings of the heads that only pretraining has, by the name of their spec, e.g. `{"replaced_tokens":
-        {"generator_size": 0.5}}`. Missing settings fall back to the variant's, then to the spec's defaults.
-    Shape: is_decoder (causal self-attention), is_encoder_decoder (two towers and cross-attention). The head classes
-        set both, so a saved config says what was built.
-    unpad_inputs: whether layers are given the real tokens of a batch alone, as one row, wherever they do not look at
-        other tokens (faster the more padding there is; the same results). Not while decoding, recording or tracing.
-    Normalization: layer_norm_eps (added to variances before their root is taken).
-    Special tokens (ids; `None`: there is none): pad_token_id, bos_token_id, eos_token_id, decoder_start_token_id (what
-        an encoder-decoder's decoder reads first; `None`: the padding token).
-    Generation and output: use_cache (whether a decoder keeps the state of what it has read), tie_word_embeddings
-        (whether the output reads the token table), labels_in_place (whether a causal model compares a prediction with
-        the label in its own place, as transformers' BartForCausalLM does, not with the next one).
-    Slots: embedding, position, attention, cross_attention, normalization, residual, feedforward, block, stack, head.
-    decoder: fields of an encoder-decoder's decoder that differ from its encoder's, e.g. `{"attention": "dense"}`.
-    per_layer_config: fields of single layers that differ, e.g. `{0: {"attention": "dense"}}` (transformers' own
-        field): attention, cross_attention, feedforward, normalization, residual, and the sizes and dropout inside
-        them.
+    Args:
+        vocab_size: tokens of the vocabulary.
+        hidden_size: width D of the states of a token.
+        num_hidden_layers: layers, of an encoder-decoder's encoder.
+        num_decoder_layers: layers of its decoder; `None`: as many as `num_hidden_layers`.
+        distinct_layers: how many layers have parameters, which then run at several depths; `None`: all. 1 is ALBERT.
+        sharing: at which depths they run: `sequence`, each several times in a row; `cycle`, all in order again and
+            again; `cycle_rev`, the last time in reverse (Takase and Kiyono 2021).
+        layer_map: the same said for each depth, the number of the layer that runs there: `[0, 1, 1, 0]`.
+        share: what depths share: `all`, whole layers; `attention` or `feedforward`, these alone, while every depth has
+            norms and the rest of its own.
+        decoder_vocab_size: rows of a token table of the decoder's own, which its output is tied to; `None`: both
+            towers read one table.
+        num_attention_heads: heads of attention.
+        num_key_value_heads: heads of keys and values; `None`: one for each of the queries'; 1: multi-query attention;
+            between: grouped.
+        head_dim: width of a head; `None`: `hidden_size / num_attention_heads`. Any width is allowed.
+        intermediate_size: inner width of the feed-forward layers.
+        max_position_embeddings: tokens of the longest text that learned positions are made for.
+        first_position: the number that `position_ids` give a text's first token: 0, in RoBERTa of transformers 2.
+        type_vocab_size: token types; 0: none.
+        hidden_dropout_prob: dropout of embeddings and of what layers add to the states.
+        attention_probs_dropout_prob: dropout of attention weights.
+        activation_dropout_prob: dropout behind the activation of feed-forward layers.
+        classifier_dropout: dropout before a classifier; `None`: `hidden_dropout_prob`.
+        layer_drop: probability that a training step leaves a layer out, so that layers can go later (LayerDrop, Fan et
+            al. 2020).
+        layer_norm_eps: added to variances before their root is taken.
+        initializer: `normal`, N(0, initializer_range); `scaled_residual`, the same with output projections divided by
+            sqrt(2 * layers) (GPT-2); `xavier`, Glorot uniform (Vaswani et al. 2017); `small` (Nguyen and Salazar
+            2019); `t5` (Raffel et al. 2020); `fan_in`, N(0, initializer_factor / sqrt(fan in)) with output projections
+            divided by sqrt(2 * layers) (Child et al. 2019).
+        initializer_range: standard deviation of `normal` and `scaled_residual`.
+        initializer_factor: multiplies the standard deviation of the others.
+        add_pooler: whether classifiers read a dense layer on the first token, in a decoder on the last.
+        pooler_activation: its activation, by the name in transformers' table; BERT: tanh.
+        classifier_pooling: what a classifier without a pooler reads: `first`, `last` or `mean` token states; `auto`,
+            the first, in decoders the last; `late_mean`, the mean of what the transform makes of every token;
+            `attention`, what a learned vector reads of all tokens (Lee et al. 2019).
+        classifier_transform: what stands between the states and the labels of texts, tokens, spans, choices and
+            images: `none`; `dense`, a map and an activation; `dense_norm`, these and the config's normalization.
+        classifier_activation: activation of the transform, by the name in transformers' table.
+        classifier_bias: whether the map of the transform has a bias.
+        tag_decoder: how tokens are labeled: `softmax`, each by itself; `crf`, a linear chain that scores sequences of
+            tags, whose best ones are well-formed where tags are of the form B-PER, I-PER, O.
+        pretraining: settings of the heads that only pretraining has, by the name of their spec, such as
+            `{"replaced_tokens": {"generator_size": 0.5}}`. Missing settings fall back to the variant's, then to the
+            spec's defaults.
+        pad_token_id: id of the padding token; `None`: there is none.
+        bos_token_id: id of the token that begins a text.
+        eos_token_id: id of the token that ends a text, or several.
+        decoder_start_token_id: id of what an encoder-decoder's decoder reads first; `None`: the padding token.
+        is_decoder: whether self-attention is causal. The head classes set it, so a saved config says what was built.
+        is_encoder_decoder: whether there are two towers and cross-attention. The head classes set it, too.
+        use_cache: whether a decoder keeps the state of what it has read.
+        unpad_inputs: whether layers are given the real tokens of a batch alone, as one row, wherever they do not look
+            at other tokens (faster the more padding there is; the same results). Not while decoding, recording or
+            tracing.
+        tie_word_embeddings: whether the output reads the token table.
+        labels_in_place: whether a causal model compares a prediction with the label in its own place, as transformers'
+            BartForCausalLM does, not with the next one.
+        embedding, position, attention, cross_attention, normalization, residual, feedforward, block, stack, head: the
+            component of the slot: a name, a dict or a spec.
+        decoder: fields of an encoder-decoder's decoder that differ from its encoder's: `{"attention": "dense"}`.
+        per_layer_config: fields of single layers that differ (transformers' own field): `{0: {"attention":
+            "dense"}}`. Slots but embedding, position, block, stack and head, and the sizes and dropout inside them.
 
     Raises:
         TypeError: a field or a component field has a wrong type.

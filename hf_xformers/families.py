@@ -145,8 +145,8 @@ def _documented(config_class: Any) -> str:
     parts = (
         [own, "Fields whose defaults differ from those of `XFormerConfig`:\n" + "\n".join(chosen)] if chosen else [own]
     )
-    _, _, meaning = inspect.cleandoc(XFormerConfig.__doc__ or "").partition("```\n\nGeometry")
-    return "\n\n".join([*parts, f"What the fields mean:\n\nGeometry{meaning}"])
+    _, args, fields = inspect.cleandoc(XFormerConfig.__doc__ or "").partition("Args:\n")
+    return "\n\n".join([*parts, args + fields])
 
 
 def _register(head: str, config_class: Any, made: Any) -> None:

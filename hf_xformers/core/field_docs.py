@@ -21,7 +21,9 @@ def meanings(cls: type) -> dict[str, str]:
         text = inspect.cleandoc(owner.__doc__ or "") + "\n"
         sections = [match[1] for match in _ARGS.finditer(text)]
         for part, pattern in [*((section, _ENTRY) for section in sections), (_ARGS.sub("\n", text), _SENTENCE)]:
-            heads = [match for match in pattern.finditer(part) if names.issuperset(re.split(r",\s", match[1]))]
+            heads = list(pattern.finditer(part))
+            if pattern is _SENTENCE:  # any sentence may have a colon
+                heads = [head for head in heads if names.issuperset(re.split(r",\s", head[1]))]
             for head, following in zip(heads, [*heads[1:], None]):
                 end = len(part) if following is None else following.start()
                 meaning = " ".join(part[head.end() : end].split("\n\n")[0].split())

@@ -10,10 +10,10 @@ import pytest
 
 from hf_xformers.configuration_xformer import XFormerConfig
 from hf_xformers.core.components import SLOTS
+from hf_xformers.core.field_docs import meanings
 from hf_xformers.objectives import OBJECTIVES
 from hf_xformers.variants import model_types
 from scripts.docs import assemble, catalog, objectives, results, survey, taxonomy, zoo
-from scripts.docs.fields import general_meanings
 from scripts.docs.markup import ROOT, Pages
 
 
@@ -99,13 +99,11 @@ def test_a_new_variant_is_in_the_taxonomy_by_itself(monkeypatch):
 
 
 def test_every_field_of_a_config_is_explained(pages):
-    explained = general_meanings()
+    explained = meanings(XFormerConfig)
     names = {field.name for field in dataclasses.fields(XFormerConfig)} & set(XFormerConfig.__annotations__)
-    assert len(names) > 45 and names <= set(explained)
-    assert explained["head_dim"].startswith("`None`: `hidden_size / num_attention_heads`")
-    assert explained["layer_drop"].startswith("that a whole layer is left out")
-    assert explained["vocab_size"] == "tokens in the vocabulary"
-    assert explained["unpad_inputs"].startswith("whether layers")
+    assert len(names) > 45 and names | {"per_layer_config"} <= set(explained)
+    assert explained["head_dim"].startswith("width of a head; `None`: `hidden_size / num_attention_heads`")
+    assert explained["stack"] == "the component of the slot: a name, a dict or a spec"
 
 
 def test_every_field_of_a_component_is_explained(pages):
@@ -119,7 +117,8 @@ def test_every_field_of_a_component_is_explained(pages):
 def test_navigation_leads_to_every_page(pages):
     from scripts.docs.navigation import configuration
 
-    text = configuration([*pages, "index.md"])
+    written = [path for ending in ("md", "ipynb") for path in assemble.WRITTEN.rglob(f"*.{ending}")]
+    text = configuration([*pages, *(str(path.relative_to(assemble.WRITTEN).with_suffix(".md")) for path in written)])
     assert "zoo/luna.md" in text and "*" not in text.partition("nav:")[2]
     with pytest.raises(ValueError, match="does not lead to lost.md"):
-        configuration([*pages, "lost.md"])
+        configuration([*pages, "index.md", "lost.md"])
