@@ -70,9 +70,9 @@ HOOKS: dict[str, str] = {
     " all_tied_weights_keys gather_sharded_state_dict_for_save get_expanded_tied_weights_keys init_parallel_plans"
     " is_distributed_loading_by_transformers maybe_distribute_model prepare_distribute_model"
     " supports_context_parallel",
-    "transformers.GenerationMixin": "_expand_inputs_for_generation _prepare_cache_for_generation"
-    " _prepare_position_ids_for_generation _supports_default_dynamic_cache _validate_generation_mode"
-    " _validate_model_kwargs generate_batch init_continuous_batching",
+    "transformers.GenerationMixin": "_expand_inputs_for_generation _get_candidate_generator"
+    " _prepare_cache_for_generation _prepare_position_ids_for_generation _supports_default_dynamic_cache"
+    " _validate_generation_mode _validate_model_kwargs generate_batch init_continuous_batching",
     "transformers.cache_utils.DynamicLayer": "batch_repeat_interleave batch_select_indices crop get_mask_sizes"
     " get_max_length is_croppable is_initialized lazy_initialization reorder_cache supports_early_init",
     "transformers.Trainer": "_created_lr_scheduler _determine_best_metric _get_eval_sampler _get_num_items_in_batch"

@@ -22,19 +22,31 @@ logger = logging.get_logger(__name__)
 class GenerativeModel(LanguageModel, GenerationMixin):
     """Generation with the cache that the config's mechanisms declare."""
 
+    drafts_itself = False  # whether `use_mtp` has modules that draft
+
     def __init__(self, config: XFormerConfig):
         super().__init__(config)
         # A state that cannot forget its last tokens: transformers then refuses to decode with an assistant.
         self._is_stateful = not make_cache(config).is_croppable
 
-    def _validate_generation_mode(self, generation_mode: Any, *args: Any, **kwargs: Any) -> None:
+    def _validate_generation_mode(
+        self, generation_mode: Any, generation_config: Any, *args: Any, **kwargs: Any
+    ) -> None:
         if generation_mode == GenerationMode.ASSISTED_GENERATION and self._is_stateful:
             raise ValueError(
                 f"{type(self).__name__} ({self.config.model_type!r}) cannot check drafted tokens, as its state cannot"
-                " forget those that are not taken; leave `assistant_model` and `prompt_lookup_num_tokens` out, or take"
-                " a model that keeps keys and values, such as an 'xf_gpt2'."
+                " forget those that are not taken; leave `assistant_model`, `prompt_lookup_num_tokens` and `use_mtp`"
+                " out, or take a model that keeps keys and values, such as an 'xf_gpt2'."
             )
-        super()._validate_generation_mode(generation_mode, *args, **kwargs)  # type: ignore[misc]  # as further below
+        if getattr(generation_config, "use_mtp", None) and not self.drafts_itself:
+            raise ValueError(
+                f"{type(self).__name__} has no modules that draft tokens (`use_mtp={generation_config.use_mtp}`); load"
+                " a checkpoint of the objective 'mtp' by its own class, `...ForMultiTokenPrediction`, or leave"
+                " `use_mtp` out."
+            )
+        super()._validate_generation_mode(  # type: ignore[misc]  # as further below
+            generation_mode, generation_config, *args, **kwargs
+        )
 
     def _prepare_cache_for_generation(
         self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length

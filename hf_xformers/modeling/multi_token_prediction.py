@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multi-token prediction: modules on top of a decoder that predict the tokens behind the next one, in training."""
+"""Multi-token prediction: modules on top of a decoder that predict the tokens behind the next one, for training and as
+drafts."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import Cache
 
 from ..attention.shared.base import Attention
 from ..configuration_xformer import XFormerConfig
@@ -20,6 +22,7 @@ from ..core.text_parts import division_in_force
 from ..normalization.base import norm_inputs
 from ..stacks.driver import Pass
 from .language import XFormerForCausalLM
+from .module_drafts import ModuleDrafts
 
 LOSS = "multi_token_prediction"
 
@@ -53,12 +56,13 @@ class PredictionModule(nn.Module):
         self.final_norm = view.residual.build_final(view)
 
     def forward(
-        self, vectors: Tensor, states: Tensor, context: Call, position: Any
+        self, vectors: Tensor, states: Tensor, context: Call, position: Any, past_key_values: Cache | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """vectors, states [B, T, D] -> states [B, T, D], and the layer's auxiliary losses."""
+        """vectors, states [B, T, D] -> states [B, T, D], and the layer's auxiliary losses. past_key_values: a cache of
+        this layer alone."""
         given = norm_inputs(self.normalization, context)
         joined = torch.cat((self.token_norm(vectors, **given), self.state_norm(states, **given)), dim=-1)
-        run = Pass([self.layer], self.join_proj(joined), context, position)
+        run = Pass([self.layer], self.join_proj(joined), context, position, None, past_key_values)
         run.begin()
         run.step(0)
         states = run.output().hidden_states
@@ -71,11 +75,13 @@ class XFormerForMultiTokenPrediction(XFormerForCausalLM):
     loss = L_0 + weight / n sum_k L_k, L_k = -mean_i log p_k(t_{i+k+1} | t_<=i+k) (DeepSeek-AI 2024, arXiv 2412.19437,
     section 2.2): module k = 1 .. n ([`PredictionModule`]) continues with the states of the one before, the first with
     the decoder's last states, and all share its token table, positions and head. Targets in another document, and
-    behind padding, are none. They are modules of training: what it generates and gives out is the decoder's, and
-    `ForCausalLM` loads a checkpoint without them.
+    behind padding, are none. What it generates and gives out is the decoder's, and `ForCausalLM` loads a checkpoint
+    without them; `generate(use_mtp=True)` lets them draft tokens that the decoder checks ([`ModuleDrafts`]).
 
     The second loss is the auxiliary loss `multi_token_prediction`.
     """
+
+    drafts_itself = True
 
     def __init__(self, config: XFormerConfig):
         super().__init__(config)
@@ -113,6 +119,15 @@ class XFormerForMultiTokenPrediction(XFormerForCausalLM):
             total = total + token_cross_entropy(self.lm_head(states), _ahead(labels, place, -100).where(there, -100))
         losses[LOSS] = self.settings.weight / self.settings.depth * total
         return losses
+
+    def _get_candidate_generator(self, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
+        # transformers' own `MTPCandidateGenerator` builds `layer_class(config, index)` anew, calls it with a mask and
+        # rotary tables, and reads its weights from files, as layers behind the last; ours are here, and read a `Call`.
+        if getattr(generation_config, "use_mtp", None):
+            return ModuleDrafts(self, generation_config, kwargs["logits_processor"])
+        return super()._get_candidate_generator(  # type: ignore[misc]  # declared for a class of typing alone
+            generation_config, *args, **kwargs
+        )
 
 
 def _ahead(x: Tensor, places: int, value: float | int | bool) -> Tensor:

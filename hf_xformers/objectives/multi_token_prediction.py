@@ -12,15 +12,15 @@ from .causal_lm import CausalLMObjective
 
 @register("mtp")
 class MultiTokenObjective(CausalLMObjective):
-    """Maximize sum_t log p(x_t | x_<t), and with modules that only training has log p_k(x_{t+k} | x_<t+k, h_t) of
-    further tokens.
+    """Maximize sum_t log p(x_t | x_<t), and with further modules log p_k(x_{t+k} | x_<t+k, h_t) of the tokens behind
+    it; they can draft tokens when the model writes (`generate(use_mtp=True)`).
 
     Args:
         mtp_depth: modules, each of which predicts a token further ahead.
         mtp_weight: of their mean loss next to that of the next token.
     """
 
-    summary: ClassVar[str] = "each token and those behind it, by modules of training (DeepSeek-V3)"
+    summary: ClassVar[str] = "each token and those behind it, by further modules (DeepSeek-V3)"
     head: ClassVar[str] = "MultiTokenPrediction"
     preferred: ClassVar[bool] = False
 

@@ -51,7 +51,7 @@ INFO = VariantInfo(
         " of an expert rises or falls by `balance_rate`, as fewer or more tokens than the mean have chosen it; no loss"
         " balances them. `--feedforward.groups` bounds from where experts are chosen. DeepSpeed's optimizers hold"
         " copies of the router, which the biases do not follow. `--objective mtp` also trains a module for the token"
-        " behind the next one (`ForMultiTokenPrediction`)."
+        " behind the next one (`ForMultiTokenPrediction`), which then drafts it (`generate(use_mtp=True)`)."
     ),
     cite="dai2024deepseekmoe",
 )

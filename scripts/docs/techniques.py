@@ -200,8 +200,12 @@ TECHNIQUES = (
         "Speculative decoding",
         "",
         "",
-        "`generate(assistant_model=...)`, `prompt_lookup_num_tokens`: where a state can forget its last tokens",
-        ("tests/inference/test_reuse.py::test_speculative_decoding",),
+        "`generate(assistant_model=...)`, `prompt_lookup_num_tokens`, after multi-token prediction `use_mtp`: where a"
+        " state can forget its last tokens",
+        (
+            "tests/inference/test_reuse.py::test_speculative_decoding",
+            "tests/objectives/test_module_drafts.py::test_any_modules_leave_the_text",
+        ),
         "every type of state",
         counts=lambda can: can.rolls_back,
         among="decoders",

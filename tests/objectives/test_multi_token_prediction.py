@@ -19,9 +19,9 @@ SIZES = dict(
 DEPTH, WEIGHT = 2, 0.7
 
 
-def build(cls=XFormerForMultiTokenPrediction, **fields):
+def build(cls=XFormerForMultiTokenPrediction, depth=DEPTH, **fields):
     torch.manual_seed(0)
-    settings = {"multi_token_prediction": {"depth": DEPTH, "weight": WEIGHT}}
+    settings = {"multi_token_prediction": {"depth": depth, "weight": WEIGHT}}
     return make_strong(cls(XFormerConfig(**SIZES | fields, pretraining=settings)).double().eval())
 
 
@@ -30,22 +30,28 @@ def normed(norm, x):
 
 
 @torch.no_grad()
-def log_probs(model, ids):
-    """By depth, of the target of each place that has one: a module is a model of one layer over the shorter text."""
+def one_layer(model, module, vectors, states):
+    """What a module makes of both [1, T, D]: it is a model of one layer."""
     one = copy.deepcopy(model.config)
     one.num_hidden_layers = 1
+    joined = [normed(module.token_norm, vectors), normed(module.state_norm, states)]
+    tower = XFormerModel(one).double().eval()
+    weights = {f"trunk.layers.0.{name}": value for name, value in module.layer.state_dict().items()}
+    weights["trunk.final_norm.weight"] = module.final_norm.weight
+    missing = tower.load_state_dict(weights, strict=False)
+    assert not missing.unexpected_keys and missing.missing_keys == ["trunk.embedding.tokens.weight"]
+    return tower(inputs_embeds=torch.cat(joined, -1) @ module.join_proj.weight.T).last_hidden_state
+
+
+@torch.no_grad()
+def log_probs(model, ids):
+    """By depth, of the target of each place that has one."""
     states, table, found = model.model(ids).last_hidden_state, model.get_input_embeddings().weight, []
     for k, module in enumerate(model.mtp, 1):
         left = ids.shape[1] - k
         if left < 2:  # a text without a target at this depth
             return found + [[]] * (len(model.mtp) - k + 1)
-        joined = [normed(module.token_norm, table[ids[:, k:]]), normed(module.state_norm, states[:, :left])]
-        tower = XFormerModel(one).double().eval()
-        weights = {f"trunk.layers.0.{name}": value for name, value in module.layer.state_dict().items()}
-        weights["trunk.final_norm.weight"] = module.final_norm.weight
-        missing = tower.load_state_dict(weights, strict=False)
-        assert not missing.unexpected_keys and missing.missing_keys == ["trunk.embedding.tokens.weight"]
-        states = tower(inputs_embeds=torch.cat(joined, -1) @ module.join_proj.weight.T).last_hidden_state
+        states = one_layer(model, module, table[ids[:, k:]], states[:, :left])
         scores = torch.log_softmax(states[:, : left - 1] @ table.T, -1)
         found.append([float(scores[0, i, ids[0, i + k + 1]]) for i in range(left - 1)])
     return found
