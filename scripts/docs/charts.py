@@ -303,10 +303,10 @@ PLANS: dict[str, list[Plan]] = {
     "sounds": [Plan("dots", ("model",), _HELD_OUT, axis="word error rate or perplexity", group=("data",))],
     "recall": [
         Plan(
-            "dots",
+            "lines",
             ("mechanism",),
-            {"accuracy": "accuracy", "chance": "chance"},
-            axis="share of values that are recalled",
+            {"accuracy": "share of values that are recalled"},
+            over=("state", "numbers in the state"),
             title="Values looked up by their keys",
         )
     ],
