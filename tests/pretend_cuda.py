@@ -34,6 +34,7 @@ class Log:
 
     def clear(self):
         self.launches, self.waits, self.copies, self.mixed = Counter(), Counter(), Counter(), Counter()
+        self.largest = 0  # numbers of one tensor that was made
 
     def note(self, kind: Counter, name: str) -> None:
         kind[f"{name} at {_place()}"] += 1
@@ -102,6 +103,8 @@ class OnGPU(torch.Tensor):
             plain_kwargs["out"].copy_(into.baddbmm(left.float(), right.float(), alpha=kwargs.get("alpha", 1)))
             return kwargs["out"]
         out = tree_map(_outer, func(*plain_args, **plain_kwargs))
+        if name.strip("_") not in VIEWS:
+            LOG.largest = max([LOG.largest, *(x.numel() for x in tree_leaves(out) if isinstance(x, torch.Tensor))])
         return return_and_correct_aliasing(func, args, kwargs, out)
 
 

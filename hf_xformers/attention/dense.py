@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.cache_utils import Cache
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -37,6 +39,7 @@ BIAS_AT_ONCE = 1 << 23
 # its gradient, so that tiles pay from about 256 tokens on.
 TRAINED_BIAS_AT_ONCE = 1 << 19
 _ALL = full()  # built at import: torch.compile cannot trace it
+_NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class DenseMask(Prepared):
@@ -56,17 +59,36 @@ class DenseAttention(Attention):
     A short text has the bias b of the config's position [H, T, S] made once, for all layers. What no fused kernel
     knows the derivative of, score terms and the bias of a long text that is a number for each distance, is made for a
     block of queries at a time, in every layer and again in the backward pass: O(T + S) memory, also in training.
+
+    On a GPU, torch's kernels make a number for each pair of tokens of a mask. With `unpad_inputs` and without dropout
+    FlexAttention hides padding instead.
     """
 
     def prepare(self, context: Call, past_key_values: Cache | None) -> None:
         super().prepare(context, past_key_values)
         if self.cross or self.changes_scores:  # what follows is not read
             return
-        context.prepare(DenseMask, lambda: DenseMask(*self._open(self._mask(context, past_key_values), context)))
+        if context.padding_mask is None or not self._hides_in_kernel(context):
+            self._made_mask(context, past_key_values)
         bias = self.score_bias(context)
         if bias is not None and context.state(DenseBias) is None and not self._bias_in_blocks(context):
             matrix = bias.block(context.query_index, context.key_index)
             context.start(DenseBias(matrix if matrix.ndim == 4 else matrix[None]))
+
+    def _made_mask(self, context: Call, past_key_values: Cache | None = None) -> DenseMask:
+        return context.prepare(
+            DenseMask, lambda: DenseMask(*self._open(self._mask(context, past_key_values), context))
+        )
+
+    def _hides_in_kernel(self, context: Call) -> bool:
+        """Whether padding is hidden by FlexAttention, if that takes the tensors."""
+        if not self.config.unpad_inputs or context.key_index.device.type != "cuda":
+            return False
+        if context.implementation != "sdpa" or self.wants_weights(context) or (self.training and self.dropout > 0):
+            return False
+        if context.explicit_mask is not None or context.static or context.parts is not None:
+            return False
+        return context.query_index.shape[0] > 1 and (self.cross or self.score_bias(context) is None)
 
     @staticmethod
     def _open(mask: Any, context: Call) -> tuple[Any, Tensor | None]:
@@ -126,12 +148,14 @@ class DenseAttention(Attention):
         if added is not None:
             inputs = (query * added.scale, self.repeated(key), self.repeated(value), added, dropout)
             return weights_with_terms(*inputs) if self.wants_weights(context) else (attend_with_terms(*inputs), None)
+        padding = context.memory_padding_mask if self.cross else context.padding_mask
+        if padding is not None and self._hides_in_kernel(context) and flex_applies(query, key, value):
+            return self._in_tiles(query, key, value, context, dropout), None
         blind: Tensor | None = None
         if self.cross:
-            padding = context.memory_padding_mask
             mask, bias = (None if padding is None else padding[:, None, None, :]), None
         else:
-            prepared, made = context.prepared(DenseMask), context.state(DenseBias)
+            prepared, made = self._made_mask(context), context.state(DenseBias)
             mask, blind = prepared.mask, prepared.blind
             bias = None if made is None else made.matrix
         causal = self.is_causal and mask is None and context.fresh
@@ -148,18 +172,19 @@ class DenseAttention(Attention):
             # A key mask is broadcast by the kernel; expanding it would cost T x S bytes per row of the batch.
             mask = mask.expand(-1, -1, query.shape[2], -1)
         backend = ALL_ATTENTION_FUNCTIONS[context.implementation]
-        output, _ = backend(
-            self,
-            query,
-            key,
-            value,
-            mask,
-            dropout=dropout,
-            scaling=self.scaling,
-            is_causal=causal,
-            position_bias=bias,
-            **context.back_end,
-        )
+        with _kernels_for(key, mask):
+            output, _ = backend(
+                self,
+                query,
+                key,
+                value,
+                mask,
+                dropout=dropout,
+                scaling=self.scaling,
+                is_causal=causal,
+                position_bias=bias,
+                **context.back_end,
+            )
         if context.back_end:  # engines give tokens side by side, without batch and heads
             output = output.reshape(query.shape[0], query.shape[2], self.num_heads, -1)
         if blind is not None:
@@ -234,6 +259,16 @@ class DenseAttention(Attention):
             mask = None if mask is None else nn.functional.pad(mask, (0, 1), value=True)
             return visible_softmax(scores, mask, False)[..., :-1]
         return visible_softmax(scores, mask, rows_can_be_empty(context, self.cross))
+
+
+def _kernels_for(key: Tensor, mask: Any) -> AbstractContextManager:
+    """Where cuDNN's backward pass with a mask gives NaN for queries all of whose scores are below -88 (S % 128 == 64,
+    pytorch#196678), torch's other kernels are taken."""
+    if mask is None or key.device.type != "cuda" or key.shape[2] % 128 != 64:
+        return nullcontext()
+    if not torch.compiler.is_compiling() and not torch.backends.cuda.cudnn_sdp_enabled():
+        return nullcontext()  # and whoever has switched it off may have switched off others
+    return sdpa_kernel(_NOT_CUDNN)
 
 
 _SUPPORTS = frozenset({"packed_rows", "pages", "pair_mask", "token_numbers"})

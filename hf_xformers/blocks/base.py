@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
@@ -33,7 +33,7 @@ class RunningTokens(Prepared):
     mask: Tensor
 
 
-Names: TypeAlias = tuple[tuple[Key, str], ...]
+Names: TypeAlias = dict[tuple[Key, str], None]  # keys of it, as FSDP looks into all else for dataclasses to copy
 Kind = Literal["attention", "cross_attention", "feedforward"]
 Reads = Literal["stream", "same_stream", "same_input", "layer_input"]
 
@@ -85,19 +85,19 @@ class BlockSpec(Spec):
 
 def flattened(states: Mapping[Key, State]) -> tuple[Names, list[Tensor]]:
     """The tensors in `states`, with what [`unflattened`] needs to know of them."""
-    names: list[tuple[Key, str]] = []
+    names: Names = {}
     tensors: list[Tensor] = []
     for key, state in states.items():
         fields: tuple[str, ...] = state.__match_args__
         for name in fields:
             tensor = getattr(state, name)
             if tensor is not None:
-                names.append((key, name))
+                names[key, name] = None
                 tensors.append(tensor)
-    return tuple(names), tensors
+    return names, tensors
 
 
-def unflattened(names: Names, tensors: Sequence[Tensor]) -> States:
+def unflattened(names: Iterable[tuple[Key, str]], tensors: Sequence[Tensor]) -> States:
     """The states whose tensors these are."""
     found: dict[Key, dict[str, Tensor]] = {}
     for (key, name), tensor in zip(names, tensors, strict=True):
@@ -189,12 +189,12 @@ class XFormerLayer(GradientCheckpointingLayer):
             self.function(entry).prepare(context, past_key_values)
 
     def forward(
-        self, hidden_states: Tensor, memory: Tensor | None, *tensors: Tensor, names: Names = (), **given: Any
+        self, hidden_states: Tensor, memory: Tensor | None, *tensors: Tensor, names: Names | None = None, **given: Any
     ) -> tuple:
         """[`XFormerLayer.run`] with states as tensors and their names -> a flat tuple `(hidden_states, names, names of
         losses, *tensors, *losses)`: reentrant checkpointing follows only tensors that are positional on the way in and
         flat on the way out."""
-        hidden_states, states, losses = self.run(hidden_states, memory, unflattened(names, tensors), **given)
+        hidden_states, states, losses = self.run(hidden_states, memory, unflattened(names or {}, tensors), **given)
         names, passed = flattened(states)
         return (hidden_states, names, tuple(losses), *passed, *losses.values())
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Hashable, MutableMapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -315,7 +315,18 @@ class Call:
     def derive(self, *kinds: type[Prepared], **changes: Any) -> Call:
         """A copy for a part of the stack with other length, positions or masks; of what is made, only these `kinds`
         are carried over."""
-        return replace(self, made=self.kept(*kinds), states={}, **changes)
+        return self.but(made=self.kept(*kinds), states={}, **changes)
+
+    def but(self, **changes: Any) -> Call:
+        """A copy with other values of these fields."""
+        seen = copy.copy(self)
+        seen.__dict__.update(changes)
+        return seen
+
+
+# Of a dataclass among a module's arguments, torch's FSDP makes a copy in its own precision (and fails at a class that
+# is one): what a layer puts into a call would be lost to the next one.
+del Call.__dataclass_fields__
 
 
 class SublayerOutput(NamedTuple):

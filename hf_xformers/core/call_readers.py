@@ -7,7 +7,6 @@ alone may bring them together. What else looks beyond its own token would silent
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -129,7 +128,7 @@ class ShardedRows(CallReader):
         position_ids = tower.from_zero(position_ids)
         positions = position_ids if position_ids.ndim == 2 else position_ids[None]
         tower.check_length(positions)
-        return replace(context, positions=positions, position_ids=position_ids if attention_mask is None else None)
+        return context.but(positions=positions, position_ids=position_ids if attention_mask is None else None)
 
 
 def reader_of_call(cache: Any) -> CallReader | None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,12 @@ class Float32Module(nn.Module):
     `model.half()`, `model.bfloat16()` and `model.to(dtype)` leave them in float32, and so does
     `from_pretrained(dtype=...)` ([`float32_names`]). What such a module gives out is brought to the type of the states
     it joins.
+
+    Attributes:
+        readers: the methods that read the parameters. Empty: the calls of the modules inside do.
     """
+
+    readers: ClassVar[tuple[str, ...]] = ("forward",)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         def keep(tensor: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -200,8 +200,7 @@ class DividedRows(CallReader):
         most = tower.max_length
         if most is not None and (chosen is not None or parts.total_length > most):
             tower.check_length(parts.largest(positions.max()))
-        return replace(
-            tower.read_rows(inputs_embeds, **asked),
+        return tower.read_rows(inputs_embeds, **asked).but(
             padding_mask=None if parts.mask is None else parts.own(parts.mask),
             positions=positions,
             segment_ids=None if parts.documents is None else parts.own(parts.documents),

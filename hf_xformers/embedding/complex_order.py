@@ -22,6 +22,7 @@ class ComplexEmbedding(Undecayed, Float32Module):
     """
 
     undecayed = ("tokens.weight",)
+    readers = ()
 
     types = None
 

@@ -113,6 +113,8 @@ class FloaterPosition(Float32Module, Position):
     copy of the parameters that it belongs to. Parameters and states are in float32 at least.
     """
 
+    readers = ("biases",)
+
     def __init__(self, config, spec: FloaterSpec):
         super().__init__()
         self.spec = spec

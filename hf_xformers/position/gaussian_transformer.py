@@ -32,6 +32,7 @@ class GaussianTerms(Float32Module, Undecayed, PositionTerms):
     """
 
     undecayed = ("raw_scale", "raw_offset")
+    readers = ("by_distance",)
 
     def __init__(self, config, spec: GaussianTransformerSpec):
         super().__init__()

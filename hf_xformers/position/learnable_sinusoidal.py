@@ -21,6 +21,7 @@ class LearnableSinusoid(Float32Module, Position):
     float32."""
 
     undecayed = ("frequency",)
+    readers = ("angles",)
 
     def __init__(self, width: int, base: float):
         super().__init__()

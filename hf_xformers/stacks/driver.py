@@ -147,7 +147,7 @@ class Pass:
         for name, tensor in passed.items():
             if tensor is not before.get(name):
                 now[name] = tensor if tensor.shape[0] == 1 else tensor[rows]  # what leads with 1 serves all rows
-        self.context, self.states = context, unflattened(tuple(now), list(now.values()))
+        self.context, self.states = context, unflattened(now, list(now.values()))
         self.hidden_states, self.positions = self.hidden_states[rows], context.positions
 
     def output(self) -> StackOutput:

@@ -5,7 +5,6 @@ steps."""
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -108,8 +107,7 @@ class FeedbackStack(Stack):
         start, written, outputs = window.parts()[:2], [], []
         aux_losses = run.losses
         for time in range(length):
-            now = replace(
-                context,
+            now = context.but(
                 positions=context.positions[:, time : time + 1],
                 query_index=context.query_index[time : time + 1],
                 fresh=False,

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -188,7 +188,7 @@ class HanStack(PlainStack):
             flat = states.flatten(1, 2)
             output.hidden_states = torch.cat([output.hidden_states, flat], dim=1)
             # What is behind counts for no other reader.
-            output.context = replace(output.context, padding_mask=F.pad(real, (0, flat.shape[1]), value=False))
+            output.context = output.context.but(padding_mask=F.pad(real, (0, flat.shape[1]), value=False))
         return output
 
     def _before(

@@ -86,7 +86,7 @@ class _Run:
     context: Call
     past_key_values: Cache | None
     position: Position
-    names: Names = ()
+    names: Names = field(default_factory=dict)
     reads_memory: bool = False
     loss_names: tuple[str, ...] = ()
     states: list[RandomState] = field(default_factory=list)

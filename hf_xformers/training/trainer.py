@@ -25,6 +25,7 @@ from .evaluation import (
     only_measured,
 )
 from .expert_parts import ExpertParts
+from .float32_shards import keep_float32_in_shards
 from .loss_terms import LossTerms, Means
 from .randomness import data_seed
 from .recipe import Recipe, row_lengths, smoothing_among_all, vaswani_schedule
@@ -150,6 +151,11 @@ class XFormerTrainer(MeasuringTrainer):
         return smoother(
             {"logits": logits}, labels, shift_labels=self._predicts_next_token, num_items_in_batch=num_items_in_batch
         )
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        if self.optimizer is None:  # one that was given has parameters already, which sharding would replace
+            keep_float32_in_shards(self.accelerator, self.model)
+        return super().create_optimizer(model)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         if self.recipe.vaswani_lr_scale is None or self.lr_scheduler is not None:

@@ -5,6 +5,7 @@ import torch
 
 from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerModel
 from hf_xformers.attention import dense
+from hf_xformers.ops.block_sparse import attention as block_sparse
 from tests.attention.references.table import softmax_attention
 from tests.attention.score_helpers import GEOMETRY, build_layers, make_context, run_layers, vectors
 from tests.helpers import close, make_strong, tokens
@@ -59,6 +60,59 @@ def test_mask_of_the_new_tokens_alone():
         cache = model(input_ids=ids[:, :4], use_cache=True).past_key_values
         output = model(input_ids=ids[:, 4:], attention_mask=torch.ones(2, 2), past_key_values=cache).logits
         close(output, model(input_ids=ids).logits[:, 4:])
+
+
+@pytest.mark.parametrize("length", [60, 64, 128, 192])
+def test_cudnn_is_left_out_where_it_gives_nan(length, monkeypatch):
+    """Its backward pass, with any mask: for 64, 192, 320, ... keys on H100 and H200. Whoever has switched it off is
+    left alone."""
+    used, plain = [], dense.ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def watched(*inputs, **options):
+        used.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return plain(*inputs, **options)
+
+    model = XFormerModel(XFormerConfig(**GEOMETRY, position="none")).eval()
+    mask = torch.ones(1, length, dtype=torch.long)
+    mask[:, -1] = 0
+    ids = tokens(1, length, high=40)
+    monkeypatch.setattr(dense, "ALL_ATTENTION_FUNCTIONS", {"sdpa": watched})
+    model(ids, attention_mask=mask)
+    with pretend_cuda(monkeypatch):
+        moved = on_gpu(model), OnGPU(ids), OnGPU(mask)
+        moved[0](moved[1], attention_mask=moved[2])
+        moved[0](moved[1])
+    layers = len(used) // 3
+    assert used == [True] * layers + [length not in (64, 192)] * layers + [True] * layers
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_padding_that_is_left_out_makes_no_pairs(causal, side, monkeypatch):
+    """On a GPU FlexAttention, here its equation on the processor, hides it: nothing else is as large as a number for
+    each pair of tokens."""
+    length = 160
+
+    def literal(query, key, value, pattern, places, scale, *, key_mask, **options):
+        allowed = key_mask.inner[:, None, None].expand(-1, -1, length, -1)
+        allowed = allowed.tril() if places.causal else allowed
+        scores = (query.inner @ key.inner.mT * scale).masked_fill(~allowed, -torch.inf)
+        return OnGPU(scores.softmax(-1).nan_to_num() @ value.inner), None
+
+    config = XFormerConfig(**GEOMETRY, head_dim=16, position="none", unpad_inputs=True, is_decoder=causal)
+    model, ids = make_strong(XFormerModel(config)).eval(), tokens(2, length, high=40)
+    mask = torch.ones(2, length, dtype=torch.long)
+    mask[0, -90:] = 0
+    mask = mask.flip(1) if side == "left" else mask
+    real = mask.bool()
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask, use_cache=False).last_hidden_state[real]
+        monkeypatch.setattr(block_sparse, "flex_block_sparse", literal)
+        with pretend_cuda(monkeypatch) as log:
+            found = on_gpu(model)(OnGPU(ids), attention_mask=OnGPU(mask), use_cache=False).last_hidden_state.inner
+            assert log.largest < length**2, "numbers of a tensor"
+    close(found[real], expected, 2e-5)
 
 
 @pytest.mark.parametrize("position", ["none", "t5_relative_bias"])

@@ -80,7 +80,7 @@ def test_states_as_tensors():
     back = unflattened(names, tensors)
     assert list(back) == list(states) and back[Bias, None].matrix is None
     assert back[Bias, None].line is two and back[Scores, "b"].given is three
-    assert flattened({}) == ((), []) and unflattened((), []) == {}
+    assert flattened({}) == ({}, []) and unflattened({}, []) == {}
 
 
 def test_views():
@@ -313,3 +313,14 @@ def test_its_former_name_says_the_new_one():
 
     with pytest.warns(FutureWarning, match="write `Call`"):
         assert extend.LayerContext is Call
+
+
+def test_nobody_copies_a_call():
+    """torch's FSDP copies dataclasses among a layer's arguments, and accelerate moves them: by `to` alone, here."""
+    from torch.distributed.utils import _apply_to_tensors
+
+    call = context()
+    call.keep(Table(3))
+    names, _ = flattened({**one_state(Bias(torch.ones(2)))})
+    assert _apply_to_tensors(torch.Tensor.half, call) is call
+    assert _apply_to_tensors(torch.Tensor.half, {"names": names}) == {"names": names}

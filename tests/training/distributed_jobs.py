@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from hf_xformers.core.components import SLOTS
 from hf_xformers.core.parallel_plans import layers_apart
+from hf_xformers.core.precision import Float32Module
 from hf_xformers.training.trainer import XFormerTrainer
 from hf_xformers.variants import model_types
 from tests.common.cases import CASES, Case, components, covering
@@ -202,14 +203,19 @@ def trainer_of(name: str, world: int, folder: Path, **more: Any) -> Trainer:
     options = {**options, **more}
     case = case_of(model_type, shape)
     model = case.build(strong=True, **NO_DROPOUT, **changes)
-    kind = options.pop("trainer", XFormerTrainer)
     streams = {"segment_streams": True} if options.pop("segment_streams", False) else {}
+    return trainer_of_model(model, dataset(case, rows), world, folder, streams, **options)
+
+
+def trainer_of_model(
+    model: nn.Module, data: list, world: int, folder: Path, streams: dict | None = None, **options: Any
+) -> Trainer:
+    kind = options.pop("trainer", XFormerTrainer)
     arguments = TrainingArguments(
         output_dir=str(folder),
         per_device_train_batch_size=ROWS // world,
         per_device_eval_batch_size=ROWS // world,
         num_train_epochs=2,
-        learning_rate=1e-2,
         logging_steps=1,
         save_steps=SAVED,
         eval_strategy="no",
@@ -217,12 +223,11 @@ def trainer_of(name: str, world: int, folder: Path, **more: Any) -> Trainer:
         disable_tqdm=True,
         use_cpu=True,
         ddp_backend="gloo" if world > 1 else None,
-        **options,
+        **{"learning_rate": 1e-2, **options},
     )
-    data = dataset(case, rows)
     if options.get("fsdp"):  # which Accelerate leaves out on a processor
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-    return kind(model=model, args=arguments, train_dataset=data, eval_dataset=data[:10], **streams)
+    return kind(model=model, args=arguments, train_dataset=data, eval_dataset=data[:10], **(streams or {}))
 
 
 def trainer_runs(rank: int, world: int, folder: str) -> dict[str, Any]:
@@ -428,6 +433,57 @@ def sharded_trainer(rank: int, world: int, folder: str) -> dict[str, Any]:
             "resumed": state_of(kind.from_pretrained(place / "again", dtype="float64")),
         }
     return found
+
+
+def float32_cases() -> list[Case]:
+    """Families that together have every module that stays in float32 and learns."""
+
+    def classes(case: Case) -> set[Any]:
+        kept = (module for module in case.shared().modules() if isinstance(module, Float32Module))
+        return {type(module) for module in kept if list(module.parameters())}
+
+    return covering(breadth_cases(), classes)
+
+
+def sharded_in_half(rank: int, world: int, folder: str) -> dict[str, Any]:
+    """A step of SGD under Accelerate's FSDP2 with `bf16`; alone: in float32. read: the names, types and classes of
+    parameters that stay in float32, in the calls that read them; step: how all parameters moved."""
+    found: dict[str, Any] = {}
+    options: dict[str, Any] = {"max_steps": 1, "save_strategy": "no", "optim": "sgd", "learning_rate": 0.1}
+    if world > 1:
+        options.update(fsdp=True, fsdp_config={"version": 2}, bf16=True)
+    for number, case in enumerate(float32_cases()):
+        place, read = Path(folder) / f"{number}-{world}", set()
+        model = case.build(strong=True, **NO_DROPOUT, **CHANGES.get(case.name, {})).float()
+        start = state_of(model)
+        _watch(model, read)
+        run = trainer_of_model(model, dataset(case, ROWS), world, place, **options)
+        run.train()
+        run.save_model(str(place))  # the first process writes
+        if world > 1:
+            torch.distributed.barrier()
+        end = state_of(type(case.shared()).from_pretrained(place))
+        moved = [(end[name] - start[name]).flatten() for name, _ in case.shared().named_parameters()]
+        found[case.name] = {"read": read, "step": torch.cat(moved)}
+    return found
+
+
+def _watch(model: nn.Module, read: set[Any]) -> None:
+    def watch(name: str, module: nn.Module, method: str) -> None:
+        call = getattr(module, method)
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            read.update((f"{name}.{key}", value.dtype, type(value)) for key, value in module.named_parameters())
+            return call(*args, **kwargs)
+
+        setattr(module, method, watched)
+
+    for name, module in model.named_modules():
+        if isinstance(module, Float32Module):
+            for method in module.readers:
+                watch(name, module, method)
+            for inner, child in module.named_children() if not module.readers else ():
+                watch(f"{name}.{inner}", child, "forward")
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:

@@ -32,19 +32,20 @@ from tests.training.distributed_jobs import (
     breadth_cases,
     case_of,
     cases_of_four,
+    float32_cases,
     sharded_cases,
 )
 from tests.training.processes import result, run_jobs
 
-JOBS = ["data_parallel", "trainer_runs", "fully_sharded", "sharded_trainer", "tensor_parallel", "trainer_of_split"]
+OF_TWO = ("data_parallel", "trainer_runs", "sharded_trainer", "sharded_in_half", "trainer_of_split")
+JOBS = [*OF_TWO, "fully_sharded", "tensor_parallel"]
 TOLERANCE = 1e-9
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     place = tmp_path_factory.mktemp("jobs")
-    pairs = dict.fromkeys(("data_parallel", "trainer_runs", "sharded_trainer", "trainer_of_split"), 2)
-    run_jobs("tests.training.distributed_jobs", JOBS, place, worlds=(1, 2, 4), largest=pairs)
+    run_jobs("tests.training.distributed_jobs", JOBS, place, worlds=(1, 2, 4), largest=dict.fromkeys(OF_TWO, 2))
     return place
 
 
@@ -130,6 +131,17 @@ def test_trainer_with_fsdp(name, results):
         assert first["eval_loss"] == pytest.approx(alone["eval_loss"])
     close(first["state"], alone["state"])
     close(first["resumed"], first["state"], 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [case.name for case in float32_cases()])
+def test_float32_under_fsdp_in_half_precision(name, results):
+    """What stays in float32 is read in it, whole, and the step is that of float32 up to roundings to 8 bits."""
+    alone, *both = (job[name] for job in results("sharded_in_half"))
+    assert {(dtype, kind) for _, dtype, kind in alone["read"]} == {(torch.float32, torch.nn.Parameter)}
+    for found in both:
+        assert found["read"] == alone["read"]
+        assert (found["step"] - alone["step"]).norm() < 0.1 * alone["step"].norm()
 
 
 # ------------------------------------------------------------------------------------------------ plans

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..common.exponential import exp_
+from ..common.exponential import exp_, vectorised
 from ..common.products import product
 
 
@@ -56,21 +56,20 @@ class ChunkDecay:
             self.from_start = log_decay.cumsum(1).exp_()[..., None]
             self.to_end, self.whole = self.pairs[:, -1, :, None], self.from_start[:, -1:]
             return
-        prefix = log_decay if self.per_channel else log_decay[..., None]
-        suffix, total = torch.zeros_like(prefix), prefix
-        chunks, size, width = prefix.shape
+        total = log_decay if self.per_channel else log_decay[..., None]
+        chunks, size, width = total.shape
+        prefix, suffix = total.clone(memory_format=torch.contiguous_format), total.new_zeros(total.shape)
         half = 1
         while half < size:
             # prefix: sums from the start of a half to each token; suffix: from behind it to the end of the half.
-            pre, suf = (x.reshape(chunks, -1, 2, half, width) for x in (prefix, suffix))
+            pre, suf = (x.view(chunks, -1, 2, half, width) for x in (prefix, suffix))
             sums = total.reshape(chunks, -1, 2, width)
-            self.levels.append(_Level(half, exp_(pre[:, :, 1].clone()), exp_(suf[:, :, 0].clone())))
-            prefix = torch.stack([pre[:, :, 0], pre[:, :, 1] + sums[:, :, 0, None]], dim=2)
-            suffix = torch.stack([suf[:, :, 0] + sums[:, :, 1, None], suf[:, :, 1]], dim=2)
+            self.levels.append(_Level(half, _exp(pre[:, :, 1]), _exp(suf[:, :, 0])))
+            pre[:, :, 1].add_(sums[:, :, 0, None])
+            suf[:, :, 0].add_(sums[:, :, 1, None])
             total, half = sums.sum(2), 2 * half
-        self.from_start = exp_(prefix.reshape(chunks, size, width).clone())
-        self.to_end = exp_(suffix.reshape(chunks, size, width).clone())
-        self.whole = exp_(total.reshape(chunks, width, 1).clone())
+        self.from_start, self.to_end = _exp(prefix), _exp(suffix)
+        self.whole = _exp(total.reshape(chunks, width, 1))
         self.pairs = None if self.per_channel else self._pairs()
 
     def _pairs(self) -> Tensor:
@@ -91,22 +90,26 @@ class ChunkDecay:
         """[n, ...] -> the sum over what shares queries and keys."""
         return x if self.shared == 1 else x.unflatten(0, (-1, self.shared, self.count)).sum(1).flatten(0, 1)
 
-    def products(self, x: Tensor, y: Tensor) -> Tensor:
-        """sum_c x_ic y_jc e^{sum of l_c over j < t <= i} for j <= i, zeros elsewhere: [n, C, C]."""
+    def products(self, y: Tensor, *some: Tensor) -> list[Tensor]:
+        """sum_c x_ic y_jc e^{sum of l_c over j < t <= i} for j <= i, zeros elsewhere, for each x: [n, C, C]."""
         if self.pairs is not None:
-            found = product(x, y.mT)
-            if self.shared == 1:
-                return found.mul_(self.pairs)
-            pairs = self.pairs.unflatten(0, (-1, self.shared, self.count))
-            return (pairs * found.unflatten(0, (-1, 1, self.count))).flatten(0, 2)
-        found = torch.diag_embed((x.to(self.from_start.dtype) * y).sum(-1))
+            return [self._of_pairs(product(x, y.mT), self.pairs) for x in some]
+        found = [torch.diag_embed((x.to(self.from_start.dtype) * y).sum(-1)) for x in some]
         for half, late, early in self.levels:
-            queries, keys = self._halves(x, y, half, late, early)
-            _off_diagonal(found, half).copy_(_small_product(queries, keys.mT).view(*late.shape[:3], half))
+            keys = self._half(y, half, 0, early).mT
+            for x, into in zip(some, found, strict=True):
+                made = _small_product(self._half(x, half, 1, late), keys)
+                _off_diagonal(into, half).copy_(made.view(*late.shape[:3], half))
         return found
 
+    def _of_pairs(self, found: Tensor, pairs: Tensor) -> Tensor:
+        if self.shared == 1:
+            return found.mul_(pairs)
+        pairs = pairs.unflatten(0, (-1, self.shared, self.count))
+        return (pairs * found.unflatten(0, (-1, 1, self.count))).flatten(0, 2)
+
     def pull(self, grad: Tensor, found: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of x, of y, and of the logarithms, from that of `found = products(x, y)`, which is zero above the
+        """Gradients of x, of y, and of the logarithms, from that of `found`, their products, which is zero above the
         diagonal. That of the logarithms [n, C, 1 or K] holds numbers of tokens that count for every l up to theirs."""
         if self.pairs is not None:
             both, decayed = grad * found, self.gathered(grad * self.pairs).to(self.low)
@@ -114,18 +117,21 @@ class ChunkDecay:
         own = grad.diagonal(dim1=1, dim2=2)[..., None]
         to_x, to_y = own * y, own * x
         for half, late, early in self.levels:
-            queries, keys = self._halves(x, y, half, late, early)
+            queries, keys = self._half(x, half, 1, late), self._half(y, half, 0, early)
             block, shape = _off_diagonal(grad, half).flatten(0, 1).to(self.low), (*late.shape[:3], x.shape[-1])
             halves = len(x), -1, 2, half, x.shape[-1]
             to_x.view(halves)[:, :, 1].addcmul_(late, _small_product(block, keys).view(shape))
             to_y.view(halves)[:, :, 0].addcmul_(early, _small_product(block.mT, queries).view(shape))
         return to_x, to_y, x * to_x - y * to_y
 
-    def _halves(self, x: Tensor, y: Tensor, half: int, late: Tensor, early: Tensor) -> tuple[Tensor, Tensor]:
-        """x of the second halves and y of the first ones, each with its part of the decay, [n m, half, K]."""
-        shape = x.shape[0], -1, 2, half, x.shape[-1]
-        queries, keys = x.reshape(shape)[:, :, 1] * late, y.reshape(shape)[:, :, 0] * early
-        return queries.to(self.low).flatten(0, 1), keys.to(self.low).flatten(0, 1)
+    def _half(self, x: Tensor, half: int, which: int, part: Tensor) -> Tensor:
+        """x of the first (0) or second (1) halves with its part of the decay, [n m, half, K]."""
+        chosen = x.reshape(x.shape[0], -1, 2, half, x.shape[-1])[:, :, which]
+        return (chosen * part).to(self.low).flatten(0, 1)
+
+
+def _exp(x: Tensor) -> Tensor:
+    return exp_(x.clone()) if vectorised(x) else x.exp()
 
 
 def _small_product(left: Tensor, right: Tensor) -> Tensor:

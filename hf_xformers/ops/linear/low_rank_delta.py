@@ -83,8 +83,8 @@ def _segment(chunk: int, *given: Tensor) -> tuple[Tensor, Tensor]:
     parts = (query, key, value, read, write, log_decay)
     q, k, v, r, w, logs = (to_chunks(x, 0, length, chunk, wide) for x in parts)  # [R N, C, *]
     decay = ChunkDecay(logs, wide)
-    system = decay.products(r, w).tril(-1)
-    sides = torch.cat((decay.products(r, k).tril(-1) @ v, r * decay.from_start), dim=-1)
+    system = decay.products(w, r)[0].tril(-1)
+    sides = torch.cat((decay.products(k, r)[0].tril(-1) @ v, r * decay.from_start), dim=-1)
     unit = torch.eye(chunk, dtype=wide, device=value.device)
     solved = torch.linalg.solve_triangular(unit + system, sides, upper=False, unitriangular=True)
     own, held = solved.split((width, k.shape[-1]), dim=-1)  # U = own + held S
@@ -101,7 +101,8 @@ def _segment(chunk: int, *given: Tensor) -> tuple[Tensor, Tensor]:
             befores.append(state)
             state = torch.baddbmm(change[:, n], maps[:, n], state)
         before = torch.stack(befores, dim=1).flatten(0, 1)
-    out = (q * decay.from_start) @ before + decay.products(q, k) @ v - decay.products(q, w) @ (own + held @ before)
+    out = (q * decay.from_start) @ before + decay.products(k, q)[0] @ v
+    out = out - decay.products(w, q)[0] @ (own + held @ before)
     return out.reshape(batch, heads, -1, width)[:, :, :length].to(value.dtype), state
 
 
