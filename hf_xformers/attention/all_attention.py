@@ -11,6 +11,7 @@ from ..core.call import Call
 from ..core.components import bounded, register
 from ..core.hand_overs import HandOver
 from ..core.visibility import visible_pairs
+from ..ops.common.fused import fused_attention
 from .shared.base import Attention, literal_softmax_attention
 from .shared.spec import AttentionSpec
 
@@ -55,7 +56,7 @@ class AllAttention(Attention):
                 F.dropout(part, dropout) @ v if dropout else part @ v for part, v in zip(parts, values, strict=True)
             ]
             return (read[0] + read[1]).transpose(1, 2), parts[1]
-        output = F.scaled_dot_product_attention(query, key, value, mask, dropout, scale=self.scaling)
+        output = fused_attention(query, key, value, mask, dropout, scale=self.scaling)
         return output.transpose(1, 2), None
 
 

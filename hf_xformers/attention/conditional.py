@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
@@ -16,6 +15,7 @@ from ..core.components import register
 from ..core.gates import Gates, check_stack, gate_usage
 from ..core.segment_memory import take_slots
 from ..normalization.base import NormSpec, norm_inputs
+from ..ops.common.fused import fused_attention
 from ..ops.common.real_tokens import real_first
 from .dense import DenseAttention
 from .shared.spec import AttentionSpec
@@ -114,7 +114,7 @@ class ConditionalAttention(DenseAttention):
             mask = earlier if mask is None else mask & earlier
         if mask is not None:
             mask = mask.expand(-1, order.shape[1], -1)
-        read = F.scaled_dot_product_attention(
+        read = fused_attention(
             query,
             key,
             value,

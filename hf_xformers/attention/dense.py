@@ -4,12 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.cache_utils import Cache
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -24,6 +22,7 @@ from ..core.visibility import DenseBias, boolean_mask, last_key, mask_of_call, r
 from ..ops.block_sparse.attention import block_sparse_attention
 from ..ops.block_sparse.flex import flex_applies
 from ..ops.block_sparse.patterns import full
+from ..ops.common.fused import kernels_for
 from ..ops.common.products import wide_products
 from ..ops.score_terms.attention import applies
 from ..position.base import ScoreBias
@@ -39,7 +38,6 @@ BIAS_AT_ONCE = 1 << 23
 # its gradient, so that tiles pay from about 256 tokens on.
 TRAINED_BIAS_AT_ONCE = 1 << 19
 _ALL = full()  # built at import: torch.compile cannot trace it
-_NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class DenseMask(Prepared):
@@ -172,7 +170,7 @@ class DenseAttention(Attention):
             # A key mask is broadcast by the kernel; expanding it would cost T x S bytes per row of the batch.
             mask = mask.expand(-1, -1, query.shape[2], -1)
         backend = ALL_ATTENTION_FUNCTIONS[context.implementation]
-        with _kernels_for(key, mask):
+        with kernels_for(key, mask):
             output, _ = backend(
                 self,
                 query,
@@ -259,16 +257,6 @@ class DenseAttention(Attention):
             mask = None if mask is None else nn.functional.pad(mask, (0, 1), value=True)
             return visible_softmax(scores, mask, False)[..., :-1]
         return visible_softmax(scores, mask, rows_can_be_empty(context, self.cross))
-
-
-def _kernels_for(key: Tensor, mask: Any) -> AbstractContextManager:
-    """Where cuDNN's backward pass with a mask gives NaN for queries all of whose scores are below -88 (S % 128 == 64,
-    pytorch#196678), torch's other kernels are taken."""
-    if mask is None or key.device.type != "cuda" or key.shape[2] % 128 != 64:
-        return nullcontext()
-    if not torch.compiler.is_compiling() and not torch.backends.cuda.cudnn_sdp_enabled():
-        return nullcontext()  # and whoever has switched it off may have switched off others
-    return sdpa_kernel(_NOT_CUDNN)
 
 
 _SUPPORTS = frozenset({"packed_rows", "pages", "pair_mask", "token_numbers"})

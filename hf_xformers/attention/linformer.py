@@ -18,6 +18,7 @@ from ..core.reading_weights import weight_of
 from ..core.sequence_parallel import SequenceForm, Unserved
 from ..core.text_parts import TextParts
 from ..core.visibility import tokens_in_order
+from ..ops.common.fused import fused_attention
 from ..ops.common.real_tokens import real_first, real_places
 from ..ops.pooled_blocks import pooled_blocks
 from .shared.base import Attention, cross_cache, given_memory, literal_softmax_attention
@@ -143,7 +144,7 @@ class LinformerAttention(Attention):
         else:
             key, value = self._short(read, first, second, context, past_key_values, step)
             grouped = self.num_key_value_groups > 1
-            output = F.scaled_dot_product_attention(
+            output = fused_attention(
                 query, key, value, dropout_p=self._dropout(), scale=self.scaling, enable_gqa=grouped
             ).transpose(1, 2)
             weights = None

@@ -17,6 +17,7 @@ from ..core.initialization import start_projections
 from ..core.visibility import mask_of_call, rows_can_be_empty, visible_pairs
 from ..ops.block_sparse import patterns
 from ..ops.block_sparse.patterns import Pattern
+from ..ops.common.fused import fused_attention
 from .shared.base import cross_cache, given_memory, literal_softmax_attention
 from .shared.block_sparse import BlockSparseAttention
 from .shared.spec import AttentionSpec
@@ -141,7 +142,7 @@ class LowRankBandAttention(BlockSparseAttention):
             empty = ~mask.any(-1, keepdim=True)
             mask = mask | empty
         missing = value.shape[-1] - query.shape[-1]  # the fused kernels have one width for all three
-        output = F.scaled_dot_product_attention(
+        output = fused_attention(
             *(F.pad(query, (0, missing)), F.pad(key, (0, missing)), value, mask),
             dropout_p=dropout,
             is_causal=self.is_causal and mask is None and context.fresh,

@@ -15,6 +15,7 @@ from ..core.call import Call, SublayerOutput
 from ..core.components import bounded, register
 from ..core.initialization import start_projections
 from ..core.prepared import Carry, State, one_state
+from ..ops.common.fused import fused_attention
 from ..ops.common.head_groups import over_head_groups
 from ..ops.common.products import wide_products
 from ..ops.common.segments import accumulation_dtype
@@ -204,7 +205,7 @@ class LunaAttention(Attention):
         # A softmax over nothing is NaN: let an empty row see everything and blank its output.
         empty = ~mask.any(-1)
         allowed = (mask | empty[:, None])[:, None, None, :].expand(-1, -1, query.shape[2], -1)
-        output = F.scaled_dot_product_attention(query, key, value, allowed, dropout_p=dropout, scale=scaling)
+        output = fused_attention(query, key, value, allowed, dropout_p=dropout, scale=scaling)
         return output.masked_fill(empty[:, None, None, None], 0.0), None
 
     # ------------------------------------------------------------------------------------------- decoder

@@ -16,6 +16,7 @@ from ..core.components import bounded, register
 from ..core.visibility import tokens_in_order
 from ..ops.block_sparse import patterns
 from ..ops.block_sparse.patterns import Pattern
+from ..ops.common.fused import fused_attention
 from ..ops.common.real_tokens import from_first_real, real_first, real_places
 from ..ops.pooled_blocks import pooled_blocks
 from .shared.base import Attention, cross_cache, given_memory, literal_softmax_attention
@@ -198,9 +199,7 @@ class CompressedAttention(Attention):
         query = F.pad(query, (0, 0, 0, groups * self.factor - length))
         query = query.unflatten(2, (groups, self.factor)).transpose(2, 3).flatten(1, 2)  # [B, H r, T / r, d]
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
-        output = F.scaled_dot_product_attention(
-            query, key, value, dropout_p=self._dropout(), is_causal=True, scale=self.scaling
-        )
+        output = fused_attention(query, key, value, dropout_p=self._dropout(), is_causal=True, scale=self.scaling)
         output = output.view(batch, heads, self.factor, groups, -1).permute(0, 3, 2, 1, 4)
         return output.reshape(batch, groups * self.factor, heads, -1)[:, :length]
 
@@ -233,7 +232,7 @@ class CompressedAttention(Attention):
         if seen is not None:  # a softmax over nothing is NaN: let such a row see everything and blank its output
             empty = ~seen.any(-1, keepdim=True)
             seen = seen | empty
-        output = F.scaled_dot_product_attention(
+        output = fused_attention(
             *(query, key, value, seen),
             dropout_p=self._dropout(),
             scale=self.scaling,

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
 from ..core.cache import SummaryLayer
@@ -17,6 +16,7 @@ from ..core.initialization import start_projections
 from ..ops.block_sparse.attention import block_sparse_attention
 from ..ops.block_sparse.patterns import band
 from ..ops.chosen_blocks import Places, best_blocks, chosen_block_attention, chosen_block_mask
+from ..ops.common.fused import fused_attention
 from ..ops.common.products import wide_products
 from .moba import block_means, places_of, summary_layer
 from .shared.base import Attention, literal_softmax_attention
@@ -107,7 +107,7 @@ class NativeSparseAttention(Attention):
         """What queries read of the blocks that are over, [B, T, H, d]."""
         over = self._over(places, key.shape[2])
         none = ~over.any(-1, keepdim=True)
-        read = F.scaled_dot_product_attention(
+        read = fused_attention(
             query,
             self.repeated(key),
             self.repeated(value),
@@ -121,9 +121,7 @@ class NativeSparseAttention(Attention):
         """What queries read of the last tokens, their own included, [B, T, H, d]."""
         if context.static:  # where the queries stand is a number on the device
             near, keys, values = self._near(context), self.repeated(key), self.repeated(value)
-            read = F.scaled_dot_product_attention(
-                query, keys, values, attn_mask=near, dropout_p=self._dropout, scale=self.scaling
-            )
+            read = fused_attention(query, keys, values, attn_mask=near, dropout_p=self._dropout, scale=self.scaling)
             return read.transpose(1, 2)
         options: Any = {"key_padding_mask": context.padding_mask, "scale": self.scaling, "dropout": self._dropout}
         offset = key.shape[2] - query.shape[2]

@@ -16,6 +16,7 @@ from ..core.cache import KeepsMore
 from ..core.call import Call, SublayerOutput, self_attention_cache
 from ..core.components import bounded, register
 from ..core.initialization import start_linear
+from ..ops.common.fused import fused_attention
 from ..ops.common.head_groups import over_head_groups
 from ..ops.common.products import wide_products
 from ..ops.common.real_tokens import real_first, real_places
@@ -250,7 +251,7 @@ class SinkhornAttention(Attention):
         mask = (mass > 0)[:, :, None].expand(-1, -1, query.shape[2], -1)
         blind = ~mask.any(-1, keepdim=True)  # such queries see everything, and read nothing
         read = query, keys, chosen.value.flatten(2, 3), mask | blind, self._dropout
-        return F.scaled_dot_product_attention(*read, scale=self.scaling).masked_fill(blind, 0.0)
+        return fused_attention(*read, scale=self.scaling).masked_fill(blind, 0.0)
 
     def _literal(
         self,

@@ -16,6 +16,7 @@ from ..core.components import register
 from ..core.initialization import start_projections
 from ..core.pooling import TextPooler, pool
 from ..core.prepared import Carry, Prepared, State, one_state
+from ..ops.common.fused import fused_attention
 from ..ops.common.head_groups import over_head_groups
 from ..ops.common.products import widened
 from ..ops.common.real_tokens import real_first, real_places
@@ -76,7 +77,7 @@ class RelayAttention(nn.Module):
         if literal:
             found = literal_softmax_attention(query, key, value, mask, None, self.scaling, dropout)[0]
         else:
-            found = F.scaled_dot_product_attention(query, key, value, mask, dropout, scale=self.scaling)
+            found = fused_attention(query, key, value, mask, dropout, scale=self.scaling)
             found = found.transpose(1, 2)
         found = _ACTIVATIONS[self.spec.relay_activation](self.o_proj(found.flatten(2)))
         return found if self.norm is None else self.norm(found)

@@ -17,6 +17,7 @@ from ..core.components import bounded, register
 from ..core.initialization import start_projections
 from ..core.prepared import Prepared
 from ..core.visibility import mask_of_call, visible_pairs
+from ..ops.common.fused import fused_attention
 from ..ops.common.products import wide_products
 from ..ops.common.real_tokens import real_first, real_places
 from .shared.base import Attention
@@ -267,7 +268,7 @@ class SynthesizerAttention(Attention):
         dropout = self.dropout if self.training else 0.0
         blind = None if mask is None else ~mask.any(-1, keepdim=True)  # such queries see everything, and read nothing
         mask = mask if mask is None or blind is None else mask | blind
-        output = F.scaled_dot_product_attention(query, key, value, mask, dropout, is_causal=causal, scale=1.0)
+        output = fused_attention(query, key, value, mask, dropout, is_causal=causal, scale=1.0)
         output = output if blind is None else output.masked_fill(blind, 0.0)
         return output[..., : self.head_dim].transpose(1, 2)
 

@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from .common.fused import fused_attention
 from .common.padding import check_padding_mask
 from .common.products import wide_products, widened
 from .common.real_tokens import real_places
@@ -58,11 +58,11 @@ def landmark_attention(
     # In a graph for every length the choice is made row by row, below.
     every = isinstance(key.shape[2], torch.SymInt) and key_padding_mask is not None
     if exact_when_short and not every and key.shape[2] <= num_landmarks:
-        return _blank(F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scale), nonempty)
+        return _blank(fused_attention(query, key, value, attn_mask=visible, scale=scale), nonempty)
 
     landmarks_q, count_q = segment_means(query, num_landmarks, query_padding_mask)
     landmarks_k, count_k = segment_means(key, num_landmarks, key_padding_mask)
-    summary = F.scaled_dot_product_attention(landmarks_q, key, value, attn_mask=visible, scale=scale)
+    summary = fused_attention(landmarks_q, key, value, attn_mask=visible, scale=scale)
     dtype = accumulation_dtype(value.dtype)
     with torch.autocast(query.device.type, enabled=False):
         scores = landmarks_q.to(dtype) @ landmarks_k.to(dtype).mT * scale
@@ -85,7 +85,7 @@ def landmark_attention(
         short = short[:, None, None, None]
         values = torch.where(short, segment_means(value, num_landmarks, key_padding_mask)[0], values)
         peak = peak.masked_fill(short, 1.0)
-    read = F.scaled_dot_product_attention(query, landmarks_k, values, attn_mask=used, scale=scale)
+    read = fused_attention(query, landmarks_k, values, attn_mask=used, scale=scale)
     return _blank((read * peak).to(value.dtype), nonempty)
 
 

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+
+from .common.fused import fused_attention
 
 HIDDEN = -1e9  # of scores; in a logarithm that is exponentiated, as far as any number is
 _LEAST_MASS = 1e-20
@@ -96,7 +97,7 @@ def near_and_sorted(
     query, keys, values = (x.flatten(1, 2) for x in (query, keys, values))
     blind = None if mask is None else ~mask.any(-1, keepdim=True)  # such queries see everything, and read nothing
     mask = mask if mask is None or blind is None else mask | blind
-    output = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, dropout_p=dropout, scale=scale)
+    output = fused_attention(query, keys, values, attn_mask=mask, dropout_p=dropout, scale=scale)
     if blind is not None:
         output = output.masked_fill(blind, 0.0)
     return output.unflatten(1, chosen.value.shape[1:3])

@@ -18,6 +18,7 @@ from ..core.call import Call
 from ..core.components import bounded, register
 from ..core.hand_overs import HandOver
 from ..core.segment_memory import CompressiveMemory, MemoryCacheLayer, MemoryLayout, SegmentMemory, take_slots
+from ..ops.common.fused import fused_attention
 from .segment_recurrent import SegmentRecurrentSpec, SegmentRecurrentStack
 
 
@@ -86,7 +87,7 @@ class _ContentAttention(nn.Module):
         if attention.num_key_value_groups > 1:
             key, value = (x.repeat_interleave(attention.num_key_value_groups, dim=1) for x in (key, value))
         mask = mask[:, None, None].expand(-1, -1, query.shape[2], -1)
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=attention.scaling)
+        return fused_attention(query, key, value, attn_mask=mask, scale=attention.scaling)
 
 
 class CompressiveStack(SegmentRecurrentStack):

@@ -17,6 +17,7 @@ from ..core.call import Call, add_losses, self_attention_cache
 from ..core.call_features import CallFeature
 from ..core.components import bounded, register
 from ..core.prepared import Prepared, State
+from ..ops.common.fused import fused_attention
 from .base import StackSpec
 from .driver import Pass, StackOutput
 from .plain import PlainStack
@@ -56,9 +57,7 @@ class HeadedReading(nn.Module):
         )
         open_rows = mask | ~mask.any(-1, keepdim=True)
         drop = self.dropout if self.training else 0.0
-        output = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=open_rows[:, None, None, :], dropout_p=drop
-        )
+        output = fused_attention(query, key, value, attn_mask=open_rows[:, None, None, :], dropout_p=drop)
         return self.o_proj(output.transpose(1, 2).flatten(2))
 
 

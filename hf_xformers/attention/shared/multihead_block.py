@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...core.initialization import start_projections
+from ...ops.common.fused import fused_attention
 from .base import literal_softmax_attention
 
 
@@ -93,9 +94,7 @@ def masked_attention(
         empty = ~mask.any(-1)
         mask = (mask | empty[:, None])[:, None, None, :]
     grouped = key.shape[1] != query.shape[1]
-    output = F.scaled_dot_product_attention(
-        query, key, value, mask, dropout_p=dropout, scale=scaling, enable_gqa=grouped
-    )
+    output = fused_attention(query, key, value, mask, dropout_p=dropout, scale=scaling, enable_gqa=grouped)
     if empty is not None:
         output = output.masked_fill(empty[:, None, None, None], 0.0)
     return output.transpose(1, 2), None

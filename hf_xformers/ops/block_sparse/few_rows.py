@@ -7,8 +7,8 @@ import math
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from ..common.fused import fused_attention
 from ..common.kept import kept
 from .flex import Places
 from .pattern_base import Pattern
@@ -47,7 +47,7 @@ def few_rows(
         allowed = seen.expand(-1, -1, q_len, -1) if allowed is None else allowed & seen
     if not needs_lse and not cap:
         grouped = heads != kv_heads
-        out = F.scaled_dot_product_attention(query, key, value, allowed, scale=scale, enable_gqa=grouped)
+        out = fused_attention(query, key, value, allowed, scale=scale, enable_gqa=grouped)
         return out, None
     dtype = torch.promote_types(query.dtype, torch.float32)
     keys, values = (x[:, :, None].to(dtype) for x in (key, value))
