@@ -4,8 +4,9 @@
     HF_HUB_OFFLINE=1 python benchmarks/compression_published.py --data DIR --work DIR [--tasks sst2,wnut17] [--time]
 
 Data, test split and ways are those of `benchmarks/compression.py`; the model is a published one, fine-tuned anew for
-each seed. SST-2 takes a quarter of an hour of one core for a seed. What is in --work is not trained or scored again.
-`--time` then takes the time of a batch, of the first seed's models, in five minutes of an idle machine.
+each seed. SST-2 takes a quarter of an hour of one core for a seed, WNUT-17 half an hour. What is in --work is not
+trained or scored again. `--time` then takes the time of a batch, of the first seed's models, in five minutes of an
+idle machine.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ TRAINING = {"sst2": (1, 5e-5), "wnut17": (3, 1e-4)}  # epochs and learning rate,
 COLUMNS = ["task", "method", "test", "spread", "baseline", "size", "time", "metric", "parameters", "seeds"]
 NOTE = (
     "all-MiniLM-L6-v2 (BERT, 6 layers of width 384), fine-tuned (SST-2: one epoch, WNUT-17: three), then made smaller."
-    " `test`: accuracy of SST-2 (872 sentences) or F1 of entities of WNUT-17 (`dev`), in percent, a mean over seeds,"
-    " of which nothing was chosen; `spread`: highest less lowest. `baseline`: the majority class; the most"
-    " frequent tag that the training rows give a word. `size` on disk and `time` of a batch (16 rows of 64 tokens, no"
-    " padding) by those of the fine-tuned model. `parameters` are those that are not zero. Ways that train take as"
-    " many epochs as the fine-tuning."
+    " `test`: accuracy of SST-2 (872 sentences) or F1 of entities of WNUT-17 (`dev`), in percent, a mean over seeds"
+    " (one, where there is no spread), of which nothing was chosen; `spread`: highest less lowest. `baseline`: the"
+    " majority class; the most frequent tag that the training rows give a word. `size` on disk and `time` of a batch"
+    " (16 rows of 64 tokens, no padding) by those of the fine-tuned model. `parameters` are those that are not zero."
+    " Ways that train take as many epochs as the fine-tuning."
 )
 
 
@@ -91,7 +92,8 @@ def rows_of(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     for way, scores in found.items():
         tests = [score["test"] for score in scores]
         rows.append({"task": name, "method": way, "metric": task.metric, "seeds": len(tests)})
-        rows[-1] |= {"test": statistics.mean(tests), "spread": max(tests) - min(tests), "baseline": task.floor()}
+        spread = max(tests) - min(tests) if len(tests) > 1 else None
+        rows[-1] |= {"test": statistics.mean(tests), "spread": spread, "baseline": task.floor()}
         rows[-1] |= {"size": scores[0]["bytes"] / found[TUNED][0]["bytes"], "time": times.get(way)}
         rows[-1] |= {"parameters": scores[0]["parameters"]}
     return rows

@@ -67,13 +67,6 @@ RECIPES: dict[str, dict[str, Any]] = {
         "transfer_steps": 0,
         "lora_steps": 16,
     },
-    "lolcats-512, rows of 4,096": {
-        **LOLCATS,
-        "attention.window": 512,
-        "block_size": 4096,
-        "transfer_steps": 8,
-        "lora_steps": 8,
-    },
     "lolcats-64 plain": {"attention": "lolcats", "transfer_steps": 24, "lora_steps": 24},
     "hedgehog": {"attention": "hedgehog", "transfer_steps": 24, "lora_steps": 24},
     "gated delta net": {"attention": "gated_delta_net", "transfer_steps": 24, "lora_steps": 24},
