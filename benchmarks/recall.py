@@ -27,11 +27,11 @@ ENTRIES: dict[str, dict[str, Any]] = {
     "sliding window of 8": {"attention": "sliding_window", "attention.window": 8, "attention.sinks": 0},
     "linear attention": {"attention": "linear_transformer"},
     "Performer": {"attention": "performer"},
-    "RetNet": {"attention": "retnet"},
-    "GLA": {"attention": "gla"},
+    "gated DeltaNet": {"attention": "gated_delta_net"},
     "Mamba-2": {"attention": "mamba2"},
     "DeltaNet": {"attention": "delta_net"},
-    "gated DeltaNet": {"attention": "gated_delta_net"},
+    "GLA": {"attention": "gla"},
+    "RetNet": {"attention": "retnet"},
 }
 SOFTMAX = "softmax attention"
 COLUMNS = ["width", "mechanism", "state", "accuracy", "lowest", "highest", "chance"]
