@@ -38,7 +38,7 @@ class GenerativeModel(LanguageModel, GenerationMixin):
                 " forget those that are not taken; leave `assistant_model`, `prompt_lookup_num_tokens` and `use_mtp`"
                 " out, or take a model that keeps keys and values, such as an 'xf_gpt2'."
             )
-        if generation_config.assistant_early_exit is not None:  # transformers would change the config, no layer reads it
+        if generation_config.assistant_early_exit is not None:  # for which transformers changes the config
             raise ValueError(
                 f"{type(self).__name__} cannot draft with its first layers"
                 f" (`assistant_early_exit={generation_config.assistant_early_exit}`); leave it out, and pass a smaller"

@@ -75,7 +75,10 @@ def test_every_adapter_takes_part_and_merging_keeps_it(name):
 @pytest.mark.parametrize(
     ("method", "name"),
     [
-        *(("LNTuningConfig", name) for name in ("xf_t5-seq2seq", "xf_complex_order-encoder", "task_conditioned-decoder")),
+        *(
+            ("LNTuningConfig", name)
+            for name in ("xf_t5-seq2seq", "xf_complex_order-encoder", "task_conditioned-decoder")
+        ),
         ("IA3Config", "xf_linformer-encoder"),  # whose bias is added apart, in another amount
     ],
 )
