@@ -36,7 +36,12 @@ PROJECTIONS = (
     *("decay_down_proj", "decay_up_proj", "gate_down_proj", "gate_up_proj", "rate_down_proj", "rate_up_proj"),
     *("value_down_proj", "value_up_proj"),
 )
-_MIXES_BY_NETWORK = {"xf_average_attention": ("gate_proj", "up_proj", "down_proj")}
+_MIXES_BY_NETWORK: dict[str, tuple[str, ...]] = {"xf_average_attention": ("gate_proj", "up_proj", "down_proj")}
+# Where the parameters of norms are by other names than `norm` and `final_norm`. AdaNorm has none.
+_NORMS: dict[str, tuple[str, ...]] = {
+    **{"xf_adanorm": (), "xf_complex_order": ("norm.norm", "final_norm.norm")},
+    **dict.fromkeys(("xf_switch_transformer", "xf_t5"), ("norm", "final_norm.0")),
+}
 
 
 class LazyVariants(dict):
@@ -107,13 +112,14 @@ def _enter_targets(constants: Any) -> None:
 
     for name, table in vars(constants).items():
         if name.startswith("TRANSFORMERS_MODELS_TO_") and isinstance(table, dict) and _NAMED_ALIKE in table:
+            usual: tuple[str, ...] = ()
             targets, more = table[_NAMED_ALIKE], {}
             if name == "TRANSFORMERS_MODELS_TO_LNTUNING_TARGET_MODULES_MAPPING":  # norms, ours by other names
-                targets = ["norm", "final_norm"]
+                targets, more, usual = (), _NORMS, ("norm", "final_norm")
             elif name == "TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING":
                 targets, more = PROJECTIONS, _MIXES_BY_NETWORK
             for model_type in model_types():
-                table.setdefault(model_type, [*targets, *more.get(model_type, ())])
+                table.setdefault(model_type, [*targets, *more.get(model_type, usual)])
 
 
 def _enter_import(auto: Any) -> None:

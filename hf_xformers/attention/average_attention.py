@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache
 from ..core.cache import RecurrentStateLayer
 from ..core.call import Call, Sublayer, SublayerOutput
 from ..core.components import bounded, register
+from ..core.dropout_rates import dropout_rate
 from ..core.initialization import start_linear
 from ..core.visibility import visible_pairs
 from ..ops.common.segments import accumulation_dtype
@@ -31,6 +32,8 @@ class AverageAttention(Attention):
     """
 
     spec: AverageAttentionSpec
+
+    inner_dropout = dropout_rate("activation_dropout")
 
     def __init__(self, config, spec: AverageAttentionSpec, *, layer_idx: int, cross: bool = False):
         Sublayer.__init__(self)  # no projections of heads, and no losses on them

@@ -14,7 +14,6 @@ from transformers.cache_utils import Cache
 from ..core.call import Call, SublayerOutput
 from ..core.components import bounded, register
 from ..core.prepared import Carry, State, States, one_state
-from ..core.reading_weights import weight_of
 from ..core.sequence_parallel import SequenceForm, Unserved
 from ..core.text_parts import TextParts
 from ..core.visibility import tokens_in_order
@@ -264,7 +263,8 @@ class LinformerAttention(Attention):
         short = projection(matrix @ tokens)
         if projection.bias is not None:  # it was added once per row; it belongs there as often as E 1 says
             total = matrix.sum(-1, keepdim=True) if mask is None else matrix @ mask
-            short = short + (total - 1) * weight_of(projection, "bias")
+            bias = projection(torch.zeros_like(tokens[:, :1]))  # what adapters make of it: IA3 has factors for it, too
+            short = short + (total - 1) * bias
         return self.heads(short)
 
     def _pool(self, tokens: Tensor, mask: Tensor | None, projection: nn.Linear, kernel: Tensor) -> Tensor:

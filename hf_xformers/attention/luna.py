@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache
 from ..core.cache import RecurrentStateLayer
 from ..core.call import Call, SublayerOutput
 from ..core.components import bounded, register
+from ..core.dropout_rates import dropout_rate
 from ..core.initialization import start_projections
 from ..core.prepared import Carry, State, one_state
 from ..ops.common.fused import fused_attention
@@ -59,6 +60,8 @@ class LunaAttention(Attention):
     """
 
     spec: LunaSpec
+
+    memory_dropout = dropout_rate("added_dropout")
 
     def __init__(self, config, spec: LunaSpec, *, layer_idx: int, cross: bool = False):
         super().__init__(config, spec, layer_idx=layer_idx, cross=cross)

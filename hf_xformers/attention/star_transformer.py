@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache
 
 from ..core.call import Call, SublayerOutput
 from ..core.components import register
+from ..core.dropout_rates import dropout_rate
 from ..core.initialization import start_projections
 from ..core.pooling import TextPooler, pool
 from ..core.prepared import Carry, Prepared, State, one_state
@@ -50,6 +51,8 @@ class BothNeighbours(Prepared):
 
 class RelayAttention(nn.Module):
     """s' = LN(ReLU(MHA(s, [s; h_1; ...; h_T]))) over the real tokens (Guo et al. 2019, section 3.2.2)."""
+
+    dropout = dropout_rate("attention_dropout")
 
     def __init__(self, config, spec: StarTransformerSpec):
         super().__init__()

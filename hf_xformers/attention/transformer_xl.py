@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache
 from ..core.cache import appended
 from ..core.call import Call, SublayerOutput, self_attention_cache
 from ..core.components import bounded, register
+from ..core.dropout_rates import dropout_rate
 from ..core.hand_overs import HandOver
 from ..core.prepared import Carry, State
 from ..core.reading_weights import weight_of
@@ -71,6 +72,8 @@ class TransformerXLAttention(Attention):
     table_slot: ClassVar[str] = "transformer_xl"  # of R
 
     spec: TransformerXLSpec
+
+    table_dropout = dropout_rate("distance_dropout")
 
     def __init__(self, config, spec: TransformerXLSpec, **where):
         super().__init__(config, spec, **where)

@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache
 
 from ..core.call import Call, Sublayer, SublayerOutput
 from ..core.components import bounded, register
+from ..core.dropout_rates import dropout_rate
 from ..core.hand_overs import HandOver
 from ..core.prepared import Prepared
 from ..ops.common.products import wide_products
@@ -40,6 +41,8 @@ class InterParagraphAttention(Sublayer):
     `weight_proj`, `content_proj` and `o_proj` are W_a, W_b and W_c. Pooling weights are sums over real words, in
     float32. Cost O(T D^2 + P^2 D) for P paragraphs.
     """
+
+    dropout = dropout_rate("attention_dropout")
 
     def __init__(self, config, graph_heads: int):
         super().__init__()

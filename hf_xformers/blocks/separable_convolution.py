@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache
 
 from ..core.call import Call, SublayerOutput
 from ..core.components import register
+from ..core.dropout_rates import dropout_rate
 from .base import BlockSpec, SublayerPlan, XFormerLayer
 from .window_state import WindowCacheLayer, WindowSublayer, check_window_block
 
@@ -41,6 +42,8 @@ class SeparableTransition(WindowSublayer):
     are those of the released code). Kernels are centered in an encoder and end at their token in a decoder. Cost O(T D
     F). State: the last k1 - 1 inputs and the last k2 - 1 of the hidden ones.
     """
+
+    dropout = dropout_rate("activation_dropout")
 
     def __init__(self, config, spec: SeparableConvolutionBlockSpec, layer_idx: int):
         super().__init__("transition", layer_idx)

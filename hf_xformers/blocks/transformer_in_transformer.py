@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache
 
 from ..core.call import Call
 from ..core.components import bounded, register
+from ..core.dropout_rates import dropout_rate
 from ..core.hand_overs import HandOver
 from ..core.prepared import States, one_state
 from ..embedding.pixel_patch import PIXELS, PixelStates
@@ -22,6 +23,8 @@ from .base import BlockSpec, LayerOutput, SublayerPlan, XFormerLayer
 
 class PixelLayer(nn.Module):
     """Y <- Y + MSA(LN(Y)), Y <- Y + MLP(LN(Y)), among the pixels of each patch alone."""
+
+    dropout = dropout_rate("attention_dropout")
 
     def __init__(self, config, heads: int, ratio: int):
         super().__init__()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..core.call import Call, SublayerOutput
 from ..core.components import bounded, register
+from ..core.dropout_rates import dropout_rate
 from ..core.gates import Gates, check_stack, gate_usage
 from ..core.initialization import start_projections
 from ..normalization.base import norm_inputs
@@ -19,6 +20,8 @@ from .base import FeedForward, FeedForwardSpec
 
 class Part(nn.Module):
     """LN_out(W_2 relu(W_1 LN_in(x))) with a share of the inner width."""
+
+    dropout = dropout_rate("activation_dropout")
 
     def __init__(self, config, width: int):
         super().__init__()

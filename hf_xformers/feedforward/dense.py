@@ -14,6 +14,7 @@ from transformers.activations import ACT2FN
 
 from ..core.call import Call, SublayerOutput
 from ..core.components import bounded, register
+from ..core.dropout_rates import dropout_rate
 from ..core.initialization import start_projections
 from .base import FeedForward, FeedForwardSpec
 
@@ -43,6 +44,8 @@ class DenseFeedForward(FeedForward):
 
     Vaswani et al. 2017, eq. 2; Shazeer 2020 (arXiv 2002.05202), eqs. 5-6 for the gated forms.
     """
+
+    dropout = dropout_rate("activation_dropout")
 
     def __init__(self, config, spec: DenseForm):
         super().__init__()

@@ -20,6 +20,7 @@ from transformers.activations import ACT2FN
 from ..compat import grouped_mm, grouped_mm_fallback
 from ..core.components import aliased, bounded
 from ..core.distributed import process_number
+from ..core.dropout_rates import dropout_rate
 from ..ops.common.derivatives import first_derivative_only
 from .dense import DenseFeedForward, DenseForm
 
@@ -154,6 +155,8 @@ class Experts(nn.Module):
     up_bias: nn.Parameter | None
     gate_up_proj: nn.Parameter
     gate_up_bias: nn.Parameter | None
+
+    dropout = dropout_rate("activation_dropout")
 
     def __init__(
         self,

@@ -38,6 +38,12 @@ class GenerativeModel(LanguageModel, GenerationMixin):
                 " forget those that are not taken; leave `assistant_model`, `prompt_lookup_num_tokens` and `use_mtp`"
                 " out, or take a model that keeps keys and values, such as an 'xf_gpt2'."
             )
+        if generation_config.assistant_early_exit is not None:  # for which transformers changes the config
+            raise ValueError(
+                f"{type(self).__name__} cannot draft with its first layers"
+                f" (`assistant_early_exit={generation_config.assistant_early_exit}`); leave it out, and pass a smaller"
+                " model as `assistant_model`, or `prompt_lookup_num_tokens`."
+            )
         if getattr(generation_config, "use_mtp", None) and not self.drafts_itself:
             raise ValueError(
                 f"{type(self).__name__} has no modules that draft tokens (`use_mtp={generation_config.use_mtp}`); load"

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..core.call import Call
 from ..core.components import register
 from ..core.hand_overs import HandOver
-from ..core.reading_weights import weight_of
 from ..core.tasks import TaskVector
 from .residual import PostLNSpec, PostNorm, Residual
 
@@ -23,8 +23,9 @@ class TaskGain(nn.Module):
     and beta are one map from the task's vector z, which starts at zero, so that a pretrained norm is what it was.
     """
 
-    def __init__(self, width: int, task_width: int):
+    def __init__(self, width: int, task_width: int, eps: float):
         super().__init__()
+        self.eps = eps
         self.film = nn.Linear(task_width, 2 * width)
 
     def initialize(self, config, init) -> None:
@@ -33,12 +34,14 @@ class TaskGain(nn.Module):
 
     def after(self, norm: nn.LayerNorm, vectors: Tensor, task: Tensor) -> Tensor:
         """The layer norm of vectors [B, T, D], with its gain changed by task [B or 1, D]."""
-        return norm(vectors) + self(vectors, weight_of(norm), task, norm.eps)
+        normed = norm(vectors)
+        gained = normed - norm(torch.zeros_like(vectors[:1, :1]))  # without b: an adapter may stand in for the norm
+        return normed + self(vectors, gained, task)
 
-    def forward(self, vectors: Tensor, gain: Tensor, task: Tensor, eps: float) -> Tensor:
-        """vectors [B, T, D], gain [D] (w), task [B or 1, D] -> what the task adds to the layer norm, [B, T, D]."""
+    def forward(self, vectors: Tensor, gained: Tensor, task: Tensor) -> Tensor:
+        """vectors and gained [B, T, D] (w times the normalized), task [B or 1, D] -> what the task adds, [B, T, D]."""
         factor, shift = self.film(task)[:, None].chunk(2, dim=-1)
-        return (factor * gain + shift) * F.layer_norm(vectors, vectors.shape[-1:], eps=eps)
+        return factor * gained + shift * F.layer_norm(vectors, vectors.shape[-1:], eps=self.eps)
 
 
 class ConditionalPostNorm(PostNorm):
@@ -46,7 +49,7 @@ class ConditionalPostNorm(PostNorm):
 
     def __init__(self, config, scale: float = 1.0, stream_scale: float = 1.0):
         super().__init__(config, scale, stream_scale)
-        self.gain = TaskGain(config.hidden_size, config.hidden_size)
+        self.gain = TaskGain(config.hidden_size, config.hidden_size, self.norm.eps)
 
     def inputs(self, context: Call) -> dict[str, Any]:
         return {"task": context.given(TaskVector).vector}

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from ..core.call import Call
 from ..core.components import bounded, register
+from ..core.dropout_rates import dropout_rate
 from ..core.prepared import State
 from ..core.reading_weights import weight_of
 from ..ops.score_terms.attention import distance_products
@@ -61,6 +62,8 @@ class DebertaTerms(PositionTerms):
     delta(i, j) = clip(i - j, -k, k - 1) + k. Each term is a product with one vector for each distance in a block of
     pairs, laid out along the diagonals: the vectors are 2k, but no number is looked up for a pair.
     """
+
+    dropout = dropout_rate("table_dropout")
 
     def __init__(self, config, spec: DebertaSpec):
         super().__init__()

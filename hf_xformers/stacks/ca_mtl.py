@@ -52,7 +52,7 @@ class ConditionalBottleneck(nn.Module):
         super().__init__()
         self.film = nn.Linear(width, 2 * width)
         self.down, self.up = nn.Linear(width, inner), nn.Linear(inner, width)
-        self.norm, self.gain = nn.LayerNorm(width, eps=eps), TaskGain(width, width)
+        self.norm, self.gain = nn.LayerNorm(width, eps=eps), TaskGain(width, width, eps)
 
     def initialize(self, config, init) -> None:
         init.zeros_(self.film.weight)

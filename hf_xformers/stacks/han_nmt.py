@@ -16,6 +16,7 @@ from ..core.cache import FollowsRows, KeepsMore
 from ..core.call import Call, add_losses, self_attention_cache
 from ..core.call_features import CallFeature
 from ..core.components import bounded, register
+from ..core.dropout_rates import dropout_rate
 from ..core.prepared import Prepared, State
 from ..ops.common.fused import fused_attention
 from .base import StackSpec
@@ -41,6 +42,8 @@ class ContextCacheLayer(KeepsMore, FollowsRows, DynamicLayer):
 
 class HeadedReading(nn.Module):
     """Multi-head attention of queries to keys of their own rows."""
+
+    dropout = dropout_rate("attention_dropout")
 
     def __init__(self, config):
         super().__init__()

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..core.components import bounded, register
+from ..core.dropout_rates import dropout_rate
 from ..core.hand_overs import HandOver
 from .base import StackSpec
 from .driver import Pass, StackOutput
@@ -26,6 +27,8 @@ class TransparentEncoderStack(PlainStack):
     """
 
     undecayed = ("mixture",)
+
+    dropout = dropout_rate("mixing_dropout")
 
     def __init__(self, config, spec: TransparentSpec):
         super().__init__()

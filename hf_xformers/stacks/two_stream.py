@@ -13,6 +13,7 @@ from ..attention.shared.base import KeyStates
 from ..attention.shared.query_grid import PairsInSight, QueryGrid, ScatteredGrid
 from ..core.call import Call, add_losses, can_inspect
 from ..core.components import register
+from ..core.dropout_rates import dropout_rate
 from ..core.hand_overs import HandOver
 from ..core.prepared import one_state
 from .base import Stack, StackSpec
@@ -36,6 +37,8 @@ class TwoStreamStack(Stack):
     """
 
     undecayed = ("start",)
+
+    dropout = dropout_rate("query_dropout")
 
     def __init__(self, config):
         super().__init__()

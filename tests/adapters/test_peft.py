@@ -72,6 +72,30 @@ def test_every_adapter_takes_part_and_merging_keeps_it(name):
         close(changed.merge_and_unload()(input_ids=ids).logits, logits.detach())
 
 
+@pytest.mark.parametrize(
+    ("method", "name"),
+    [
+        *(
+            ("LNTuningConfig", name)
+            for name in ("xf_t5-seq2seq", "xf_complex_order-encoder", "task_conditioned-decoder")
+        ),
+        ("IA3Config", "xf_linformer-encoder"),  # whose bias is added apart, in another amount
+    ],
+)
+@torch.no_grad()
+def test_factors_and_norms_act_as_when_they_are_merged(method, name):
+    case, ids = BY_NAME[name], tokens(2, 7)
+    changed = peft.get_peft_model(case.build(), getattr(peft, method)()).double().eval()
+    before = case.run(changed, ids)
+    torch.manual_seed(3)
+    for parameter in changed.parameters():
+        if parameter.requires_grad:
+            parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    after = case.run(changed, ids)
+    assert (after - before).abs().max() > 1e-3
+    close(case.run(changed.merge_and_unload(), ids), after)
+
+
 def test_adapters_inside_a_differential_equation_have_an_effect():
     case, ids = BY_NAME["xf_floater-decoder"], tokens(2, 7)
     with torch.no_grad():

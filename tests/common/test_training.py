@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from torch import nn
 
 from hf_xformers.blocks.base import XFormerLayer
 from tests.common.cases import CASES, components, covering, each_component, each_part
@@ -110,6 +111,21 @@ def test_layer_drop(case):
     torch.manual_seed(0)
     for _ in range(5):  # without its first layer, without the second, without any
         assert loss_of(model, ids, mask).isfinite()
+
+
+@each_component
+@torch.no_grad()
+def test_dropout_is_switched_off_by_its_modules(case):
+    """As trl's trainers do it before they compare a model with its reference."""
+    ids, outputs = tokens(2, 9), []
+    for rates in (dict.fromkeys(NO_DROPOUT, 0.4), NO_DROPOUT):
+        model = case.build(**rates).train()
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        torch.manual_seed(0)  # for what is drawn besides
+        outputs.append(case.run(model, ids))
+    close(*outputs)
 
 
 @each_component

@@ -75,6 +75,8 @@ def test_speculative_decoding(case):
     expected = model.generate(ids, **settings)
     for given in helps:
         assert torch.equal(model.generate(ids, **settings, **given), expected)
+    with pytest.raises(ValueError, match="first layers .`assistant_early_exit=1`.; leave it out"):
+        model.generate(ids, **settings, assistant_early_exit=1)
 
 
 def bytes_alive():

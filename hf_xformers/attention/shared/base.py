@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from ...core.cache import appended, appended_with_numbers
 from ...core.call import Call, Sublayer, SublayerOutput, self_attention_cache
+from ...core.dropout_rates import dropout_rate
 from ...core.initialization import start_projections
 from ...core.prepared import State, States
 from ...core.weight_decay import Undecayed
@@ -66,6 +67,8 @@ class Attention(Undecayed, Sublayer):
         if not {"forward", "project_self"}.isdisjoint(vars(cls)):
             cls.unpads = vars(cls).get("unpads", False)
             cls.joins_projections = vars(cls).get("joins_projections", False)
+
+    dropout = dropout_rate("attention_dropout")
 
     def __init__(self, config: Any, spec: AttentionSpec, *, layer_idx: int, cross: bool = False):
         super().__init__()

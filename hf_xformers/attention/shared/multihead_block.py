@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ...core.dropout_rates import dropout_rate
 from ...core.initialization import start_projections
 from ...ops.common.fused import fused_attention
 from .base import literal_softmax_attention
@@ -18,6 +19,8 @@ class MultiheadBlock(nn.Module):
     rFF is one linear map and ReLU, as in the authors' code, which has its residual on the projected X, no output
     projection, scores over the root of the whole width, and by default no LN.
     """
+
+    dropout = dropout_rate("attention_dropout")
 
     def __init__(self, config, *, bias: bool = True, norm: bool = True):
         super().__init__()
