@@ -303,10 +303,10 @@ PLANS: dict[str, list[Plan]] = {
     "sounds": [Plan("dots", ("model",), _HELD_OUT, axis="word error rate or perplexity", group=("data",))],
     "recall": [
         Plan(
-            "lines",
+            "dots",
             ("mechanism",),
-            {"accuracy": "share of values that are recalled"},
-            over=("state", "numbers in the state"),
+            {"accuracy": "accuracy", "chance": "chance"},
+            axis="share of values that are recalled",
             title="Values looked up by their keys",
         )
     ],
