@@ -9,9 +9,8 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
 from ..core.cache import RecurrentStateLayer
-from ..core.call import Call, Sublayer, SublayerOutput
+from ..core.call import Call, Sublayer, SublayerOutput, dropout_rate
 from ..core.components import bounded, register
-from ..core.dropout_rates import dropout_rate
 from ..core.initialization import start_linear
 from ..core.visibility import visible_pairs
 from ..ops.common.segments import accumulation_dtype

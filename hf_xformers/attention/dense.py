@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -170,7 +171,7 @@ class DenseAttention(Attention):
             # A key mask is broadcast by the kernel; expanding it would cost T x S bytes per row of the batch.
             mask = mask.expand(-1, -1, query.shape[2], -1)
         backend = ALL_ATTENTION_FUNCTIONS[context.implementation]
-        with kernels_for(key, mask):
+        with kernels_for(key, mask) if key.device.type == "cuda" else nullcontext():
             output, _ = backend(
                 self,
                 query,

@@ -11,9 +11,8 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
 from ..core.cache import RecurrentStateLayer
-from ..core.call import Call, SublayerOutput
+from ..core.call import Call, SublayerOutput, dropout_rate
 from ..core.components import bounded, register
-from ..core.dropout_rates import dropout_rate
 from ..core.initialization import start_projections
 from ..core.prepared import Carry, State, one_state
 from ..ops.common.fused import fused_attention

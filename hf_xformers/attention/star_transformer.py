@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
-from ..core.call import Call, SublayerOutput
+from ..core.call import Call, SublayerOutput, dropout_rate
 from ..core.components import register
-from ..core.dropout_rates import dropout_rate
 from ..core.initialization import start_projections
 from ..core.pooling import TextPooler, pool
 from ..core.prepared import Carry, Prepared, State, one_state

@@ -12,9 +12,8 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
 from ..core.cache import appended
-from ..core.call import Call, SublayerOutput, self_attention_cache
+from ..core.call import Call, SublayerOutput, dropout_rate, self_attention_cache
 from ..core.components import bounded, register
-from ..core.dropout_rates import dropout_rate
 from ..core.hand_overs import HandOver
 from ..core.prepared import Carry, State
 from ..core.reading_weights import weight_of

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from ..core.call import Call, Sublayer, SublayerOutput
+from ..core.call import Call, Sublayer, SublayerOutput, dropout_rate
 from ..core.components import bounded, register
-from ..core.dropout_rates import dropout_rate
 from ..core.hand_overs import HandOver
 from ..core.prepared import Prepared
 from ..ops.common.products import wide_products

@@ -9,9 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from ..core.call import Call, SublayerOutput
+from ..core.call import Call, SublayerOutput, dropout_rate
 from ..core.components import register
-from ..core.dropout_rates import dropout_rate
 from .base import BlockSpec, SublayerPlan, XFormerLayer
 from .window_state import WindowCacheLayer, WindowSublayer, check_window_block
 

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 
-from ..core.call import Call
+from ..core.call import Call, dropout_rate
 from ..core.components import bounded, register
-from ..core.dropout_rates import dropout_rate
 from ..core.hand_overs import HandOver
 from ..core.prepared import States, one_state
 from ..embedding.pixel_patch import PIXELS, PixelStates

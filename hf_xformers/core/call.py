@@ -365,6 +365,23 @@ class Sublayer(nn.Module):
         share, once (`context.prepare`). What carries gradients it is given by `context.start`."""
 
 
+def dropout_rate(name: str) -> Any:
+    """A dropout probability as an attribute of a module, kept by an `nn.Dropout` that is called `name`.
+
+    Fused functions take a probability. What switches dropout off in any model, as trl's trainers do, goes through the
+    modules of this class and sets their `p`.
+    """
+
+    def read(module: nn.Module) -> float:
+        rate: float = getattr(module, name).p
+        return rate
+
+    def write(module: nn.Module, rate: float) -> None:
+        setattr(module, name, nn.Dropout(rate))
+
+    return property(read, write)
+
+
 def self_attention_cache(cache: Cache | None) -> Cache | None:
     """The part of a cache that self-attention writes."""
     return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache

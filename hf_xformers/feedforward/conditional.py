@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..core.call import Call, SublayerOutput
+from ..core.call import Call, SublayerOutput, dropout_rate
 from ..core.components import bounded, register
-from ..core.dropout_rates import dropout_rate
 from ..core.gates import Gates, check_stack, gate_usage
 from ..core.initialization import start_projections
 from ..normalization.base import norm_inputs

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.activations import ACT2FN
 
-from ..core.call import Call, SublayerOutput
+from ..core.call import Call, SublayerOutput, dropout_rate
 from ..core.components import bounded, register
-from ..core.dropout_rates import dropout_rate
 from ..core.initialization import start_projections
 from .base import FeedForward, FeedForwardSpec
 

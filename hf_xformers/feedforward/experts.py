@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from ..compat import grouped_mm, grouped_mm_fallback
+from ..core.call import dropout_rate
 from ..core.components import aliased, bounded
 from ..core.distributed import process_number
-from ..core.dropout_rates import dropout_rate
 from ..ops.common.derivatives import first_derivative_only
 from .dense import DenseFeedForward, DenseForm
 

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..core.call import Call
+from ..core.call import Call, dropout_rate
 from ..core.components import bounded, register
-from ..core.dropout_rates import dropout_rate
 from ..core.prepared import State
 from ..core.reading_weights import weight_of
 from ..ops.score_terms.attention import distance_products

@@ -13,10 +13,9 @@ from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from ..compat import shared_setting
 from ..core.cache import FollowsRows, KeepsMore
-from ..core.call import Call, add_losses, self_attention_cache
+from ..core.call import Call, add_losses, dropout_rate, self_attention_cache
 from ..core.call_features import CallFeature
 from ..core.components import bounded, register
-from ..core.dropout_rates import dropout_rate
 from ..core.prepared import Prepared, State
 from ..ops.common.fused import fused_attention
 from .base import StackSpec

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..core.call import dropout_rate
 from ..core.components import bounded, register
-from ..core.dropout_rates import dropout_rate
 from ..core.hand_overs import HandOver
 from .base import StackSpec
 from .driver import Pass, StackOutput

@@ -11,9 +11,8 @@ from torch.nn import functional as F
 
 from ..attention.shared.base import KeyStates
 from ..attention.shared.query_grid import PairsInSight, QueryGrid, ScatteredGrid
-from ..core.call import Call, add_losses, can_inspect
+from ..core.call import Call, add_losses, can_inspect, dropout_rate
 from ..core.components import register
-from ..core.dropout_rates import dropout_rate
 from ..core.hand_overs import HandOver
 from ..core.prepared import one_state
 from .base import Stack, StackSpec

@@ -25,7 +25,7 @@ from hf_xformers.position.rotary import RotarySpec
 PACKAGE = Path(hf_xformers.__file__).parent
 ROOMS = ("core", "blocks", "embedding", "feedforward", "heads", "modeling", "normalization", "stacks")
 # Attributes that were declared by nobody and found by name; here, in the objects of other libraries, they may be.
-FOREIGN = {"__len__", "padding_side", "is_fast", "tensor_data_names", "_hf_hook", "embed_scale"}
+FOREIGN = {"__len__", "padding_side", "is_fast", "tensor_data_names", "_hf_hook", "embed_scale", "use_mtp"}
 FOREIGN |= {"to", "__dict__", "_fields"}  # of anything that a call may hold (core/elsewhere.py)
 SMALL = {
     "vocab_size": 20,

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from ...core.cache import appended, appended_with_numbers
-from ...core.call import Call, Sublayer, SublayerOutput, self_attention_cache
-from ...core.dropout_rates import dropout_rate
+from ...core.call import Call, Sublayer, SublayerOutput, dropout_rate, self_attention_cache
 from ...core.initialization import start_projections
 from ...core.prepared import State, States
 from ...core.weight_decay import Undecayed

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...core.dropout_rates import dropout_rate
+from ...core.call import dropout_rate
 from ...core.initialization import start_projections
 from ...ops.common.fused import fused_attention
 from .base import literal_softmax_attention
