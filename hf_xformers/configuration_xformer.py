@@ -7,12 +7,10 @@ import copy
 from dataclasses import field
 from typing import Any, ClassVar, Literal, Self, cast
 
-from huggingface_hub.dataclasses import strict
-from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 
 from .compat import LAYER_SETTINGS, has_own_code, shared_setting
-from .core.components import SLOTS, Spec, SpecLike, build_spec, check_components, check_shared, resolve_field_types
+from .core.components import SLOTS, Spec, SpecLike, build_spec, check_components, check_shared
 from .core.config_checks import (
     check_base_fields,
     check_geometry,
@@ -20,6 +18,7 @@ from .core.config_checks import (
     layers_with_specs,
     refuse_typos,
     refuse_unknown,
+    strict_config,
     with_specs,
 )
 from .core.parallel_plans import expert_parallel_plan, fully_sharded_plan, tensor_parallel_plan
@@ -63,32 +62,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(entry) for entry in value]
     return value
-
-
-def _strict_config(cls: Any) -> None:
-    """Applies `strict` in place and turns its errors into the built-in `TypeError` and `ValueError`."""
-    resolve_field_types(cls)
-    strict(cls)
-
-    def translated(method):
-        def call(self, *args, **kwargs):
-            try:
-                return method(self, *args, **kwargs)
-            except StrictDataclassError as error:
-                cause = error.__cause__
-                while isinstance(getattr(cause, "__cause__", None), (TypeError, ValueError)):
-                    cause = cause.__cause__
-                kind = cause.__class__ if isinstance(cause, (TypeError, ValueError)) else ValueError
-                raise kind(f"{type(self).__name__}: {cause or error}") from None
-
-        call.__wrapped__ = method
-        call.__name__, call.__doc__ = method.__name__, method.__doc__
-        return call
-
-    cls.__setattr__ = translated(cls.__setattr__)
-    cls.__init__ = translated(cls.__init__)
-    # A dataclass compares fields, which cannot be read off a config whose layers differ.
-    cls.__eq__ = lambda self, other: type(other) is type(self) and other.to_dict() == self.to_dict()
 
 
 class XFormerConfig(PreTrainedConfig):
@@ -264,7 +237,7 @@ class XFormerConfig(PreTrainedConfig):
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
-        _strict_config(cls)
+        strict_config(cls)
 
     def __setattr__(self, key: str, value: Any) -> None:
         if key in SLOTS:
@@ -453,4 +426,4 @@ class XFormerConfig(PreTrainedConfig):
         return fields
 
 
-_strict_config(XFormerConfig)
+strict_config(XFormerConfig)

@@ -8,10 +8,12 @@ import difflib
 from typing import Any
 
 import torch
+from huggingface_hub.dataclasses import strict
+from huggingface_hub.errors import StrictDataclassError
 from transformers.activations import ACT2FN
 
 from ..compat import shared_setting
-from .components import SLOTS, build_spec
+from .components import SLOTS, build_spec, resolve_field_types
 
 # Keys that transformers and its neighbors add to a config.json and that are no fields of ours.
 _FOREIGN_KEYS = (
@@ -151,6 +153,32 @@ def check_geometry(config: Any) -> None:
             raise ValueError(f"`{name}` is a probability in [0, 1), got {value}.")
 
 
+def strict_config(cls: Any) -> None:
+    """Applies `strict` in place and turns its errors into the built-in `TypeError` and `ValueError`."""
+    resolve_field_types(cls)
+    strict(cls)
+
+    def translated(method):
+        def call(self, *args, **kwargs):
+            try:
+                return method(self, *args, **kwargs)
+            except StrictDataclassError as error:
+                cause = error.__cause__
+                while isinstance(getattr(cause, "__cause__", None), (TypeError, ValueError)):
+                    cause = cause.__cause__
+                kind = cause.__class__ if isinstance(cause, (TypeError, ValueError)) else ValueError
+                raise kind(f"{type(self).__name__}: {cause or error}") from None
+
+        call.__wrapped__ = method
+        call.__name__, call.__doc__ = method.__name__, method.__doc__
+        return call
+
+    cls.__setattr__ = translated(cls.__setattr__)
+    cls.__init__ = translated(cls.__init__)
+    # A dataclass compares fields, which cannot be read off a config whose layers differ.
+    cls.__eq__ = lambda self, other: type(other) is type(self) and other.to_dict() == self.to_dict()
+
+
 __all__ = [
     "check_base_fields",
     "check_geometry",
@@ -158,5 +186,6 @@ __all__ = [
     "layers_with_specs",
     "refuse_typos",
     "refuse_unknown",
+    "strict_config",
     "with_specs",
 ]

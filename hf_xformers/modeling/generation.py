@@ -22,8 +22,6 @@ logger = logging.get_logger(__name__)
 class GenerativeModel(LanguageModel, GenerationMixin):
     """Generation with the cache that the config's mechanisms declare."""
 
-    drafts_itself = False  # whether `use_mtp` has modules that draft
-
     def __init__(self, config: XFormerConfig):
         super().__init__(config)
         # A state that cannot forget its last tokens: transformers then refuses to decode with an assistant.
@@ -44,15 +42,18 @@ class GenerativeModel(LanguageModel, GenerationMixin):
                 f" (`assistant_early_exit={generation_config.assistant_early_exit}`); leave it out, and pass a smaller"
                 " model as `assistant_model`, or `prompt_lookup_num_tokens`."
             )
-        if getattr(generation_config, "use_mtp", None) and not self.drafts_itself:
+        super()._validate_generation_mode(  # type: ignore[misc]  # as further below
+            generation_mode, generation_config, *args, **kwargs
+        )
+
+    def _get_candidate_generator(self, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(generation_config, "use_mtp", None):
             raise ValueError(
                 f"{type(self).__name__} has no modules that draft tokens (`use_mtp={generation_config.use_mtp}`); load"
                 " a checkpoint of the objective 'mtp' by its own class, `...ForMultiTokenPrediction`, or leave"
                 " `use_mtp` out."
             )
-        super()._validate_generation_mode(  # type: ignore[misc]  # as further below
-            generation_mode, generation_config, *args, **kwargs
-        )
+        return super()._get_candidate_generator(generation_config, *args, **kwargs)  # type: ignore[misc]  # as below
 
     def _prepare_cache_for_generation(
         self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length

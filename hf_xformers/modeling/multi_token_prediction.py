@@ -81,8 +81,6 @@ class XFormerForMultiTokenPrediction(XFormerForCausalLM):
     The second loss is the auxiliary loss `multi_token_prediction`.
     """
 
-    drafts_itself = True
-
     def __init__(self, config: XFormerConfig):
         super().__init__(config)
         shaped: Any = self.config
