@@ -164,7 +164,7 @@ def strict_config(cls: Any) -> None:
                 return method(self, *args, **kwargs)
             except StrictDataclassError as error:
                 cause = error.__cause__
-                while isinstance(getattr(cause, "__cause__", None), (TypeError, ValueError)):
+                while cause is not None and isinstance(cause.__cause__, (TypeError, ValueError)):
                     cause = cause.__cause__
                 kind = cause.__class__ if isinstance(cause, (TypeError, ValueError)) else ValueError
                 raise kind(f"{type(self).__name__}: {cause or error}") from None

@@ -123,9 +123,7 @@ class XFormerForMultiTokenPrediction(XFormerForCausalLM):
         # rotary tables, and reads its weights from files, as layers behind the last; ours are here, and read a `Call`.
         if getattr(generation_config, "use_mtp", None):
             return ModuleDrafts(self, generation_config, kwargs["logits_processor"])
-        return super()._get_candidate_generator(  # type: ignore[misc]  # declared for a class of typing alone
-            generation_config, *args, **kwargs
-        )
+        return super()._get_candidate_generator(generation_config, *args, **kwargs)
 
 
 def _ahead(x: Tensor, places: int, value: float | int | bool) -> Tensor:
