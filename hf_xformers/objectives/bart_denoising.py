@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..core.components import bounded
-from .base import Objective, Row, is_special, register, special_table
+from .base import Objective, Row, is_special, plain_ids, register, special_table
 from .masked_lm import given_units
 from .seq2seq import Seq2SeqCollator
 
@@ -190,16 +190,12 @@ class BartDenoisingCollator(Seq2SeqCollator):
                 raise ValueError(f"{type(tokenizer).__name__} has no {name} token, which {use}: add one")
         self.mask_token_id, self.start_token_id = tokenizer.mask_token_id, tokenizer.sep_token_id
         self.special = special_table(set(tokenizer.all_special_ids) - {tokenizer.unk_token_id})
-        ids = torch.tensor(sorted(set(tokenizer.get_vocab().values())))
-        self.vocabulary = ids[~is_special(ids, special_table(set(tokenizer.all_special_ids)))]
-        if not len(self.vocabulary):
-            raise ValueError(f"{type(tokenizer).__name__} has only special tokens: train it on text")
+        self.vocabulary = plain_ids(tokenizer)
         given = objective.sentence_end_ids
         self.sentence_end = special_table(sentence_end_ids(tokenizer) if given is None else set(given))
 
     def corrupt(self, row: Row) -> tuple[Tensor, Tensor]:
-        special = row.columns.get("special_tokens_mask")
-        special = is_special(row.ids, self.special) if special is None else special.bool()
+        special = self.special_tokens(row)
         text = (~special).nonzero().squeeze(1)
         if not len(text):
             return row.ids, row.ids

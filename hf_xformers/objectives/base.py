@@ -10,6 +10,7 @@ this folder is found by itself.
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import struct
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -242,6 +243,19 @@ def is_special(ids: Tensor, table: Tensor) -> Tensor:
     return table[ids.clamp(max=len(table) - 1)]
 
 
+def plain_ids(tokenizer: Any) -> Tensor:
+    """The ids [n] of a tokenizer's vocabulary that are not special tokens, ascending.
+
+    Raises:
+        ValueError: there are none.
+    """
+    ids = torch.tensor(sorted(set(tokenizer.get_vocab().values())), dtype=torch.int64)
+    ids = ids[~is_special(ids, special_table(set(tokenizer.all_special_ids)))]
+    if not len(ids):
+        raise ValueError(f"{type(tokenizer).__name__} has only special tokens: train it on text")
+    return ids
+
+
 class SeededCollator:
     """Base of collators whose batches depend on a seed, the epoch and the rows alone.
 
@@ -308,6 +322,16 @@ class Collator(SeededCollator):
         pad, eos = tokenizer.pad_token_id, tokenizer.eos_token_id
         self.pad_token_id = pad if pad is not None else eos if eos is not None else 0
         self.padding_side = getattr(tokenizer, "padding_side", "right")
+
+    @functools.cached_property
+    def special(self) -> Tensor:
+        """What is special where a feature does not say it, for `is_special`."""
+        return special_table(set(self.tokenizer.all_special_ids))
+
+    def special_tokens(self, row: Row) -> Tensor:
+        """Which tokens [n] of a row are special."""
+        given = row.columns.get("special_tokens_mask")
+        return is_special(row.ids, self.special) if given is None else given.bool()
 
     def generator(self, ids: Tensor) -> torch.Generator:
         """The generator of the row `ids` [n] in the current epoch."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..core.components import bounded
-from .base import AnyObjective, Collator, Objective, Row, is_special, pad_rows, register, round_up, special_table
+from .base import AnyObjective, Collator, Objective, Row, pad_rows, register, round_up
 
 
 def sample_noise(length: int, ratio: float, generator: torch.Generator) -> Tensor:
@@ -48,10 +48,6 @@ class ContrastiveCollator(Collator):
     objective: ContrastiveObjective
     columns = ()
 
-    def __init__(self, objective: ContrastiveObjective, tokenizer: Any, **settings: Any) -> None:
-        super().__init__(objective, tokenizer, **settings)
-        self.special = special_table(set(tokenizer.all_special_ids))
-
     def collate(self, rows: list[Row]) -> dict[str, Tensor]:
         batch = {
             "labels": torch.zeros(len(rows), dtype=torch.int64),
@@ -73,7 +69,7 @@ class ContrastiveCollator(Collator):
 
     def views(self, row: Row, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Two crops of a row, between the special tokens at its ends; a row of these alone is its own crop."""
-        text = (~is_special(row.ids, self.special)).nonzero().squeeze(1)
+        text = (~self.special_tokens(row)).nonzero().squeeze(1)
         if not len(text):
             return row.ids, row.ids
         begin, end = int(text[0]), int(text[-1]) + 1

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..core.components import bounded
-from .base import IGNORE_INDEX, TOKEN_COLUMNS, Row, is_special, pad_rows, register, round_up
+from .base import IGNORE_INDEX, TOKEN_COLUMNS, Row, pad_rows, register, round_up
 from .masked_lm import MaskedLMCollator, MaskedLMObjective
 from .masked_lm import apply_noise as apply_mask
 from .masked_lm import sample_noise as sample_mask
@@ -68,8 +68,7 @@ class CpcCollator(MaskedLMCollator):
         _, numbers, lengths = torch.unique_consecutive(given, return_inverse=True, return_counts=True)
         generator = self.generator(row.ids)
         masked = sample_noise(len(lengths), self.objective.sentence_mask_ratio, generator)
-        special = row.columns.get("special_tokens_mask")
-        special = is_special(row.ids, self.special) if special is None else special.bool()
+        special = self.special_tokens(row)
         taken = special | torch.isin(numbers, masked)
         noise = sample_mask(taken, self.objective, self.vocabulary, generator, self.units(row, numbers))
         ids, labels = apply_mask(row.ids, noise, self.mask_token_id)

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ..core.components import bounded
-from .base import IGNORE_INDEX, Collator, Objective, Row, is_special, pad_rows, register, special_table
+from .base import IGNORE_INDEX, Objective, Row, is_special, pad_rows, register
 from .entity_tables import EMBEDDED, read_table
-from .masked_lm import KEEP, MaskedLMObjective, MaskNoise, given_units
+from .masked_lm import MaskedLMObjective, MaskingCollator, MaskNoise, given_units, padded
 from .masked_lm import apply_noise as mask_tokens
 from .masked_lm import sample_noise as sample_masks
 from .names import NameTable, row_columns, words_of
@@ -72,7 +72,7 @@ def apply_noise(
     return out, places
 
 
-class EntityReplacementCollator(Collator):
+class EntityReplacementCollator(MaskingCollator):
     """Batches with `input_ids`, `attention_mask`, `labels` [B, T] (masked tokens outside of names), and for every
     mention `entity_boundaries` [B, M, 2], where the tokens around it stand, and `entity_labels` [B, M]: 1 replaced, 0
     true, -100 none."""
@@ -82,14 +82,6 @@ class EntityReplacementCollator(Collator):
 
     def __init__(self, objective: EntityReplacementObjective, tokenizer: Any, **settings: Any) -> None:
         super().__init__(objective, tokenizer, **settings)
-        if tokenizer.mask_token_id is None:
-            raise ValueError(f"{type(tokenizer).__name__} has no mask token, which stands for masked words: add one")
-        self.mask_token_id = tokenizer.mask_token_id
-        self.special = special_table(set(tokenizer.all_special_ids))
-        ids = torch.tensor(sorted(set(tokenizer.get_vocab().values())))
-        self.vocabulary = ids[~is_special(ids, self.special)]
-        if not len(self.vocabulary):
-            raise ValueError(f"{type(tokenizer).__name__} has only special tokens: train it on text")
         self.table = read_table(objective.entity_table)
         self.names = name_table(self.table, tokenizer)
         names = [name for names in self.table.values() for name in names]
@@ -101,11 +93,7 @@ class EntityReplacementCollator(Collator):
         changed, spans, marks, noises = zip(*map(self.corrupt, rows), strict=True)
         batch = self.pad_inputs(list(changed))
         width, side = batch["input_ids"].shape[1], self.padding_side
-        noise = MaskNoise(
-            pad_rows([item.selected for item in noises], False, width, side),
-            pad_rows([item.action for item in noises], KEEP, width, side),
-            pad_rows([item.random_ids for item in noises], 0, width, side),
-        )
+        noise = padded(noises, width, side)
         batch["input_ids"], batch["labels"] = mask_tokens(batch["input_ids"], noise, self.mask_token_id)
         most = max(1, *map(len, marks))
         around = torch.zeros(len(rows), most, 2, dtype=torch.int64)

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ..core.components import bounded
-from .base import Collator, Objective, Row, is_special, pad_rows, register, round_up, special_table
+from .base import Objective, Row, pad_rows, register, round_up
 from .contrastive import text_key
-from .masked_lm import KEEP, MASK, RANDOM, MaskNoise
+from .masked_lm import KEEP, MASK, MaskingCollator, MaskNoise, actions
 from .masked_lm import apply_noise as mask_tokens
 
 
@@ -57,9 +57,7 @@ def sample_noise(
     stop = start + size
     outside = free[(free < start) | (free >= stop)]
     selected[outside[torch.randperm(len(outside), generator=generator)[: budget - size]]] = True
-    draws = torch.rand(length, generator=generator, dtype=torch.float64)
-    action[draws < objective.mask_token_prob + objective.random_prob] = RANDOM
-    action[draws < objective.mask_token_prob] = MASK
+    action = actions(torch.rand(length, generator=generator, dtype=torch.float64), objective)
     selected[start:stop] = True
     action[start:stop] = MASK
     return PhraseNoise(start, stop, MaskNoise(selected, action, random_ids))
@@ -74,22 +72,13 @@ def apply_noise(ids: Tensor, begin: int, end: int, noise: PhraseNoise, mask_toke
     return inputs, labels, torch.cat([ids[:begin], ids[noise.start : noise.stop], ids[end:]])
 
 
-class InfoWordCollator(Collator):
+class InfoWordCollator(MaskingCollator):
     """Batches with `input_ids`, `attention_mask`, `labels` [B, T] as for masked LM, and the phrase that is masked in
     each row: `phrase_input_ids`, `phrase_attention_mask` [B, W], `phrase_keys` [B] (equal for equal phrases)."""
 
     objective: InfoWordObjective
     columns = ("special_tokens_mask",)
-
-    def __init__(self, objective: InfoWordObjective, tokenizer: Any, **settings: Any) -> None:
-        super().__init__(objective, tokenizer, **settings)
-        if tokenizer.mask_token_id is None:
-            raise ValueError(f"{type(tokenizer).__name__} has no mask token, which stands for phrases: add one")
-        self.special = special_table(set(tokenizer.all_special_ids))
-        ids = torch.tensor(sorted(set(tokenizer.get_vocab().values())))
-        self.vocabulary = ids[~is_special(ids, self.special)]
-        if not len(self.vocabulary):
-            raise ValueError(f"{type(tokenizer).__name__} has only special tokens: train it on text")
+    masked = "phrases"
 
     def collate(self, rows: list[Row]) -> dict[str, Tensor]:
         inputs, labels, phrases = zip(*map(self.corrupted, rows), strict=True)
@@ -104,8 +93,7 @@ class InfoWordCollator(Collator):
         return batch
 
     def corrupted(self, row: Row) -> tuple[Tensor, ...]:
-        special = row.columns.get("special_tokens_mask")
-        special = is_special(row.ids, self.special) if special is None else special.bool()
+        special = self.special_tokens(row)
         text = (~special).nonzero().squeeze(1).tolist() or [0]
         noise = sample_noise(special, self.objective, self.vocabulary, self.generator(row.ids))
         return apply_noise(row.ids, text[0], text[-1] + 1, noise, self.tokenizer.mask_token_id)

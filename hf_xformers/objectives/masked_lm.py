@@ -8,6 +8,7 @@ choose, which is why they are separate modes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -15,7 +16,17 @@ import torch
 from torch import Tensor
 
 from ..core.components import bounded
-from .base import IGNORE_INDEX, TOKEN_COLUMNS, Collator, Objective, Row, is_special, pad_rows, register, special_table
+from .base import (
+    IGNORE_INDEX,
+    TOKEN_COLUMNS,
+    Collator,
+    Objective,
+    Row,
+    is_special,
+    pad_rows,
+    plain_ids,
+    register,
+)
 
 KEEP, MASK, RANDOM = 0, 1, 2  # what happens to the input at a chosen position
 
@@ -37,6 +48,24 @@ def apply_noise(ids: Tensor, noise: MaskNoise, mask_token_id: int) -> tuple[Tens
     return inputs, labels
 
 
+def padded(noises: Sequence[MaskNoise], width: int, side: str) -> MaskNoise:
+    """Of the rows of a batch, each [B, width]."""
+    return MaskNoise(
+        pad_rows([noise.selected for noise in noises], False, width, side),
+        pad_rows([noise.action for noise in noises], KEEP, width, side),
+        pad_rows([noise.random_ids for noise in noises], 0, width, side),
+    )
+
+
+def actions(draw: Tensor, objective: Any) -> Tensor:
+    """[n] int8: what happens to each token, if it is chosen, by `mask_token_prob` and `random_prob`. draw: [n], from
+    0 to 1."""
+    action = torch.full_like(draw, KEEP, dtype=torch.int8)
+    action[draw < objective.mask_token_prob + objective.random_prob] = RANDOM
+    action[draw < objective.mask_token_prob] = MASK
+    return action
+
+
 def sample_noise(
     special: Tensor,
     objective: MaskedLMObjective,
@@ -51,10 +80,7 @@ def sample_noise(
     None: every token is a unit.
     """
     selected = select_targets(special, objective, generator, unit_ids)
-    draw = torch.rand(len(special), generator=generator, dtype=torch.float64)
-    action = torch.full((len(special),), KEEP, dtype=torch.int8)
-    action[draw < objective.mask_token_prob + objective.random_prob] = RANDOM
-    action[draw < objective.mask_token_prob] = MASK
+    action = actions(torch.rand(len(special), generator=generator, dtype=torch.float64), objective)
     random_ids = vocabulary[torch.randint(len(vocabulary), (len(special),), generator=generator)]
     return MaskNoise(selected, action, random_ids)
 
@@ -179,6 +205,23 @@ def given_units(row: Row) -> Tensor:
     )
 
 
+class MaskingCollator(Collator):
+    """Base of collators that mask tokens and put random ones, of `vocabulary`, in the place of some.
+
+    Attributes:
+        masked: what the mask token stands for, in the message that it is missing.
+    """
+
+    masked: ClassVar[str] = "masked words"
+
+    def __init__(self, objective: Objective, tokenizer: Any, **settings: Any) -> None:
+        super().__init__(objective, tokenizer, **settings)
+        if tokenizer.mask_token_id is None:
+            raise ValueError(f"{type(tokenizer).__name__} has no mask token, which stands for {self.masked}: add one")
+        self.mask_token_id = tokenizer.mask_token_id
+        self.vocabulary = plain_ids(tokenizer)
+
+
 class MaskedLMCollator(Collator):
     """Batches with `input_ids`, `attention_mask`, `labels` [B, T] (and token columns the features bring)."""
 
@@ -194,7 +237,6 @@ class MaskedLMCollator(Collator):
             )
         self.period = objective.dupe_factor
         self.mask_token_id = tokenizer.mask_token_id
-        self.special = special_table(set(tokenizer.all_special_ids))
         vocabulary = torch.tensor(sorted(set(tokenizer.get_vocab().values())), dtype=torch.int64)
         if objective.random_ids == "non_special":
             vocabulary = vocabulary[~is_special(vocabulary, self.special)]
@@ -205,18 +247,12 @@ class MaskedLMCollator(Collator):
     def collate(self, rows: list[Row]) -> dict[str, Tensor]:
         batch = self.pad_inputs(rows)
         noises = [self.noise(row) for row in rows]
-        shape = batch["input_ids"].shape[1], self.padding_side
-        noise = MaskNoise(
-            pad_rows([item.selected for item in noises], False, *shape),
-            pad_rows([item.action for item in noises], KEEP, *shape),
-            pad_rows([item.random_ids for item in noises], 0, *shape),
-        )
+        noise = padded(noises, batch["input_ids"].shape[1], self.padding_side)
         batch["input_ids"], batch["labels"] = apply_noise(batch["input_ids"], noise, self.mask_token_id)
         return batch
 
     def noise(self, row: Row) -> MaskNoise:
-        special = row.columns.get("special_tokens_mask")
-        special = is_special(row.ids, self.special) if special is None else special.bool()
+        special = self.special_tokens(row)
         return sample_noise(special, self.objective, self.vocabulary, self.generator(row.ids), self.units(row))
 
     def units(self, row: Row) -> Tensor | None:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ..core.components import bounded
-from .base import IGNORE_INDEX, Collator, Objective, Row, is_special, pad_rows, register, round_up, special_table
-from .masked_lm import KEEP, MASK, RANDOM, MaskNoise
+from .base import IGNORE_INDEX, Objective, Row, pad_rows, register, round_up
+from .masked_lm import KEEP, MaskingCollator, MaskNoise, actions
 from .masked_lm import apply_noise as mask_tokens
 
 
@@ -41,10 +41,7 @@ def sample_noise(
     start = first + int(torch.randint(max(end - first - size, 0) + 1, (), generator=generator))
     if objective.start_mode == "20_20_60" and draw < 0.4:
         start = first if draw < 0.2 else end - size
-    chance = torch.rand(length, generator=generator, dtype=torch.float64)
-    action = torch.full((length,), KEEP, dtype=torch.int8)
-    action[chance < objective.mask_token_prob + objective.random_prob] = RANDOM
-    action[chance < objective.mask_token_prob] = MASK
+    action = actions(torch.rand(length, generator=generator, dtype=torch.float64), objective)
     random_ids = vocabulary[torch.randint(len(vocabulary), (length,), generator=generator)]
     return FragmentNoise(start, start + size, action, random_ids)
 
@@ -61,7 +58,7 @@ def apply_noise(ids: Tensor, noise: FragmentNoise, mask_token_id: int) -> tuple[
     return inputs, ids[places], ids[noise.start : noise.stop], places
 
 
-class MassCollator(Collator):
+class MassCollator(MaskingCollator):
     """Batches with `input_ids`, `attention_mask` [B, T], `decoder_input_ids`, `decoder_attention_mask`,
     `decoder_position_ids` and `labels` [B, K].
 
@@ -71,17 +68,7 @@ class MassCollator(Collator):
 
     objective: MassObjective
     columns = ("special_tokens_mask",)
-
-    def __init__(self, objective: MassObjective, tokenizer: Any, **settings: Any) -> None:
-        super().__init__(objective, tokenizer, **settings)
-        if tokenizer.mask_token_id is None:
-            raise ValueError(f"{type(tokenizer).__name__} has no mask token, which stands for the fragment: add one")
-        self.mask_token_id = tokenizer.mask_token_id
-        self.special = special_table(set(tokenizer.all_special_ids))
-        ids = torch.tensor(sorted(set(tokenizer.get_vocab().values())))
-        self.vocabulary = ids[~is_special(ids, self.special)]
-        if not len(self.vocabulary):
-            raise ValueError(f"{type(tokenizer).__name__} has only special tokens: train it on text")
+    masked = "the fragment"
 
     def collate(self, rows: list[Row]) -> dict[str, Tensor]:
         inputs, read, written, places = zip(*map(self.corrupt, rows), strict=True)
@@ -99,8 +86,7 @@ class MassCollator(Collator):
 
     def corrupt(self, row: Row) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What `apply_noise` returns, with -100 for special tokens among the labels."""
-        special = row.columns.get("special_tokens_mask")
-        special = is_special(row.ids, self.special) if special is None else special.bool()
+        special = self.special_tokens(row)
         text = (~special).nonzero().squeeze(1)
         text = text[text > 0]
         if not len(text):  # nothing to write

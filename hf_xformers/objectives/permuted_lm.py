@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..core.components import bounded
-from .base import IGNORE_INDEX, TOKEN_COLUMNS, Collator, Objective, Row, is_special, pad_rows, register, special_table
+from .base import IGNORE_INDEX, TOKEN_COLUMNS, Collator, Objective, Row, pad_rows, register
 
 _EVERYBODY_SEES = -1  # rank of what is there from the start
 
@@ -125,10 +125,6 @@ class PermutedLMCollator(Collator):
     objective: PermutedLMObjective
     columns = (*TOKEN_COLUMNS, "special_tokens_mask", "unit_ids", "word_ids")
 
-    def __init__(self, objective: PermutedLMObjective, tokenizer: Any, **settings: Any) -> None:
-        super().__init__(objective, tokenizer, **settings)
-        self.special = special_table(set(tokenizer.all_special_ids))
-
     def collate(self, rows: list[Row]) -> dict[str, Tensor]:
         made = [self.corrupt(row) for row in rows]
         batch = self.pad_inputs(
@@ -148,8 +144,7 @@ class PermutedLMCollator(Collator):
         return batch
 
     def corrupt(self, row: Row) -> tuple[Tensor, Tensor, Tensor]:
-        special = row.columns.get("special_tokens_mask")
-        special = is_special(row.ids, self.special) if special is None else special.bool()
+        special = self.special_tokens(row)
         noise = sample_noise(special, self.objective, self.generator(row.ids), self.words(row))
         bounds = self.objective.bounds(len(row))
         return apply_noise(row.ids, noise, special, bounds[1] if len(bounds) > 2 else 0)

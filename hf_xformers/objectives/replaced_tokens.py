@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..core.components import bounded
 from ..core.pretraining_specs import changed_pretraining
-from .base import IGNORE_INDEX, TOKEN_COLUMNS, Collator, Objective, Row, is_special, pad_rows, register, special_table
+from .base import IGNORE_INDEX, TOKEN_COLUMNS, Collator, Objective, Row, pad_rows, register
 
 _ROUNDING = 0.005  # by which the released code widens the room for masked tokens
 
@@ -78,7 +78,6 @@ class ReplacedTokenCollator(Collator):
                 f"{type(tokenizer).__name__} has no mask token: add one with "
                 "add_special_tokens({'mask_token': '[MASK]'}) and resize the embeddings"
             )
-        self.special = special_table(set(tokenizer.all_special_ids))
 
     def collate(self, rows: list[Row]) -> dict[str, Tensor]:
         noises = [self.noise(row) for row in rows]
@@ -97,8 +96,7 @@ class ReplacedTokenCollator(Collator):
         return batch
 
     def noise(self, row: Row) -> ReplacementNoise:
-        special = row.columns.get("special_tokens_mask")
-        special = is_special(row.ids, self.special) if special is None else special.bool()
+        special = self.special_tokens(row)
         return sample_noise(special, self.objective, self.generator(row.ids))
 
 

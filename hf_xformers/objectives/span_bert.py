@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ..core.components import bounded
-from .base import IGNORE_INDEX, TOKEN_COLUMNS, Collator, Objective, Row, is_special, pad_rows, register, special_table
-from .masked_lm import KEEP, MASK, RANDOM, MaskNoise, apply_noise, given_units
+from .base import IGNORE_INDEX, TOKEN_COLUMNS, Objective, Row, pad_rows, register
+from .masked_lm import MaskingCollator, MaskNoise, actions, apply_noise, given_units, padded
 
 
 def length_law(p: float, shortest: int, longest: int) -> Tensor:
@@ -69,9 +69,7 @@ def sample_noise(
     if objective.replacement == "span":
         for start, stop in zip(starts, stops, strict=True):
             draws[start:stop] = draws[start].clone()
-    action = torch.full((length,), KEEP, dtype=torch.int8)
-    action[draws < objective.mask_token_prob + objective.random_prob] = RANDOM
-    action[draws < objective.mask_token_prob] = MASK
+    action = actions(draws, objective)
     random_ids = vocabulary[torch.randint(len(vocabulary), (length,), generator=generator)]
     return SpanNoise(list(zip(starts, stops, strict=True)), action, random_ids)
 
@@ -92,44 +90,30 @@ def boundary_targets(spans: list[tuple[int, int]], first: int, last: int, most: 
     return torch.tensor(around, dtype=torch.int64).reshape(-1, 2), torch.tensor(numbers, dtype=torch.int64)
 
 
-class SpanBertCollator(Collator):
+class SpanBertCollator(MaskingCollator):
     """Batches with `input_ids`, `attention_mask`, `labels` [B, T], and for the tokens of spans `span_boundaries`
     [B, P, 2], `span_target_places`, `span_labels` [B, P]."""
 
     objective: SpanBertObjective
     columns = (*TOKEN_COLUMNS, "special_tokens_mask", "unit_ids", "word_ids")
-
-    def __init__(self, objective: SpanBertObjective, tokenizer: Any, **settings: Any) -> None:
-        super().__init__(objective, tokenizer, **settings)
-        if tokenizer.mask_token_id is None:
-            raise ValueError(f"{type(tokenizer).__name__} has no mask token, which stands for spans: add one")
-        self.mask_token_id = tokenizer.mask_token_id
-        self.special = special_table(set(tokenizer.all_special_ids))
-        ids = torch.tensor(sorted(set(tokenizer.get_vocab().values())))
-        self.vocabulary = ids[~is_special(ids, self.special)]
-        if not len(self.vocabulary):
-            raise ValueError(f"{type(tokenizer).__name__} has only special tokens: train it on text")
+    masked = "spans"
 
     def collate(self, rows: list[Row]) -> dict[str, Tensor]:
         batch = self.pad_inputs(rows)
         width, side = batch["input_ids"].shape[1], self.padding_side
         noises = [self.noise(row) for row in rows]
-        chosen, around, numbers, targets = [], [], [], []
+        masks, around, numbers, targets = [], [], [], []
         for row, (noise, first, last) in zip(rows, noises, strict=True):
             selected = torch.zeros(len(row), dtype=torch.bool)
             for start, stop in noise.spans:
                 selected[start:stop] = True
             places, number = boundary_targets(noise.spans, first, last, self.objective.max_pair_targets)
-            chosen.append(selected)
+            masks.append(MaskNoise(selected, noise.action, noise.random_ids))
             targets.append(row.ids[places[:, 0] + 1 + number])
             around.append(places + (width - len(row) if side == "left" else 0))
             numbers.append(number)
-        masks = MaskNoise(
-            pad_rows(chosen, False, width, side),
-            pad_rows([item[0].action for item in noises], KEEP, width, side),
-            pad_rows([item[0].random_ids for item in noises], 0, width, side),
-        )
-        batch["input_ids"], batch["labels"] = apply_noise(batch["input_ids"], masks, self.mask_token_id)
+        chosen = padded(masks, width, side)
+        batch["input_ids"], batch["labels"] = apply_noise(batch["input_ids"], chosen, self.mask_token_id)
         most = max(1, *map(len, numbers))
         pairs = torch.zeros(len(rows), most, 2, dtype=torch.int64)
         for index, places in enumerate(around):
@@ -141,8 +125,7 @@ class SpanBertCollator(Collator):
 
     def noise(self, row: Row) -> tuple[SpanNoise, int, int]:
         """The noise of a row, and where the first and the last token of its text stand."""
-        special = row.columns.get("special_tokens_mask")
-        special = is_special(row.ids, self.special) if special is None else special.bool()
+        special = self.special_tokens(row)
         words = given_units(row) if self.objective.masks_units else torch.arange(len(row))
         words = words.masked_fill(special, -1)
         text = (words >= 0).nonzero().squeeze(1).tolist() or [0]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..core.components import bounded
-from .base import Objective, Row, is_special, register, special_table
+from .base import Objective, Row, register, special_table
 from .seq2seq import Seq2SeqCollator
 
 
@@ -112,8 +112,7 @@ class SpanCorruptionCollator(Seq2SeqCollator):
         self.special = special_table(set(tokenizer.all_special_ids) - {tokenizer.unk_token_id})
 
     def corrupt(self, row: Row) -> tuple[Tensor, Tensor]:
-        special = row.columns.get("special_tokens_mask")
-        special = is_special(row.ids, self.special) if special is None else special.bool()
+        special = self.special_tokens(row)
         ids = row.ids[~special]
         spec = self.objective
         noise = sample_noise(len(ids), spec.noise_density, spec.mean_noise_span_length, self.generator(ids))

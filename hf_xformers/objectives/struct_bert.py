@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..core.components import bounded
-from .base import IGNORE_INDEX, Row, is_special, pad_rows, register
+from .base import IGNORE_INDEX, Row, pad_rows, register
 from .masked_lm import MaskedLMCollator, MaskedLMObjective, MaskNoise, apply_noise, sample_noise
 from .sentence_pairs import SentencePairCollator, SentencePairObjective, _chance, _integer
 
@@ -85,8 +85,7 @@ class ShufflingCollator(MaskedLMCollator):
 
     def corrupted(self, row: Row) -> tuple[Tensor, Tensor]:
         """(input_ids, labels) of a row without padding."""
-        special = row.columns.get("special_tokens_mask")
-        special = is_special(row.ids, self.special) if special is None else special.bool()
+        special = self.special_tokens(row)
         generator = self.generator(row.ids)
         noise: MaskNoise = sample_noise(special, self.objective, self.vocabulary, generator, self.units(row))
         inputs, labels = apply_noise(row.ids, noise, self.mask_token_id)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..core.components import bounded
-from .base import Objective, Row, is_special, register, special_table
+from .base import Objective, Row, plain_ids, register, special_table
 from .seq2seq import Seq2SeqCollator
 from .span_corruption import apply_noise as replace_spans
 from .span_corruption import sentinel_ids
@@ -99,13 +99,11 @@ class T5CorruptionCollator(Seq2SeqCollator):
         if objective.num_sentinels:
             self.sentinels = sentinel_ids(tokenizer, objective.sentinel_start, objective.num_sentinels)
         self.special = special_table(set(tokenizer.all_special_ids) - {tokenizer.unk_token_id})
-        ids = torch.tensor(sorted(set(tokenizer.get_vocab().values())))
-        ids = ids[~is_special(ids, special_table(set(tokenizer.all_special_ids)))]
+        ids = plain_ids(tokenizer)
         self.vocabulary = ids[~torch.isin(ids, self.sentinels)]
 
     def corrupt(self, row: Row) -> tuple[Tensor, Tensor]:
-        special = row.columns.get("special_tokens_mask")
-        special = is_special(row.ids, self.special) if special is None else special.bool()
+        special = self.special_tokens(row)
         ids, spec = row.ids[~special], self.objective
         noise = sample_noise(len(ids), spec, self.vocabulary, len(self.sentinels), self.generator(ids))
         return apply_noise(ids, noise, spec.corruption, self.sentinels, self.eos_token_id)

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from ..core.components import bounded
-from .base import TOKEN_COLUMNS, Collator, Objective, Row, is_special, pad_rows, read_row, register, special_table
+from .base import TOKEN_COLUMNS, Collator, Objective, Row, is_special, pad_rows, read_row, register
 from .causal_lm import causal_labels
-from .masked_lm import KEEP, MASK, RANDOM, MaskNoise, apply_noise
+from .masked_lm import MaskNoise, actions, apply_noise, padded
 
 AnyMultilingual = TypeVar("AnyMultilingual", bound="Multilingual")
 LANGUAGES, COUNTS = "langs", "token_counts"
@@ -75,10 +75,7 @@ def sample_noise(
             weights = weights * counts.clamp(min=1).double() ** -objective.sample_alpha
         chosen = torch.multinomial(weights, min(wanted, int(free.sum())), replacement=False, generator=generator)
         selected[chosen] = True
-    draw = torch.rand(length, generator=generator, dtype=torch.float64)
-    action = torch.full((length,), KEEP, dtype=torch.int8)
-    action[draw < objective.mask_token_prob + objective.random_prob] = RANDOM
-    action[draw < objective.mask_token_prob] = MASK
+    action = actions(torch.rand(length, generator=generator, dtype=torch.float64), objective)
     return MaskNoise(selected, action, torch.randint(vocabulary, (length,), generator=generator))
 
 
@@ -122,18 +119,12 @@ class TranslationLMCollator(MultilingualCollator):
                 f"{type(tokenizer).__name__} has no mask token: add one with load_tokenizer(...,"
                 " add_missing=['mask']) and resize the embeddings, or take the objective 'multilingual_clm'"
             )
-        self.special = special_table(set(tokenizer.all_special_ids))
         self.vocabulary = len(tokenizer)
 
     def collate(self, rows: list[Row]) -> dict[str, Tensor]:
         batch = self.pad_inputs(rows)
         noises = [self.noise(row) for row in rows]
-        shape = batch["input_ids"].shape[1], self.padding_side
-        noise = MaskNoise(
-            pad_rows([item.selected for item in noises], False, *shape),
-            pad_rows([item.action for item in noises], KEEP, *shape),
-            pad_rows([item.random_ids for item in noises], 0, *shape),
-        )
+        noise = padded(noises, batch["input_ids"].shape[1], self.padding_side)
         batch["input_ids"], batch["labels"] = apply_noise(batch["input_ids"], noise, self.tokenizer.mask_token_id)
         return batch
 

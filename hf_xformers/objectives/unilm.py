@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ..core.components import bounded
 from ..core.mask_modes import ALL_TYPES, BIDIRECTIONAL, LEFT_TO_RIGHT, MODES, RIGHT_TO_LEFT, SEQ2SEQ, TYPES
-from .base import IGNORE_INDEX, Row, is_special, pad_rows, read_row, register
-from .masked_lm import KEEP, MASK, RANDOM, MaskedLMCollator, MaskedLMObjective, MaskNoise, _fill_budget, apply_noise
+from .base import IGNORE_INDEX, Row, pad_rows, read_row, register
+from .masked_lm import MaskedLMCollator, MaskedLMObjective, MaskNoise, _fill_budget, actions, apply_noise
 from .sentence_pairs import LABEL, SentencePairObjective, _chance
 
 AnyUniLM = TypeVar("AnyUniLM", bound="UniLMObjective")
@@ -91,10 +91,7 @@ def sample_noise(
         sizes = torch.where(several, torch.randint(2, 4, (len(order),), generator=generator), 1)
         free = (~special).tolist()
         selected = torch.tensor(_fill_budget(order.tolist(), sizes.tolist(), [1] * length, free, budget)).bool()
-    draw = torch.rand(length, generator=generator, dtype=torch.float64)
-    action = torch.full((length,), KEEP, dtype=torch.int8)
-    action[draw < mlm.mask_token_prob + mlm.random_prob] = RANDOM
-    action[draw < mlm.mask_token_prob] = MASK
+    action = actions(torch.rand(length, generator=generator, dtype=torch.float64), mlm)
     return MaskNoise(selected, action, vocabulary[torch.randint(len(vocabulary), (length,), generator=generator)])
 
 
@@ -129,8 +126,7 @@ class UniLMCollator(MaskedLMCollator):
 
     def corrupted(self, row: Row, label: int) -> tuple[Row, Tensor, tuple[int, int]]:
         """A row without padding and the label of its pair -> (row, labels [n], (mode, length of the first text))."""
-        special = row.columns.get("special_tokens_mask")
-        special = is_special(row.ids, self.special) if special is None else special.bool()
+        special = self.special_tokens(row)
         generator, types = self.generator(row.ids), row.columns["token_type_ids"]
         mode = sample_mode(label, self.unilm, generator)
         ids, second, kept = in_mode(row.ids, types > 0, mode)
