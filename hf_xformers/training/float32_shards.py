@@ -17,7 +17,7 @@ from ..modeling_base import XFormerPreTrainedModel
 def keep_float32_in_shards(accelerator: Any, model: Any) -> None:
     """Where `accelerator` is going to shard `model` in mixed precision (FSDP2): what stays in float32 is sharded
     before. To be called in every process, before the optimizer is made; `XFormerTrainer` does so, unless it is given
-    one.
+    one, and any other `Trainer` is ready for it before `train()`.
 
     Nothing is done where one process alone has read the weights (`cpu_ram_efficient_loading`).
     """

@@ -109,8 +109,11 @@ def test_many_segments_and_a_constant_decay(corrects, channels):
 
 @each_engine
 @each_decay
-def test_float32_with_strong_decays(corrects, channels):
+@pytest.mark.parametrize("at_once", [False, True], ids=["processor", "at once"])
+def test_float32_with_strong_decays(corrects, channels, at_once, monkeypatch):
     """Neither overflow nor cancellation, after decays of -30 at every token and of -1e6 at some."""
+    for module in (segments, gated_chunks):
+        monkeypatch.setattr(module, "in_one_batch", lambda x: at_once)
     inputs = case(256, corrects, channels, 30.0, torch.float32)
     with torch.no_grad():
         inputs[-2][:, :, ::50] = -1e6
@@ -243,7 +246,8 @@ def test_all_chunks_at_once_with_gradients(corrects, channels, length, shortest,
 
 
 @pytest.mark.parametrize(
-    "corrects, channels, most, most_with_backward", [(False, 1, 45, 120), (True, 1, 70, 200), (True, 64, 165, 505)]
+    "corrects, channels, most, most_with_backward",
+    [(False, 1, 45, 120), (True, 1, 70, 200), (False, 64, 80, 190), (True, 64, 100, 275)],
 )
 def test_launches_for_4096_tokens(corrects, channels, most, most_with_backward, monkeypatch):
     query, key = (torch.randn(1, 4, 4096, 64, dtype=torch.bfloat16) for _ in range(2))
@@ -257,6 +261,15 @@ def test_launches_for_4096_tokens(corrects, channels, most, most_with_backward, 
         out.backward(OnGPU(torch.randn_like(value)))
         assert log.launches.total() < most_with_backward, log.launches
         assert not log.waits and not log.copies and not log.mixed
+
+
+@each_engine
+def test_halvings_at_once_keep_to_the_memory_of_a_batch(corrects, monkeypatch):
+    monkeypatch.setattr(segments, "_BATCH_NUMBERS", 1 << 20)
+    with pretend_cuda(monkeypatch) as log:
+        given = [OnGPU(x.detach()).requires_grad_() for x in case(1000, corrects, True, dtype=torch.float32)]
+        engine(given)[0].sum().backward()
+        assert log.largest < 1.2 * (1 << 20)
 
 
 @each_engine

@@ -9,6 +9,7 @@ from hf_xformers.ops.linear.gated_delta import gated_delta_rule
 from hf_xformers.ops.linear.low_rank_delta import low_rank_delta_rule
 from hf_xformers.ops.linear.reference import gated_recurrence_reference
 from tests.helpers import close
+from tests.pretend_cuda import OnGPU, pretend_cuda
 
 B, H, K, V = 2, 2, 5, 3
 NAMES = ("query", "key", "value", "read", "write", "log_decay", "state")
@@ -58,6 +59,18 @@ def test_states_joined_in_log2_steps(monkeypatch):
     given = case(50)
     found = low_rank_delta_rule(**given, return_state=True, chunk_size=4)
     assert_same(found, literal(given), given, 1e-11)
+
+
+def test_launches_for_4096_tokens(monkeypatch):
+    query, key, value, decay = torch.randn(4, 1, 4, 4096, 64).unbind()
+    key = normalize(key, dim=-1)
+    with pretend_cuda(monkeypatch) as log:
+        given = [OnGPU(x).requires_grad_() for x in (query, key, value, key, key / 2, -decay.abs())]
+        out = low_rank_delta_rule(*given)
+        assert log.launches.total() < 110, log.launches
+        out.sum().backward()
+        assert log.launches.total() < 415, log.launches
+        assert not log.waits and not log.copies and not log.mixed
 
 
 def test_segments_keep_no_chunks(monkeypatch):

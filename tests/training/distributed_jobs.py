@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 from hf_xformers.core.components import SLOTS
 from hf_xformers.core.parallel_plans import layers_apart
 from hf_xformers.core.precision import Float32Module
+from hf_xformers.training.float32_shards import keep_float32_in_shards
 from hf_xformers.training.trainer import XFormerTrainer
 from hf_xformers.variants import model_types
 from tests.common.cases import CASES, Case, components, covering
@@ -446,8 +447,9 @@ def float32_cases() -> list[Case]:
 
 
 def sharded_in_half(rank: int, world: int, folder: str) -> dict[str, Any]:
-    """A step of SGD under Accelerate's FSDP2 with `bf16`; alone: in float32. read: the names, types and classes of
-    parameters that stay in float32, in the calls that read them; step: how all parameters moved."""
+    """A step of SGD under Accelerate's FSDP2 with `bf16`, of every other family by transformers' own `Trainer`; alone:
+    in float32. read: the names, types and classes of parameters that stay in float32, in the calls that read them;
+    step: how all parameters moved."""
     found: dict[str, Any] = {}
     options: dict[str, Any] = {"max_steps": 1, "save_strategy": "no", "optim": "sgd", "learning_rate": 0.1}
     if world > 1:
@@ -457,7 +459,10 @@ def sharded_in_half(rank: int, world: int, folder: str) -> dict[str, Any]:
         model = case.build(strong=True, **NO_DROPOUT, **CHANGES.get(case.name, {})).float()
         start = state_of(model)
         _watch(model, read)
-        run = trainer_of_model(model, dataset(case, ROWS), world, place, **options)
+        kind = (XFormerTrainer, Trainer)[number % 2]
+        run = trainer_of_model(model, dataset(case, ROWS), world, place, trainer=kind, **options)
+        if kind is Trainer:
+            keep_float32_in_shards(run.accelerator, run.model)
         run.train()
         run.save_model(str(place))  # the first process writes
         if world > 1:

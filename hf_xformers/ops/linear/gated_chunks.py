@@ -85,7 +85,10 @@ class _GatedScan(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, beta, log_decay, state, chunk):
         wide, rows = accumulation_dtype(v.dtype), v.shape[0] * v.shape[1]
-        bounds = segments(v.shape[2], v, chunk, max(k.shape[3], v.shape[3]))
+        width = max(k.shape[3], v.shape[3])
+        if in_one_batch(v) and log_decay.dim() == 4:  # numbers of a token in what `ChunkDecay` then makes at once
+            width = max(width, chunk) * (chunk.bit_length() + 2)
+        bounds = segments(v.shape[2], v, chunk, width)
         current = v.new_zeros(rows, k.shape[3], v.shape[3], dtype=wide)
         if state is not None:
             current = state.to(wide).flatten(0, 1)

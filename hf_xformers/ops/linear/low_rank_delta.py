@@ -63,7 +63,10 @@ def low_rank_delta_rule(
     after = value.new_zeros(*value.shape[:2], key.shape[3], value.shape[3], dtype=wide)
     after = (after if state is None else state.to(wide)).flatten(0, 1)
     parts, found = (query, key, value, read, write, log_decay), []
-    bounds = segments(key.shape[2], value, chunk, max(key.shape[3], value.shape[3]))
+    width = max(key.shape[3], value.shape[3])
+    if in_one_batch(value):  # numbers of a token in what `ChunkDecay` then makes at once
+        width = max(width, chunk) * (chunk.bit_length() + 2)
+    bounds = segments(key.shape[2], value, chunk, width)
     with without_autocast(value):
         for start, stop in bounds:
             pieces = [x[:, :, start:stop] for x in parts]
@@ -82,7 +85,7 @@ def _segment(chunk: int, *given: Tensor) -> tuple[Tensor, Tensor]:
     (batch, heads, length, width), wide, rows = value.shape, state.dtype, state.shape[0]
     parts = (query, key, value, read, write, log_decay)
     q, k, v, r, w, logs = (to_chunks(x, 0, length, chunk, wide) for x in parts)  # [R N, C, *]
-    decay = ChunkDecay(logs, wide)
+    decay = ChunkDecay(logs, wide, at_once=in_one_batch(value))
     system = decay.products(w, r)[0].tril(-1)
     sides = torch.cat((decay.products(k, r)[0].tril(-1) @ v, r * decay.from_start), dim=-1)
     unit = torch.eye(chunk, dtype=wide, device=value.device)
