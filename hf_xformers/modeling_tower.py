@@ -167,7 +167,7 @@ class XFormerTower(XFormerPreTrainedModel):
             make_ready(cache, moved)
         output = self._read(attention_mask=moved.mask, **moved.given(kwargs), **others)
         moved.restore(output)
-        cache = self_attention_cache(output.past_key_values) if cache is None else cache
+        cache = self_attention_cache(getattr(output, CACHE)) if cache is None else cache
         if cache is not None:
             settle(cache, moved)
         return output
