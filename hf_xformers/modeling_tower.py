@@ -167,7 +167,7 @@ class XFormerTower(XFormerPreTrainedModel):
             make_ready(cache, moved)
         output = self._read(attention_mask=moved.mask, **moved.given(kwargs), **others)
         moved.restore(output)
-        cache = self_attention_cache(output.past_key_values) if cache is None else cache
+        cache = self_attention_cache(getattr(output, CACHE)) if cache is None else cache
         if cache is not None:
             settle(cache, moved)
         return output
@@ -283,7 +283,7 @@ class XFormerTower(XFormerPreTrainedModel):
 
     def embedded(self, inputs_embeds: Tensor, token_type_ids: Tensor | None, context: Call) -> Tensor:
         """[B, T, D]: what the layers start from."""
-        if token_type_ids is not None and not self.config.type_vocab_size:
+        if token_type_ids is not None and self.config.type_vocab_size < 2:
             if "token_type_ids" not in self.extra_inputs:
                 self.leave_out(token_type_ids)
             token_type_ids = None
@@ -375,16 +375,16 @@ class XFormerTower(XFormerPreTrainedModel):
         return document_numbers(positions) if fresh and self.keeps_documents_apart else None
 
     def leave_out(self, token_type_ids: Tensor) -> None:
-        """What a model without a type table makes of types: nothing, as most tokenizers give them whether a model
-        reads them or not. Types that differ are reported once, with the first call (later ones are not worth waiting
-        for the device)."""
+        """What a model of one type or none (RoBERTa's, Longformer's) makes of types: nothing, as most tokenizers give
+        them whether a model reads them or not. Types that differ are reported once, with the first call (later ones
+        are not worth waiting for the device)."""
         if self.types_were_read or not can_inspect():
             return
         self.types_were_read = True
         if bool(token_type_ids.any()):
             logger.warning(
-                "`token_type_ids` are left out: this model has `type_vocab_size=0` and cannot tell a second text from"
-                " the first by them; build it with `type_vocab_size=2` if it shall."
+                f"`token_type_ids` are left out: this model has `type_vocab_size={self.config.type_vocab_size}` and"
+                " cannot tell a second text from the first by them; build it with `type_vocab_size=2` if it shall."
             )
 
     def check_length(self, positions: Tensor) -> None:

@@ -117,7 +117,7 @@ class XFormerModel(XFormerPreTrainedModel):
         Args:
             input_ids: [B, T] token ids, or inputs_embeds [B, T, D] in their place.
             attention_mask: [B, T], 1 = real token. With a cache: of the cached and the new tokens.
-            token_type_ids: [B, T], 0 <= id < type_vocab_size.
+            token_type_ids: [B, T], 0 <= id < type_vocab_size; a model of one type or none leaves them out.
             position_ids: [B, T]; default: real tokens counted from the config's `first_position`, 0 in most models. In
                 an encoder-decoder those of the encoder's text.
             decoder_position_ids: [B, T] or [T] of the decoder's tokens, where these do not stand at the beginning of

@@ -56,6 +56,16 @@ def test_a_cache_under_either_name(name, head, given):
 
 
 @each_head
+def test_the_package_asks_by_this_release_s_name(name, head, monkeypatch):
+    """Where padding stands between tokens, too, for which these are moved."""
+    asked = []
+    monkeypatch.setattr(transformers.utils.generic.logger, "warning_once", asked.append)
+    model, ids = build(name, head), tokens(1, 4)
+    model(ids, attention_mask=torch.tensor([[1, 0, 1, 1]]), use_cache=True)
+    assert not asked
+
+
+@each_head
 def test_two_caches_are_refused(name, head):
     model = build(name, head)
     with pytest.raises(ValueError, match=r"`cache` and `past_key_values` are two names .* give one of them"):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..compat import CACHE
 from ..training.evaluation import summarise, token_statistics
 from .entries import SHAPES, Entry, make_config
 from .measure import state_tensors
@@ -123,7 +124,7 @@ def train_on(
 def state_size(model: Any, ids: Tensor) -> int:
     """Numbers that generation keeps of one row [1, T] after reading it."""
     output = model.eval()(input_ids=ids, use_cache=True)
-    return sum(tensor.numel() for tensor in state_tensors(output.past_key_values))
+    return sum(tensor.numel() for tensor in state_tensors(getattr(output, CACHE)))
 
 
 def _rate(step: int, steps: int) -> float:

@@ -15,6 +15,7 @@ from transformers.cache_utils import (
     DynamicLayer,
     DynamicSlidingWindowLayer,
     EncoderDecoderCache,
+    QuantizedCache,
 )
 
 from .components import Spec
@@ -206,7 +207,16 @@ def appended_with_numbers(
     cache: Cache, key: Tensor, value: Tensor, numbers: Tensor, step: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """[`appended`] with numbers [B, H, T] in float32 at least, as many for each key, which lie in the cache as further
-    channels of the keys, bit by bit where keys are in half precision -> keys, values and numbers of all tokens."""
+    channels of the keys, bit by bit where keys are in half precision -> keys, values and numbers of all tokens.
+
+    Raises:
+        ValueError: a cache that rounds what it holds.
+    """
+    if isinstance(cache, QuantizedCache):
+        raise ValueError(
+            "This position keeps sums in float32 next to the keys, which a quantized cache would round; leave"
+            " `cache_implementation` out, or take 'static' or 'offloaded'."
+        )
     (batch, heads, length), width, wide = numbers.shape, key.shape[-1], numbers.dtype
     beside = numbers.unflatten(1, (key.shape[1], -1)).transpose(2, 3)
     narrow = key.dtype.itemsize < wide.itemsize

@@ -243,6 +243,14 @@ def test_token_types():
     assert (model(ids, token_type_ids=torch.ones_like(ids)).last_hidden_state - default).abs().max() > 1e-3
 
 
+def test_one_token_type(caplog):
+    """A model of one type, such as RoBERTa, is given the types that a tokenizer of BERT's kind makes for a pair."""
+    model, ids = XFormerModel(XFormerConfig(**SMALL, type_vocab_size=1)).eval(), tokens(1, 4, high=40)
+    expected, types = model(ids).last_hidden_state, torch.tensor([[0, 0, 1, 1]])
+    assert torch.equal(model(ids, token_type_ids=types).last_hidden_state, expected)
+    assert "this model has `type_vocab_size=1` and cannot tell a second text from the first" in caplog.text
+
+
 PACKED = {"position_ids": torch.tensor([[0, 1, 0, 1, 2]])}
 
 

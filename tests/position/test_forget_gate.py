@@ -3,8 +3,10 @@
 import pytest
 import torch
 from torch.nn import functional as F
+from transformers.cache_utils import Cache, QuantizedCache
 
 from hf_xformers import XFormerConfig, XFormerForCausalLM
+from hf_xformers.compat import CACHE
 from hf_xformers.core.cache import appended_with_numbers, make_cache
 from tests.attention.score_helpers import GEOMETRY, HEADS, build_layers, make_context, run_layers, saved_sizes, vectors
 from tests.helpers import close, make_strong, tokens
@@ -60,6 +62,18 @@ def test_numbers_in_a_cache_keep_their_bits(dtype):
 def test_refusals(fields, words):
     with pytest.raises(ValueError, match=words):
         XFormerConfig(**{**GEOMETRY, **GATES, "is_decoder": True, **fields})
+
+
+def test_caches_that_round_are_refused():
+    """Rounded bits of a sum are another number altogether."""
+
+    class Rounding(QuantizedCache):
+        def __init__(self):  # without the packages that such caches stand on
+            Cache.__init__(self, layers=[])
+
+    model = XFormerForCausalLM(XFormerConfig(**GEOMETRY, **GATES, is_decoder=True)).bfloat16()
+    with pytest.raises(ValueError, match="which a quantized cache would round; leave `cache_implementation` out"):
+        model.generate(tokens(1, 4, high=50), max_new_tokens=2, **{CACHE: Rounding()})
 
 
 def test_gates_learn_beside_a_cache_in_half_precision():
