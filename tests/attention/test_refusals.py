@@ -287,9 +287,10 @@ FORMS = [
      average_attention bp_transformer collaborative_attention complex_order feedback hard_coded_gaussian
      low_rank_band luna memory_compressed_attention reformer tener transformer_xl"""),
 ]  # fmt: skip
-READERS = """adaptively_sparse arccos_attention collaborative_attention complex_order conditional dense differential_attention
- dpfp hard_coded_gaussian hedgehog lazyformer linear_transformer linformer localness low_rank_band luna
- memory_compressed_attention memory_vector performer predictive_attention realformer rfa t2r talking_heads"""
+READERS = """adaptively_sparse arccos_attention collaborative_attention complex_order conditional dense
+ differential_attention dpfp hard_coded_gaussian hedgehog lazyformer linear_transformer linformer
+ localness low_rank_band luna memory_compressed_attention memory_vector performer predictive_attention
+ realformer rfa t2r talking_heads"""
 
 
 def refusing(message, slot, fields):
