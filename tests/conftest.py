@@ -30,7 +30,7 @@ def out_of_sight():
 
 
 def pytest_collection_finish(session):
-    out_of_sight()
+    gc.freeze()  # to look for garbage first would take a second and find a few megabytes
     gc.set_threshold(10_000, 20, 20)
     gc.enable()
 

@@ -44,6 +44,16 @@ def make_strong(model: nn.Module, seed: int = 1, amount: float = 0.1) -> nn.Modu
     return model
 
 
+@torch.no_grad()
+def randomized(module: nn.Module, amount: float = 0.3) -> nn.Module:
+    """In float64, with random numbers in every parameter: a module that is built alone leaves those that its
+    `initialize` sets as it found them."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in module.double().eval().parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * amount)
+    return module
+
+
 def tokens(*shape: int, seed: int = 0, low: int = FIRST_FREE_ID, high: int = VOCAB) -> Tensor:
     """Random ids without special tokens."""
     return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(seed))

@@ -6,7 +6,8 @@ import torch
 from hf_xformers import XFormerConfig, XFormerForCausalLM
 from hf_xformers.core.cache import make_cache
 from tests.attention.score_helpers import GEOMETRY
-from tests.helpers import NO_DROPOUT, close, make_strong, pad, tokens
+from tests.helpers import NO_DROPOUT, close, make_strong, tokens
+from tests.stacks.test_segment_recurrent import check_rows_of_any_length, in_segments
 
 SPAN = 5
 KINDS = {"windows": {}, "engine": {"relative_keys": False, "include_self": True}, "dynamic": {"dynamic": True}}
@@ -15,7 +16,7 @@ KINDS = {"windows": {}, "engine": {"relative_keys": False, "include_self": True}
 def build(memory_length=SPAN, head=XFormerForCausalLM, implementation=None, stack="segment_recurrent", **fields):
     attention = {"type": "adaptive_span", "max_span": SPAN, "ramp": 2, "start": 0.5, **fields}
     config = XFormerConfig(
-        **{**GEOMETRY, **NO_DROPOUT, "num_hidden_layers": 2},
+        **{**GEOMETRY, **NO_DROPOUT, "num_hidden_layers": 2, "vocab_size": 99},
         position="none",
         attention=attention,
         stack={"type": stack, "memory_length": memory_length},
@@ -25,20 +26,11 @@ def build(memory_length=SPAN, head=XFormerForCausalLM, implementation=None, stac
     return make_strong(head(config).double().eval(), amount=0.3)
 
 
-def in_segments(model, ids, lengths):
-    found, memory, begin = [], None, 0
-    for length in lengths:
-        output = model(ids[:, begin : begin + length], segment_memory=memory, use_cache=False)
-        memory, begin = output.segment_memory, begin + length
-        found.append(output.logits)
-    return torch.cat(found, 1), memory
-
-
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_segments_are_one_pass(kind, implementation):
     """A memory as long as the span holds all that a token reads, however the text is cut."""
-    model, ids = build(implementation=implementation, **KINDS[kind]), tokens(2, 14, high=50)
+    model, ids = build(implementation=implementation, **KINDS[kind]), tokens(2, 14)
     with torch.no_grad():
         expected = model(ids).logits
         for lengths in ((5, 5, 4), (1,) * 14, (2, 11, 1)):
@@ -50,30 +42,14 @@ def test_segments_are_one_pass(kind, implementation):
         assert (in_segments(short, ids, (5, 5, 4))[0] - expected).abs().max() > 1e-6
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_of_any_length(kind, side):
-    """Padding in any segment: each row is its own text."""
-    model = build(**KINDS[kind])
-    lengths = [(5, 3, 6), (2, 6, 1), (6, 0, 4)]
-    rows = [tokens(sum(entry), seed=index, high=50) for index, entry in enumerate(lengths)]
-    memory, begin, found = None, [0, 0, 0], [[], [], []]
-    with torch.no_grad():
-        for segment in range(3):
-            pieces = [row[at : at + entry[segment]] for row, at, entry in zip(rows, begin, lengths, strict=True)]
-            ids, mask = pad(pieces, 6, side, seed=9)
-            output = model(ids % 50, attention_mask=mask, segment_memory=memory, use_cache=False)
-            memory = output.segment_memory
-            for index in range(3):
-                found[index].append(output.logits[index][mask[index].bool()])
-                begin[index] += lengths[index][segment]
-        for row, pieces in zip(rows, found, strict=True):
-            close(torch.cat(pieces), model(row[None]).logits[0])
+def test_padding_never_enters(kind):
+    check_rows_of_any_length(build(**KINDS[kind]))
 
 
 def test_cache_after_a_memory():
     """Generation goes on from a memory, which the cache keeps before the text, and its state stays constant."""
-    model, ids = build(), tokens(2, 16, high=50)
+    model, ids = build(), tokens(2, 16)
     with torch.no_grad():
         expected = model(ids).logits
         memory = model(ids[:, :6]).segment_memory
@@ -86,7 +62,7 @@ def test_cache_after_a_memory():
 
 
 def test_gradients_reach_spans_and_stop_at_the_memory():
-    model, ids = build(), tokens(2, 10, high=50)
+    model, ids = build(), tokens(2, 10)
     vectors = model.get_input_embeddings()(ids).detach()
     first = vectors[:, :5].clone().requires_grad_()
     memory = model(inputs_embeds=first).segment_memory

@@ -58,6 +58,7 @@ LUNA = {"type": "luna", "projected_length": 4, "chunk_size": 4}
         ({"type": "dilated_attention", "window_size": 2, "dilation": 3}, [3] * 3),
         ({"type": "block_local_attention", "block_size": 3, "blocks_before": 1}, [20] * 3),
         ({"type": "adaptive_span", "max_span": 3, "ramp": 2}, [3] * 3),
+        *(({"type": "sliding_window", "window_size": 3, "sinks": sinks}, [2] * 3) for sinks in (2, 12)),
         ({**DIET, "diet_type": "cascade"}, [3, 7, 15]),
         ({**DIET, "diet_type": "dilated"}, [2, 4, 8]),
         ({**DIET, "diet_type": "dilated_mem"}, [2, 4, 8]),
@@ -73,6 +74,7 @@ def test_caches_keep_what_a_layer_reads(spec, kept):
         found, cache = in_pieces(layers, vectors(2, 20), None, (9, *(1,) * 11))
     close(found, whole)
     assert [layer.keys.shape[2] for layer in cache.layers] == kept
+    assert "sinks" not in spec or [layer.sinks[0].shape[2] for layer in cache.layers] == [spec["sinks"]] * 3
 
 
 # ------------------------------------------------------------------------------------------- starts

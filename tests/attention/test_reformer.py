@@ -8,7 +8,15 @@ from transformers import DynamicCache, StaticCache
 
 from hf_xformers import XFormerConfig, XFormerForCausalLM
 from hf_xformers.attention.shared.bucketed import BucketLayer
-from tests.attention.group_helpers import SIZES, build_layer, context, states
+from tests.attention.group_helpers import (
+    SIZES,
+    build_layer,
+    check_any_cache,
+    check_numbers_of_each_row,
+    check_numbers_of_each_stage,
+    context,
+    states,
+)
 
 SMALL = {"type": "reformer", "chunk_length": 4, "num_hashes": 3, "num_buckets": 4}
 
@@ -76,12 +84,11 @@ def test_shared_rotations_are_those_of_the_seed():
 LENGTHS = {"num_buckets": None, "chunk_length": 2, "num_hashes": 2}
 
 
-def with_buckets(attention, buckets, first):
-    """The layer with so many buckets, given in the config; their rotations are columns of the other's from `first`
-    on."""
+def with_buckets(attention, buckets):
+    """The layer with so many buckets, given in the config; their rotations are the other's first columns."""
     found = module(attention.is_causal, **{**LENGTHS, "num_buckets": buckets})
     weights = dict(attention.state_dict())
-    weights["rotations"] = weights["rotations"][..., first : first + buckets // 2]
+    weights["rotations"] = weights["rotations"][..., : buckets // 2]
     found.load_state_dict(weights)
     return found
 
@@ -90,40 +97,15 @@ def test_as_many_buckets_as_the_text_needs():
     """2 T / chunk_length of each row, whatever it is padded to: the same as a config with that number."""
     attention = module(**LENGTHS)  # for up to 64 tokens: 64 buckets, one hash
     assert attention.num_buckets == 64
-    for length, buckets in ((1, 2), (2, 2), (3, 4), (4, 4), (5, 8), (16, 16), (17, 32), (40, 64)):
-        x = states(length)
-        expected = with_buckets(attention, buckets, 0)(x, context(length)).output
-        torch.testing.assert_close(attention(x, context(length)).output, expected, rtol=1e-10, atol=1e-10)
-        for side in ("left", "right"):
-            mask = torch.ones(2, 48, dtype=torch.bool)
-            real = slice(48 - length, 48) if side == "left" else slice(0, length)
-            mask[1], padded = False, states(48, seed=4)
-            mask[1, real], padded[1, real] = True, x[1]
-            for implementation in ("sdpa", "eager"):
-                found = attention(padded, context(48, False, mask, implementation)).output[1, real]
-                torch.testing.assert_close(found, expected[1], rtol=1e-10, atol=1e-10)
+    lengths = (1, 2), (2, 2), (3, 4), (4, 4), (5, 8), (16, 16), (17, 32), (40, 64)
+    check_numbers_of_each_row(attention, lambda buckets: with_buckets(attention, buckets), lengths)
 
 
 def test_a_causal_text_takes_the_buckets_of_what_it_has_so_far():
-    """Every token reads what it would with the number of buckets of its stage; padding changes nothing, nor do
-    gradients."""
-    attention, x = module(True, **LENGTHS), states(50)
+    attention = module(True, **LENGTHS)
     assert [stage.begin for stage in attention.stages] == [0, 4, 16] and attention.stage_powers == [2, 4, 6]
-    x.requires_grad_()
-    expected = [with_buckets(attention, buckets, 0)(x, context(50, True)).output for buckets in (4, 16, 64)]
-    expected = torch.cat([expected[0][:, :4], expected[1][:, 4:16], expected[2][:, 16:]], dim=1)
-    slope = torch.randn_like(expected)
-    (wanted,) = torch.autograd.grad(expected, x, slope)
-    for implementation in ("sdpa", "eager"):
-        found = attention(x, context(50, True, implementation=implementation)).output
-        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
-        torch.testing.assert_close(torch.autograd.grad(found, x, slope)[0], wanted, rtol=1e-9, atol=1e-9)
-        mask = torch.ones(2, 61, dtype=torch.bool)
-        mask[0, :11], mask[1, 50:] = False, False
-        padded = states(61, seed=4)
-        padded[0, 11:], padded[1, :50] = x[0], x[1]
-        found = attention(padded, context(61, True, mask, implementation)).output
-        torch.testing.assert_close(torch.stack([found[0, 11:], found[1, :50]]), expected, rtol=1e-10, atol=1e-10)
+    layers = [with_buckets(attention, buckets) for buckets in (4, 16, 64)]
+    check_numbers_of_each_stage(attention, layers, (0, 4, 16))
 
 
 def test_many_stages_with_a_cache_and_with_score_terms():
@@ -166,18 +148,10 @@ def language_model(**fields):
 
 
 def test_any_cache_gives_the_same():
-    """The own cache keeps labels; plain and static ones do not, and labels are found again."""
-    net, ids = language_model(), torch.randint(5, 40, (2, 30))
-    with torch.no_grad():
-        expected = net(ids, use_cache=False).logits
-        static = StaticCache(config=net.config, max_cache_len=32)
-        for cache in (None, DynamicCache(), static):
-            found, done = [], 0
-            for size in (18, 1, 1, 9, 1):  # 18 at once run the engine; after that, few queries meet all keys
-                out = net(ids[:, done : done + size], past_key_values=cache, use_cache=True)
-                cache, done = out.past_key_values, done + size
-                found.append(out.logits)
-            torch.testing.assert_close(torch.cat(found, dim=1), expected, rtol=1e-9, atol=1e-9)
+    """18 tokens at once run the engine; after that, few queries meet all keys."""
+    net = language_model()
+    caches = None, DynamicCache(), StaticCache(config=net.config, max_cache_len=32)
+    check_any_cache(net, torch.randint(5, 40, (2, 30)), (18, 1, 1, 9, 1), caches)
 
 
 def test_many_new_tokens_on_a_cache():

@@ -7,10 +7,19 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import DynamicCache, StaticCache
 
 from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerForMaskedLM, XFormerModel
 from hf_xformers.attention.shared import centroids
-from tests.attention.group_helpers import SIZES, build_layer, context, states
+from tests.attention.group_helpers import (
+    SIZES,
+    build_layer,
+    check_any_cache,
+    check_numbers_of_each_row,
+    check_numbers_of_each_stage,
+    context,
+    states,
+)
 from tests.helpers import make_strong, pad, tokens
 
 SMALL = {"type": "routing_transformer", "num_clusters": 3, "window_size": 4, "block_size": 4}
@@ -184,20 +193,10 @@ def test_computed_again_with_the_same_decisions(decoder):
 
 
 def test_any_cache_gives_the_same():
-    from transformers import DynamicCache, StaticCache
-
     torch.manual_seed(0)
     net = XFormerForCausalLM(XFormerConfig(**SIZES, attention=SMALL, position="rotary")).double().eval()
-    ids = torch.randint(5, 40, (2, 50))
-    with torch.no_grad():
-        expected = net(ids, use_cache=False).logits
-        for cache in (None, DynamicCache(), StaticCache(config=net.config, max_cache_len=52)):
-            found, done = [], 0
-            for size in (9, 1, 1, 20, 18, 1):
-                out = net(ids[:, done : done + size], past_key_values=cache, use_cache=True)
-                cache, done = out.past_key_values, done + size
-                found.append(out.logits)
-            torch.testing.assert_close(torch.cat(found, dim=1), expected, rtol=1e-9, atol=1e-9)
+    caches = None, DynamicCache(), StaticCache(config=net.config, max_cache_len=52)
+    check_any_cache(net, torch.randint(5, 40, (2, 50)), (9, 1, 1, 20, 18, 1), caches)
 
 
 # ------------------------------------------------------------------------------------------- clusters by length
@@ -219,34 +218,16 @@ def test_as_many_clusters_as_the_text_needs():
     """k = sqrt(n) clusters of n / k tokens for each row, whatever it is padded to: as a config with these numbers."""
     attention = module(**DERIVED)
     assert attention.centroids.shape[1] == 8  # the root of 64
-    for length, clusters, width in ((1, 1, 1), (2, 2, 1), (9, 3, 3), (11, 4, 3), (17, 5, 4), (40, 7, 6)):
-        x = states(length)
-        expected = with_numbers(attention, clusters, width)(x, context(length)).output
-        torch.testing.assert_close(attention(x, context(length)).output, expected, rtol=1e-9, atol=1e-9)
-        for real in (slice(0, length), slice(48 - length, 48)):
-            mask = torch.ones(2, 48, dtype=torch.bool)
-            mask[1], padded = False, states(48, seed=4)
-            mask[1, real], padded[1, real] = True, x[1]
-            for implementation in ("sdpa", "eager"):
-                found = attention(padded, context(48, False, mask, implementation)).output[1, real]
-                torch.testing.assert_close(found, expected[1], rtol=1e-9, atol=1e-9)
+    lengths = (1, 1, 1), (2, 2, 1), (9, 3, 3), (11, 4, 3), (17, 5, 4), (40, 7, 6)
+    check_numbers_of_each_row(attention, lambda *numbers: with_numbers(attention, *numbers), lengths)
 
 
 def test_a_causal_text_takes_the_clusters_of_what_it_has_so_far(monkeypatch):
     monkeypatch.setattr(centroids, "_FIRST_STAGE", 4)
-    attention, x = module(True, **DERIVED), states(50)
+    attention = module(True, **DERIVED)
     assert [stage.begin for stage in attention.stages] == [0, 4, 16] and attention.stage_clusters == [2, 4, 8]
-    parts = [with_numbers(attention, count, count)(x, context(50, True)).output for count in (2, 4, 8)]
-    expected = torch.cat([parts[0][:, :4], parts[1][:, 4:16], parts[2][:, 16:]], dim=1)
-    mask = torch.ones(2, 61, dtype=torch.bool)
-    mask[0, :11], mask[1, 50:] = False, False
-    padded = states(61, seed=4)
-    padded[0, 11:], padded[1, :50] = x[0], x[1]
-    for implementation in ("sdpa", "eager"):
-        found = attention(x, context(50, True, implementation=implementation)).output
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
-        found = attention(padded, context(61, True, mask, implementation)).output
-        torch.testing.assert_close(torch.stack([found[0, 11:], found[1, :50]]), expected, rtol=1e-9, atol=1e-9)
+    layers = [with_numbers(attention, count, count) for count in (2, 4, 8)]
+    check_numbers_of_each_stage(attention, layers, (0, 4, 16))
 
 
 def test_centroids_out_of_use_do_not_move():
@@ -264,15 +245,8 @@ def test_generation_passes_from_stage_to_stage(monkeypatch):
     monkeypatch.setattr(centroids, "_FIRST_STAGE", 4)
     torch.manual_seed(0)
     config = XFormerConfig(**SIZES, attention={**SMALL, **DERIVED}, position="rotary")
-    net, ids = XFormerForCausalLM(config).double().eval(), torch.randint(5, 40, (2, 30))
-    with torch.no_grad():
-        expected = net(ids, use_cache=False).logits
-        cache, done, found = None, 0, []
-        for size in (3, 1, 1, 1, 18, 1, 5):
-            out = net(ids[:, done : done + size], past_key_values=cache, use_cache=True)
-            cache, done = out.past_key_values, done + size
-            found.append(out.logits)
-    torch.testing.assert_close(torch.cat(found, dim=1), expected, rtol=1e-8, atol=1e-8)
+    net = XFormerForCausalLM(config).double().eval()
+    check_any_cache(net, torch.randint(5, 40, (2, 30)), (3, 1, 1, 1, 18, 1, 5), [None])
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

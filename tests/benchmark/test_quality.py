@@ -11,7 +11,7 @@ import torch
 from hf_xformers.benchmark.entries import Entry, baseline, choose_shapes
 from hf_xformers.benchmark.quality import Training, build, evaluate, train_on
 from hf_xformers.benchmark.tasks import TASKS, inputs_for, read_task, write_task
-from hf_xformers.variants import config_class, model_types
+from tests.common.cases import TEXT_TYPES, defaults
 
 TINY = Training(steps=4, batch_size=4, length=12, hidden_size=16, layers=1, held_out=6, evaluations=2)
 
@@ -86,11 +86,10 @@ def test_dense_attention_solves_it_at_the_defaults(data, task, steps):
 ONE = Training(steps=1, batch_size=2, length=12, hidden_size=16, layers=2, held_out=2, evaluations=1)
 
 
-TEXT = [name for name in model_types() if config_class(name).modality == "text"]
-OF_STACKS = {config_class(name)().stack.type: name for name in TEXT}.values()
+OF_STACKS = {defaults(name).stack.type: name for name in TEXT_TYPES}.values()
 
 
-@pytest.mark.parametrize("variant", TEXT)
+@pytest.mark.parametrize("variant", TEXT_TYPES)
 def test_every_variant_can_be_trained(data, variant):
     """On answers of its tokens; a classifier is trained on whatever hands it vectors, one variant of each stack."""
     entry = Entry("x", variant)

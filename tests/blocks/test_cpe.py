@@ -5,7 +5,8 @@ import torch
 
 from hf_xformers import XFormerConfig, XFormerModel
 from tests.attention.score_helpers import make_context, vectors
-from tests.helpers import close
+from tests.blocks.test_evolved_transformer import convolved
+from tests.helpers import close, randomized
 
 SIZES = dict(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, intermediate_size=24)
 
@@ -15,14 +16,9 @@ def config(**fields):
     return XFormerConfig(**{**SIZES, "position": "none", "residual": "pre_ln", "block": block, **fields})
 
 
-def generator(strong=0.5, **fields):
+def generator(**fields):
     made = config(**fields)
-    torch.manual_seed(0)
-    module = made.block.build(made, layer_idx=0).peg.double()
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.copy_(torch.randn(parameter.shape, dtype=torch.float64) * strong)
-    return module
+    return randomized(made.block.build(made, layer_idx=0).peg, 0.5)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -31,15 +27,9 @@ def test_text_by_loop(causal, kernel):
     module, states = generator(block={"kernel": kernel}, is_decoder=causal), vectors(2, 7)
     mask = torch.tensor([[1, 1, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 0, 0]]).bool()
     found = module(states, make_context(7, causal, padding_mask=mask)).output
-    begin = kernel - 1 if causal else kernel // 2
+    before = kernel - 1 if causal else kernel // 2
     for b in range(2):
-        for t in range(7):
-            expected = module.bias.clone()
-            for n in range(kernel):
-                place = t - begin + n
-                if 0 <= place < 7 and mask[b, place]:
-                    expected = expected + module.weight[:, 0, n] * states[b, place]
-            close(found[b, t], expected)
+        close(found[b], convolved(states[b], module.weight, mask[b], before, module.bias))
 
 
 def test_image_by_loop():

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from hf_xformers import XFormerConfig
 from hf_xformers.blocks.dartsformer_operations import CANDIDATES
 from tests.attention.score_helpers import make_context, vectors
-from tests.helpers import close
+from tests.helpers import close, randomized
 
 SIZES = dict(vocab_size=50, hidden_size=48, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48)
 REAL = torch.tensor([[1, 1, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 0, 0]]).bool()
@@ -24,12 +24,7 @@ def config(**fields):
 def layer_of(cross=False, layer_idx=0, **fields):
     made = config(**fields)
     view = made.tower("decoder") if cross else made
-    layer = view.block.build(view, layer_idx=layer_idx, cross=cross).double().eval()
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.3)
-    return layer
+    return randomized(view.block.build(view, layer_idx=layer_idx, cross=cross))
 
 
 def states_of(length, batch=2, seed=0):

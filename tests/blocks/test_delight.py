@@ -8,7 +8,7 @@ from hf_xformers import XFormerConfig
 from hf_xformers.blocks.delight import GroupLayer, GroupLinear, layer_sizes
 from hf_xformers.variants import config_class
 from tests.attention.score_helpers import make_context, vectors
-from tests.helpers import close
+from tests.helpers import close, randomized
 
 SIZES = dict(vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=1, intermediate_size=8)
 
@@ -16,15 +16,6 @@ SIZES = dict(vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_h
 def config(**fields):
     block = {"type": "delight", **fields.pop("block", {})}
     return XFormerConfig(**{**SIZES, "position": "none", "residual": "pre_ln", "block": block, **fields})
-
-
-def filled(module, amount=0.5):
-    """In float64, with numbers in every parameter; modules leave what their `initialize` sets as it was found."""
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for parameter in module.double().eval().parameters():
-            parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * amount
-    return module
 
 
 @pytest.mark.parametrize(
@@ -49,7 +40,7 @@ def test_tables(width, depth, expected, parameters):
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_groups_are_a_block_matrix(groups, shuffle):
     """One dense matrix with blocks on its diagonal; of one group, a linear map."""
-    layer = filled(GroupLinear(config(), GroupLayer(16, 32, groups), shuffle, "silu"))
+    layer = randomized(GroupLinear(config(), GroupLayer(16, 32, groups), shuffle, "silu"), 0.5)
     x = vectors(2, 3)
     dense = torch.block_diag(*layer.weight) if groups > 1 else layer.weight[0]
     product = x @ dense + layer.bias.flatten()
@@ -68,7 +59,7 @@ def test_groups_are_a_block_matrix(groups, shuffle):
 def test_transformation_by_hand():
     """Written out channel by channel: which channels each group of each layer reads."""
     made = config(block={"min_depth": 3, "max_depth": 3, "shuffle": False, "max_groups": 4})
-    dextra = filled(made.block.build(made, layer_idx=0).transformed.dextra)
+    dextra = randomized(made.block.build(made, layer_idx=0).transformed.dextra, 0.5)
     x = torch.randn(5, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     first = nn.functional.silu(dextra.norm(dextra.up_proj(x)))
     hidden = dextra.layers[0](first)
@@ -120,7 +111,7 @@ def test_published_parameters():
 def test_attention_by_torch():
     """One head over the transformed tokens, with an output of the whole width."""
     made = config(is_decoder=True)
-    module = filled(made.block.build(made, layer_idx=1).transformed)
+    module = randomized(made.block.build(made, layer_idx=1).transformed, 0.5)
     states = torch.cat([vectors(2, 6), vectors(2, 6, seed=5)], dim=-1)
     context = make_context(6, True)
     module.prepare(context, None)

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from hf_xformers import XFormerConfig, XFormerModel
 from hf_xformers.variants import config_class
 from tests.attention.score_helpers import make_context, vectors
-from tests.helpers import close
+from tests.helpers import close, randomized
 
 SIZES = dict(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24)
 REAL = torch.tensor([[1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0]]).bool()
@@ -22,12 +22,7 @@ def config(**fields):
 def layer_of(cross=False, **fields):
     made = config(**fields)
     view = made.tower("decoder") if cross else made
-    torch.manual_seed(0)
-    layer = view.block.build(view, layer_idx=0, cross=cross).double().eval()
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.copy_(torch.randn(parameter.shape, dtype=torch.float64) * 0.3)
-    return layer
+    return randomized(view.block.build(view, layer_idx=0, cross=cross))
 
 
 def convolved(x, weight, real, before, bias=None):

@@ -7,7 +7,7 @@ from torch import nn
 from hf_xformers import XFormerConfig
 from hf_xformers.variants import config_class, family
 from tests.attention.score_helpers import make_context, vectors
-from tests.helpers import close
+from tests.helpers import close, randomized
 
 SIZES = dict(vocab_size=50, hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=16)
 REAL = torch.tensor([[1, 1, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 0, 0]]).bool()
@@ -20,12 +20,7 @@ def config(**fields):
 
 def sublayer(layer_idx=0, **fields):
     made = config(**fields)
-    torch.manual_seed(0)
-    module = made.block.build(made, layer_idx=layer_idx).long_short_range.double().eval()
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.copy_(torch.randn(parameter.shape, dtype=torch.float64) * 0.4)
-    return module
+    return randomized(made.block.build(made, layer_idx=layer_idx).long_short_range, 0.4)
 
 
 def run(module, states, causal=False, **fields):

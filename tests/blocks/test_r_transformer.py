@@ -6,7 +6,7 @@ from torch import nn
 
 from hf_xformers import XFormerConfig
 from tests.attention.score_helpers import make_context, vectors
-from tests.helpers import close
+from tests.helpers import close, randomized
 
 SIZES = dict(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, intermediate_size=24)
 
@@ -18,12 +18,7 @@ def config(**fields):
 
 def local(**block):
     made = config(block=block)
-    torch.manual_seed(0)
-    module = made.block.build(made, layer_idx=0).local_rnn_0.double()
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.copy_(torch.randn(parameter.shape, dtype=torch.float64) * 0.4)
-    return module
+    return randomized(made.block.build(made, layer_idx=0).local_rnn_0, 0.4)
 
 
 @pytest.mark.parametrize(("cell", "torch_class"), [("gru", nn.GRU), ("lstm", nn.LSTM), ("rnn", nn.RNN)])

@@ -10,8 +10,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from hf_xformers.data import train_tokenizer
-from hf_xformers.variants import config_class, family, model_types
-from tests.common.cases import covering
+from hf_xformers.variants import config_class, family
+from tests.common.cases import TEXT_TYPES, covering, defaults
 from tests.common.exceptions import exception
 from tests.helpers import NO_DROPOUT, make_strong, tiny_fields
 
@@ -21,7 +21,6 @@ TEXTS = [
     "rain fell",
     "who saw the bird that sang in the old tree",
 ]
-TEXT_TYPES = [name for name in model_types() if config_class(name).modality == "text"]
 READERS = [name for name in TEXT_TYPES if {"ForMaskedLM", "ForSeq2SeqLM"} & set(family(name))]
 CAUSAL = [name for name in TEXT_TYPES if "ForCausalLM" in family(name)]
 
@@ -55,10 +54,11 @@ CAUSAL_ENGINES = [
 SEEN = ("embedding", "position", "stack", "head")  # slots that decide about a model's inputs, outputs and state
 
 
+@functools.cache
 def seen_parts(name: str) -> set[Any]:
     """What a client can see of a family: whatever stands around its layers, and its engine where it is the one for
     it. What layers do inside has tests of its own."""
-    towers = config_class(name)().tower_configs()
+    towers = defaults(name).tower_configs()
     parts = {(slot, getattr(tower.layer(0), slot).type, tower.is_decoder) for tower in towers for slot in SEEN}
     return parts | ({name} & {*ENGINES, *CAUSAL_ENGINES})
 

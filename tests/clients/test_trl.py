@@ -4,13 +4,13 @@ import pytest
 import torch
 from datasets import Dataset
 
-from hf_xformers.variants import config_class
 from tests.clients.checkpoints import CAUSAL, TEXTS, build, met, save, tokenizer
+from tests.common.cases import defaults
 
 trl = pytest.importorskip("trl")
 
 # trl multiplies the last states by the output matrix itself and never calls the head.
-PROJECTING = met([name for name in CAUSAL if config_class(name)().head.type == "linear"])
+PROJECTING = met([name for name in CAUSAL if defaults(name).head.type == "linear"])
 
 
 def train(model, folder, rows=None, **settings):

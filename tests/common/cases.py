@@ -394,10 +394,16 @@ AUTO = HEADS
 
 
 @functools.cache
+def defaults(name: str) -> XFormerConfig:
+    """A family's config as it is by itself, made once: to be read alone."""
+    return config_class(name)()
+
+
+@functools.cache
 def _below_heads(name: str) -> tuple[Any, ...]:
     return tuple(
         (tower.stack.type, tower.is_decoder, tower.layer(0).attention.max_global_tokens)
-        for tower in config_class(name)().tower_configs()
+        for tower in defaults(name).tower_configs()
     )
 
 

@@ -1,5 +1,6 @@
 """Contract: `torch.compile` takes the whole model as one graph."""
 
+import collections
 import contextlib
 import functools
 import json
@@ -41,24 +42,28 @@ def traced_parts(case):
     }
 
 
-EVERYWHERE = ("feedforward", "normalization", "residual")  # what most models take in place of their own
+# What most models take in place of their own.
+EVERYWHERE = ("feedforward", "normalization", "residual", "position", "embedding")
 
 
 def companies():
-    """Few of the cases, with changes: components that need no company are traced in that of others."""
+    """Few of the cases, with changes: components that need no company are traced in that of others, which give up
+    none that no other case has."""
     cases = [case for case in CASES if case.shape != "seq2seq" or case.name not in ONE_TOWER]
     chosen = covering(cases, lambda case: {part for part in traced_parts(case) if part[0] not in EVERYWHERE})
-    shown = set().union(*map(traced_parts, chosen))
+    shown = collections.Counter(part for case in chosen for part in traced_parts(case))
     layers = [case.preset.layer(0) for case in cases if case.shape != "seq2seq"]
     specs = {(slot, getattr(layer, slot).type): getattr(layer, slot) for layer in layers for slot in EVERYWHERE}
     left = {part: spec for part, spec in specs.items() if part not in shown}
     for case in chosen:
         changes = {}
         for slot, name in list(left):
-            if slot not in changes:
+            own = [part for part in traced_parts(case) if part[0] == slot]
+            if slot not in changes and all(shown[part] > 1 for part in own):
                 with contextlib.suppress(ValueError):
                     case.config(**changes, **{slot: left[slot, name].to_dict()})
                     changes[slot] = left.pop((slot, name)).to_dict()
+                    shown.subtract(own)
         yield case, changes
     for case in covering(cases, lambda case: traced_parts(case) & left.keys()):
         yield case, {}

@@ -9,7 +9,7 @@ from transformers import AutoConfig
 from hf_xformers import XFormerConfig
 from hf_xformers.core.components import SLOTS, Spec
 from hf_xformers.variants import config_class, family, model_types
-from tests.common.cases import AUTO, CASES, SHAPES
+from tests.common.cases import AUTO, CASES, SHAPES, defaults
 from tests.common.test_training import loss_of
 from tests.helpers import aligned, pad, tokens
 
@@ -36,7 +36,7 @@ def _own_shapes():
     """Each family and each mix once, in the shape that it has by itself where it is tested in that."""
     found = {}
     for case in CASES:
-        config = case.config_class()
+        config = defaults(case.config_class.model_type)
         own = "seq2seq" if config.is_encoder_decoder else "decoder" if config.is_decoder else "encoder"
         if case.name not in found or case.shape == own:
             found[case.name] = case

@@ -1,4 +1,4 @@
-"""Importing the package: light, and enough for the Auto classes, in whichever order things are imported."""
+"""Importing the package: enough for the Auto classes, in whichever order things are imported."""
 
 import pickle
 import subprocess
@@ -12,30 +12,18 @@ import hf_xformers
 from hf_xformers._registration import LazyVariants
 from hf_xformers.variants import config_class, family, model_types, resolve
 from tests.common.cases import FAMILY_HEADS, TESTED_HEADS
+from tests.forks import forks
 from tests.helpers import tiny_fields, tokens
 
 
-def run(program):
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True)
+def fresh(code):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+
+def run(program, process=fresh):
+    done = process(textwrap.dedent(program))
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
-
-
-def test_import_is_light():
-    """No torch, no transformers models, no variant."""
-    output = run("""
-        import sys, time
-        start = time.perf_counter()
-        import hf_xformers
-        print(round(time.perf_counter() - start, 3))
-        slow = ("torch", "numpy", "transformers.models.auto.configuration_auto")
-        heavy = [name for name in slow if name in sys.modules]
-        heavy += [name for name in sys.modules if name.startswith("hf_xformers.variants.")]
-        print(heavy)
-        """)
-    seconds, heavy = output.splitlines()
-    print(f"import hf_xformers: {seconds} s")
-    assert heavy == "[]"
 
 
 NAMES = """[name.rpartition(".")[2] for name in sys.modules if name.startswith("hf_xformers.variants.")]"""
@@ -43,7 +31,8 @@ NAMES = """[name.rpartition(".")[2] for name in sys.modules if name.startswith("
 
 def test_auto_classes():
     """Imported after those: resolved by name, and no other variant is imported for it."""
-    output = run(f"""
+    output = run(
+        f"""
         import sys
         from transformers import AutoConfig, AutoModelForMaskedLM
         import hf_xformers
@@ -52,7 +41,9 @@ def test_auto_classes():
         model = AutoModelForMaskedLM.from_config(config)
         print(type(config).__name__, type(model).__name__)
         print({NAMES})
-        """)
+        """,
+        forks().run,
+    )
     assert output.splitlines() == ["XFBertConfig XFBertForMaskedLM", "['bert']"]
 
 

@@ -4,10 +4,7 @@ import hashlib
 import itertools
 import json
 import re
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 from datasets import Dataset
@@ -15,10 +12,10 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast
 
 from hf_xformers.data import check_tokenizer, load_tokenizer, sentinel_ids, train_tokenizer, vocabulary_fields
+from tests.forks import forks
 
 KINDS = ("bpe", "wordpiece", "unigram")
 SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +133,7 @@ def test_unigram_pieces_are_in_canonical_order(trained):
 DIGEST = """
 import hashlib, sys, json
 from hf_xformers.data import train_tokenizer
-texts = json.load(sys.stdin)
+texts = json.loads(sys.argv[1])
 for kind in ("bpe", "wordpiece", "unigram"):
     tokenizer = train_tokenizer(texts, kind, 700, num_sentinels=10, model_max_length=64)
     print(hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest())
@@ -146,10 +143,8 @@ for kind in ("bpe", "wordpiece", "unigram"):
 def test_same_vocabulary_in_every_process(trained, corpus):
     """The trainers of WordPiece and Unigram number pieces in the order of a hash table seeded at random."""
     here = [hashlib.sha256(trained[kind].backend_tokenizer.to_str().encode()).hexdigest() for kind in KINDS]
-    done = subprocess.run(
-        [sys.executable, "-c", DIGEST], cwd=ROOT, input=json.dumps(corpus), capture_output=True, text=True, check=True
-    )
-    assert done.stdout.split() == here
+    done = forks().run(DIGEST, json.dumps(corpus))
+    assert done.stdout.split() == here, done.stderr
 
 
 def test_wordpiece_ties_do_not_depend_on_the_process(corpus):

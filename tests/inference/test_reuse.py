@@ -18,7 +18,7 @@ CAUSAL = [case for case in CASES if case.causal]
 @functools.cache
 def states(case):
     """What keeps a state, the kind of that state, and the shape of the model around it."""
-    config = case.config()
+    config = case.preset
     tower = config.tower("decoder") if config.is_encoder_decoder else config
     kept = {(holder.slot, holder.type, type(layer).__name__) for layer, holder in cache_layers(tower)}
     return kept | {case.shape}

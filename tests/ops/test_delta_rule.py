@@ -6,6 +6,7 @@ from torch.nn.functional import normalize
 
 from hf_xformers.ops.linear.attention import delta_rule, delta_rule_reference
 from hf_xformers.ops.linear.feature_maps import elu_plus_one, positive_features, sum_normalize
+from tests.ops.linear_forms import assert_same
 
 B, H, T, F, DV = 2, 3, 37, 5, 4
 
@@ -18,11 +19,6 @@ def case(length=T):
     """Unit keys and queries, values, strengths in (0, 1)."""
     q, k = (normalize(torch.randn(B, H, length, F, dtype=torch.float64), dim=-1).requires_grad_() for _ in range(2))
     return q, k, draw(B, H, length, DV), torch.rand(B, H, length, dtype=torch.float64).requires_grad_()
-
-
-def assert_same(actual, expected, tolerance=1e-12):
-    assert torch.isfinite(actual).all()
-    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.fixture(autouse=True)

@@ -19,13 +19,9 @@ from hf_xformers.ops.linear.feature_maps import (
     random_matrix,
     trigonometric_features,
 )
+from tests.ops.linear_forms import FORMS, assert_same, assert_same_with_gradients, draw, inputs_of
 
 B, H, T, F, DV = 2, 3, 37, 5, 4
-
-
-def draw(*shape, dtype=torch.float64, positive=False):
-    x = torch.randn(*shape, dtype=dtype)
-    return (x.abs() + 0.01 if positive else x).requires_grad_()
 
 
 def some_mask(length=T):
@@ -50,11 +46,6 @@ def by_hand(phi_q, phi_k, v, visible, weight=None, normalize=True):
     return out
 
 
-def assert_same(actual, expected, tolerance=1e-12):
-    assert torch.isfinite(actual).all()
-    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
-
-
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
@@ -77,48 +68,21 @@ def test_reference_and_fast_form_follow_the_definition(causal, weighted):
 
 @pytest.mark.parametrize("chunk_size", [1, 7, T, T + 20])
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("form", ["plain", "rotated", "weighted", "rotated weighted", "unnormalized", "eps"])
+@pytest.mark.parametrize("form", FORMS)
 def test_causal_scan_and_its_gradients_equal_the_dense_form(form, masked, chunk_size):
-    inputs = [draw(B, H, T, F, positive=True), draw(B, H, T, F, positive=True), draw(B, H, T, DV)]
-    options = {}
-    if "rotated" in form:
-        options.update(rotated_query=draw(B, H, T, F), rotated_key=draw(B, H, T, F))
-    if "weighted" in form:
-        options["log_weight"] = (4 * torch.randn(B, H, T, dtype=torch.float64)).requires_grad_()
-    if form == "unnormalized":
-        options["normalize"] = False
-    if form == "eps":
-        options["eps"] = 0.5
-    inputs += [x for x in options.values() if isinstance(x, torch.Tensor)]
-    if masked:
-        options["key_padding_mask"] = some_mask()
+    inputs, options = inputs_of(form, (B, H), T, T, F, DV)
+    options["key_padding_mask"] = some_mask() if masked else None
     fast = linear_attention(*inputs[:3], causal=True, chunk_size=chunk_size, **options)
-    dense = linear_attention_reference(*inputs[:3], causal=True, **options)
-    assert_same(fast, dense)
-    grad = torch.randn_like(dense)
-    for ours, theirs in zip(torch.autograd.grad(fast, inputs, grad), torch.autograd.grad(dense, inputs, grad)):
-        assert_same(ours, theirs, 1e-11)
+    assert_same_with_gradients(fast, linear_attention_reference(*inputs[:3], causal=True, **options), inputs)
 
 
 @pytest.mark.parametrize("keys", [1, 11, 300])
 @pytest.mark.parametrize("form", ["plain", "rotated weighted", "unnormalized", "eps"])
 def test_bidirectional_form_and_its_gradients_equal_the_dense_form(form, keys):
-    inputs = [draw(B, H, 23, F, positive=True), draw(B, H, keys, F, positive=True), draw(B, H, keys, DV)]
-    options = {}
-    if "rotated" in form:
-        options.update(rotated_query=draw(B, H, 23, F), rotated_key=draw(B, H, keys, F), log_weight=draw(B, H, keys))
-    if form == "unnormalized":
-        options["normalize"] = False
-    if form == "eps":
-        options["eps"] = 0.5
-    inputs += [x for x in options.values() if isinstance(x, torch.Tensor)]
+    inputs, options = inputs_of(form, (B, H), 23, keys, F, DV, weight=1.0)
     options["key_padding_mask"] = torch.rand(B, keys) < 0.7
     fast = linear_attention(*inputs[:3], causal=False, **options)
-    dense = linear_attention_reference(*inputs[:3], causal=False, **options)
-    assert_same(fast, dense)
-    grad = torch.randn_like(dense)
-    for ours, theirs in zip(torch.autograd.grad(fast, inputs, grad), torch.autograd.grad(dense, inputs, grad)):
-        assert_same(ours, theirs, 1e-11)
+    assert_same_with_gradients(fast, linear_attention_reference(*inputs[:3], causal=False, **options), inputs)
 
 
 @pytest.mark.parametrize("length", [1, 2, 127, 128, 129, 400])
@@ -128,12 +92,7 @@ def test_any_length_over_several_segments(length):
     for causal, log_weight in itertools.product((False, True), (None, weight)):
         fast = linear_attention(q, k, v, causal=causal, log_weight=log_weight)
         dense = linear_attention_reference(q, k, v, causal=causal, log_weight=log_weight)
-        assert_same(fast, dense)
-        grad = torch.randn_like(v)
-        for ours, theirs in zip(
-            torch.autograd.grad(fast, (q, k, v), grad), torch.autograd.grad(dense, (q, k, v), grad)
-        ):
-            assert_same(ours, theirs, 1e-11)
+        assert_same_with_gradients(fast, dense, (q, k, v))
 
 
 @pytest.mark.parametrize("weighted", [False, True])

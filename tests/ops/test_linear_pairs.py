@@ -8,6 +8,7 @@ from hf_xformers.ops.linear.attention import kernel_attention, linear_attention,
 from hf_xformers.ops.linear.feature_maps import random_matrix
 from hf_xformers.ops.linear.feature_pullbacks import EluPlusOne, PositiveFeatures
 from hf_xformers.ops.linear.pairs import Pairs, pairs_are_fewer
+from tests.ops.linear_forms import FORMS, assert_same_with_gradients, inputs_of
 
 B, H, F, DV = 2, 3, 24, 16  # all pairs are fewer below 19.2 tokens
 
@@ -32,34 +33,11 @@ def calls(monkeypatch):
     return found
 
 
-def draw(*shape, positive=False):
-    x = torch.randn(*shape, dtype=torch.float64)
-    return (x.abs() + 0.01 if positive else x).requires_grad_()
-
-
-def assert_same_with_gradients(ours, theirs, inputs):
-    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
-    above = torch.randn_like(theirs)
-    for own, other in zip(torch.autograd.grad(ours, inputs, above), torch.autograd.grad(theirs, inputs, above)):
-        assert torch.isfinite(own).all()
-        torch.testing.assert_close(own, other, rtol=1e-10, atol=1e-11)
-
-
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("queries, keys", [(1, 1), (1, 17), (17, 1), (13, 17)])
-@pytest.mark.parametrize("form", ["plain", "rotated", "weighted", "rotated weighted", "unnormalized", "eps"])
+@pytest.mark.parametrize("form", FORMS)
 def test_values_and_gradients_are_those_of_the_equation(form, queries, keys, masked, calls):
-    inputs = [draw(B, H, queries, F, positive=True), draw(B, H, keys, F, positive=True), draw(B, H, keys, DV)]
-    options = {}
-    if "rotated" in form:
-        options.update(rotated_query=draw(B, H, queries, F), rotated_key=draw(B, H, keys, F))
-    if "weighted" in form:
-        options["log_weight"] = (30 * torch.randn(B, H, keys, dtype=torch.float64)).requires_grad_()
-    if form == "unnormalized":
-        options["normalize"] = False
-    if form == "eps":
-        options["eps"] = 0.5
-    inputs += [x for x in options.values() if isinstance(x, torch.Tensor)]
+    inputs, options = inputs_of(form, (B, H), queries, keys, F, DV, weight=30.0)
     if masked:
         options["key_padding_mask"] = torch.rand(B, keys) < 0.6
         options["key_padding_mask"][0, 0] = True

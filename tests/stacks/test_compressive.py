@@ -8,7 +8,7 @@ from hf_xformers.core.segment_memory import CompressiveMemory, SegmentMemory
 from tests.attention.score_helpers import HEADS, WIDTH
 from tests.helpers import close, pad, tokens
 from tests.stacks.test_segment_recurrent import build as build_xl
-from tests.stacks.test_segment_recurrent import in_segments
+from tests.stacks.test_segment_recurrent import check_rows_of_any_length, in_segments
 
 D = WIDTH // HEADS
 
@@ -147,29 +147,8 @@ def test_most_used(implementation):
 
 
 @pytest.mark.parametrize("compression", ["conv", "dilated", "most_used", "max"])
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_never_enters(side, compression):
-    """Rows of different lengths in every segment give what each gives alone, long after the first slots were lost."""
-    model = build(3, 2, 2, compression)
-    lengths = [(5, 3, 6, 4), (2, 6, 1, 5), (6, 0, 4, 1)]
-    rows = [tokens(sum(entry), seed=index) for index, entry in enumerate(lengths)]
-    memory, begin, found = None, [0, 0, 0], [[], [], []]
-    with torch.no_grad():
-        for segment in range(4):
-            pieces = [row[at : at + entry[segment]] for row, at, entry in zip(rows, begin, lengths)]
-            ids, mask = pad(pieces, 6, side, seed=9)
-            output = model(ids, attention_mask=mask, segment_memory=memory, use_cache=False)
-            memory = output.segment_memory
-            for index in range(3):
-                found[index].append(output.logits[index][mask[index].bool()])
-                begin[index] += lengths[index][segment]
-        later = tokens(3, 5, seed=11)
-        after = model(later, segment_memory=memory, use_cache=False).logits
-        for index, (row, pieces, entry) in enumerate(zip(rows, found, lengths)):
-            expected, last = in_segments(model, row[None], [length for length in entry if length])
-            close(torch.cat(pieces)[None], expected, 1e-10)
-            alone = model(later[index : index + 1], segment_memory=last, use_cache=False).logits
-            close(after[index : index + 1], alone, 1e-10)
+def test_padding_never_enters(compression):
+    check_rows_of_any_length(build(3, 2, 2, compression))
 
 
 def test_padding_has_no_reconstruction_loss():

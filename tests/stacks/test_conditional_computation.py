@@ -10,6 +10,7 @@ from hf_xformers import XFormerConfig, XFormerForMaskedLM, XFormerForSeq2SeqLM, 
 from hf_xformers.core.gates import GateNoise, Gates
 from tests.attention.score_helpers import make_context
 from tests.helpers import NO_DROPOUT, close, make_strong, pad, tokens
+from tests.stacks.layer_equations import linear, norm
 
 SIZES = {
     "vocab_size": 99,
@@ -42,13 +43,7 @@ def gates(net):
 
 def opened(module, x):
     """1[W_2 relu(W_1 x) >= 0]."""
-    inner = (x @ module.inner.weight.T + module.inner.bias).clamp(min=0)
-    return ((inner @ module.outer.weight.T + module.outer.bias) >= 0).double()
-
-
-def norm(module, x):
-    centred = x - x.mean(-1, keepdim=True)
-    return centred / (centred.pow(2).mean(-1, keepdim=True) + module.eps).sqrt() * module.weight + module.bias
+    return (linear(module.outer, linear(module.inner, x).relu()) >= 0).double()
 
 
 def attend(module, x, g, causal):
@@ -67,7 +62,7 @@ def attend(module, x, g, causal):
         if causal:
             scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf)
         heads.append(scores.softmax(-1) @ value)
-    return norm(module.output_norm, torch.cat(heads, -1) @ module.o_proj.weight.T + module.o_proj.bias)
+    return norm(module.output_norm, linear(module.o_proj, torch.cat(heads, -1)))
 
 
 def reference(net, ids, causal=False):
@@ -83,9 +78,8 @@ def reference(net, ids, causal=False):
             doors = opened(layer.feedforward.gate, norm(parts[-1].input_norm, x))
             total = 0
             for index, part in enumerate(parts):
-                inner = norm(part.input_norm, x) @ part.up_proj.weight.T + part.up_proj.bias
-                outer = inner.clamp(min=0) @ part.down_proj.weight.T + part.down_proj.bias
-                total = total + doors[:, index, None] * norm(part.output_norm, outer)
+                inner = linear(part.up_proj, norm(part.input_norm, x)).relu()
+                total = total + doors[:, index, None] * norm(part.output_norm, linear(part.down_proj, inner))
             x = x + total
             seen += [ask.flatten(), read.flatten(), doors.flatten()]
         return norm(trunk.final_norm, x), torch.cat(seen)

@@ -8,6 +8,7 @@ import torch
 from hf_xformers import XFormerConfig, XFormerForSeq2SeqLM
 from hf_xformers.stacks.han_nmt import HierarchicalContext
 from tests.helpers import NO_DROPOUT, close, gradients, make_strong, tokens
+from tests.stacks.layer_equations import linear, norm
 
 SIZE, HEADS = 16, 2
 FIELDS = {
@@ -32,15 +33,6 @@ def build(side="encoder", size=3, **more):
     return make_strong(
         XFormerForSeq2SeqLM(XFormerConfig(**{**FIELDS, "stack": stack, **more})).double().eval(), 1, 0.3
     )
-
-
-def norm(module, x):
-    centred = x - x.mean(-1, keepdim=True)
-    return centred / (centred.pow(2).mean(-1, keepdim=True) + module.eps).sqrt() * module.weight + module.bias
-
-
-def linear(module, x):
-    return x @ module.weight.T + module.bias
 
 
 def read(module, query, keys):

@@ -9,6 +9,7 @@ from torch import nn
 from hf_xformers import XFormerConfig, XFormerForSequenceClassification, XFormerModel
 from hf_xformers.blocks.nesting import make_nesting, sentence_ids_of
 from tests.helpers import NO_DROPOUT, close, close_gradients, make_strong, pad, tokens
+from tests.stacks.layer_equations import linear, norm
 
 WIDTH, SIZE, HEADS = 4, 16, 2
 SIZES = {
@@ -38,15 +39,6 @@ def build(cls=XFormerModel, width=WIDTH, share=False, **more):
 
 
 # ------------------------------------------------------------------------------------------------ by hand
-
-
-def norm(module, x):
-    centred = x - x.mean(-1, keepdim=True)
-    return centred / (centred.pow(2).mean(-1, keepdim=True) + module.eps).sqrt() * module.weight + module.bias
-
-
-def linear(module, x):
-    return x @ module.weight.T + module.bias
 
 
 def transformer(layer, prefix, x):

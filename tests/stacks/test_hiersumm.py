@@ -10,6 +10,7 @@ import torch
 from hf_xformers import XFormerConfig, XFormerForSeq2SeqLM
 from hf_xformers.blocks.hiersumm import InterParagraphAttention
 from tests.helpers import NO_DROPOUT, close, gradients, make_strong, pad, tokens
+from tests.stacks.layer_equations import linear, norm
 
 WIDTH, SIZE, HEADS = 4, 16, 2
 FIELDS = {
@@ -37,15 +38,6 @@ def build(global_layers=1, graph_heads=0, width=WIDTH, stack=None, **more):
     torch.manual_seed(0)
     config = XFormerConfig(**{**FIELDS, "block": block, "stack": stack, **more})
     return make_strong(XFormerForSeq2SeqLM(config).double().eval(), amount=0.3)
-
-
-def norm(module, x):
-    centred = x - x.mean(-1, keepdim=True)
-    return centred / (centred.pow(2).mean(-1, keepdim=True) + module.eps).sqrt() * module.weight + module.bias
-
-
-def linear(module, x):
-    return x @ module.weight.T + module.bias
 
 
 def feedforward(layer, x):

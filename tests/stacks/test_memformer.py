@@ -12,6 +12,7 @@ from hf_xformers.variants.memformer import (
 )
 from hf_xformers.variants.transformer_xl import XFTransformerXLConfig, XFTransformerXLForCausalLM
 from tests.helpers import NO_DROPOUT, close, make_strong, pad, tokens
+from tests.stacks.test_segment_recurrent import check_refused_memories
 
 WIDTH, HEADS, SLOTS = 16, 2, 3
 HEAD = WIDTH // HEADS
@@ -167,11 +168,7 @@ def test_normalized_in_half_precision():
 
 def test_refusals():
     model, ids = build(), tokens(2, 5)
-    memory = model(ids).segment_memory
-    with pytest.raises(ValueError, match="the same rows"):
-        model(ids[:1], segment_memory=memory)
-    with pytest.raises(TypeError, match="SegmentMemory"):
-        model(ids, segment_memory=memory.states)
+    check_refused_memories(model)
     xl = XFTransformerXLForCausalLM(XFTransformerXLConfig(**SIZES))
     with pytest.raises(ValueError, match="has no gradient"):
         replay_backward(xl, [{"input_ids": ids}])

@@ -11,6 +11,7 @@ from hf_xformers.variants.recurrent_pretrained_lm import (
     XFRecurrentPretrainedLMForCausalLM,
 )
 from tests.helpers import NO_DROPOUT, close, close_gradients, gradients, make_strong, pad, tokens
+from tests.stacks.test_segment_recurrent import check_refused_memories
 
 WINDOW = 5
 SIZES = {
@@ -180,12 +181,8 @@ def test_it_starts_as_the_checkpoint():
 
 
 def test_refused_memories():
-    model, ids = build(), tokens(2, 4)
-    memory = model(ids, use_cache=False).segment_memory
-    with pytest.raises(ValueError, match="same rows"):
-        model(ids[:1], segment_memory=memory)
-    with pytest.raises(TypeError, match="SegmentMemory"):
-        model(ids, segment_memory=memory.states)
+    model = build()
+    check_refused_memories(model)
     with pytest.raises(ValueError, match="one document per row"):
         model(tokens(1, 8), position_ids=torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]]))
 

@@ -144,15 +144,15 @@ def test_rows_reset_independently():
     assert SegmentMemory().reset(torch.tensor([True])).states == ()
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_never_enters(side):
-    """Rows of different lengths in every segment, one of them empty: each row is its own text."""
-    model = build(4)
-    lengths = [(5, 3, 6), (2, 6, 1), (6, 0, 4)]
+@torch.no_grad()
+def check_rows_of_any_length(model):
+    """Rows of different lengths in every segment, one of them empty, give what each gives alone, and so does what
+    follows."""
+    lengths = [(5, 3, 6, 4), (2, 6, 1, 5), (6, 0, 4, 1)]
     rows = [tokens(sum(entry), seed=index) for index, entry in enumerate(lengths)]
-    memory, begin, found = None, [0, 0, 0], [[], [], []]
-    with torch.no_grad():
-        for segment in range(3):
+    for side in ("left", "right"):
+        memory, begin, found = None, [0, 0, 0], [[], [], []]
+        for segment in range(4):
             pieces = [row[at : at + entry[segment]] for row, at, entry in zip(rows, begin, lengths)]
             ids, mask = pad(pieces, 6, side, seed=9)
             output = model(ids, attention_mask=mask, segment_memory=memory, use_cache=False)
@@ -160,10 +160,18 @@ def test_padding_never_enters(side):
             for index in range(3):
                 found[index].append(output.logits[index][mask[index].bool()])
                 begin[index] += lengths[index][segment]
-        for row, pieces, entry in zip(rows, found, lengths):
-            expected, _ = in_segments(model, row[None], [length for length in entry if length])
-            close(torch.cat(pieces)[None], expected, 1e-10)
         assert memory.mask is None or memory.mask[:, -1].all()
+        later = tokens(3, 5, seed=11)
+        after = model(later, segment_memory=memory, use_cache=False).logits
+        for index, (row, pieces, entry) in enumerate(zip(rows, found, lengths)):
+            expected, last = in_segments(model, row[None], [length for length in entry if length])
+            close(torch.cat(pieces)[None], expected, 1e-10)
+            alone = model(later[index : index + 1], segment_memory=last, use_cache=False).logits
+            close(after[index : index + 1], alone, 1e-10)
+
+
+def test_padding_never_enters():
+    check_rows_of_any_length(build(4))
 
 
 def test_generation_after_a_memory():
@@ -247,13 +255,19 @@ def test_encoder_with_memory():
         close(model(ids[:, 4:], segment_memory=memory).logits, model(ids).logits[:, 4:], 1e-10)
 
 
-def test_refusals():
-    model, ids = build(4), tokens(2, 5)
-    memory = model(ids).segment_memory
+def check_refused_memories(model):
+    ids = tokens(2, 5)
+    memory = model(ids, use_cache=False).segment_memory
     with pytest.raises(ValueError, match="the same rows"):
         model(ids[:1], segment_memory=memory)
     with pytest.raises(TypeError, match="SegmentMemory"):
         model(ids, segment_memory=memory.states)
+
+
+def test_refusals():
+    model, ids = build(4), tokens(2, 5)
+    check_refused_memories(model)
+    memory = model(ids).segment_memory
     with pytest.raises(ValueError, match="leave one of them out"):
         model(ids, position_ids=torch.tensor([[0, 1, 0, 1, 2]] * 2), segment_memory=memory, use_cache=False)
     with pytest.raises(ValueError, match="one tower"):

@@ -436,7 +436,7 @@ def sharded_trainer(rank: int, world: int, folder: str) -> dict[str, Any]:
     return found
 
 
-def float32_cases() -> list[Case]:
+def float32_cases() -> list[Case]:  # builds every model
     """Families that together have every module that stays in float32 and learns."""
 
     def classes(case: Case) -> set[Any]:

@@ -32,7 +32,6 @@ from tests.training.distributed_jobs import (
     breadth_cases,
     case_of,
     cases_of_four,
-    float32_cases,
     sharded_cases,
 )
 from tests.training.processes import result, run_jobs
@@ -134,14 +133,14 @@ def test_trainer_with_fsdp(name, results):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [case.name for case in float32_cases()])
-def test_float32_under_fsdp_in_half_precision(name, results):
+def test_float32_under_fsdp_in_half_precision(results):
     """What stays in float32 is read in it, whole, and the step is that of float32 up to roundings to 8 bits."""
-    alone, *both = (job[name] for job in results("sharded_in_half"))
-    assert {(dtype, kind) for _, dtype, kind in alone["read"]} == {(torch.float32, torch.nn.Parameter)}
-    for found in both:
-        assert found["read"] == alone["read"]
-        assert (found["step"] - alone["step"]).norm() < 0.1 * alone["step"].norm()
+    every, *both = results("sharded_in_half")
+    for name, alone in every.items():
+        assert {(dtype, kind) for _, dtype, kind in alone["read"]} == {(torch.float32, torch.nn.Parameter)}, name
+        for found in (job[name] for job in both):
+            assert found["read"] == alone["read"], name
+            assert (found["step"] - alone["step"]).norm() < 0.1 * alone["step"].norm(), name
 
 
 # ------------------------------------------------------------------------------------------------ plans
