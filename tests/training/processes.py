@@ -53,7 +53,8 @@ while children and not failed:
         failed = failed or status
         print(children.pop(child), "ended with", status)
     elif time.monotonic() > end:
-        failed = "out of time"
+        failed = True
+        print("out of time; still running:", *children.values())
     else:
         time.sleep(0.02)
 for child in children:
@@ -76,7 +77,7 @@ def run_jobs(
     jobs: list[str],
     folder: Path,
     worlds: tuple[int, ...] = (1, 2),
-    seconds: int = 240,
+    seconds: int = 600,
     largest: dict[str, int] | None = None,
 ) -> None:
     """Runs functions `job(rank, world, folder)` of a module one after the other in processes of each world size; what
