@@ -213,6 +213,29 @@ def register_memory(cls: type) -> type:
 register_memory(SegmentMemory)
 
 
+def read_single(given: SegmentMemory | None, shape: tuple[int, ...]) -> tuple[Tensor | None, Tensor | None]:
+    """The one state of this shape in a memory, and its mask; None where there is none yet.
+
+    Raises:
+        TypeError: something else was given.
+        ValueError: other states.
+    """
+    if given is None:
+        return None, None
+    if not isinstance(given, SegmentMemory):
+        raise TypeError(
+            f"`segment_memory` must be the SegmentMemory that this model returned, got {type(given).__name__}."
+        )
+    if not given.states:
+        return None, None
+    if len(given.states) != 1 or given.states[0].shape != shape:
+        raise ValueError(
+            f"`segment_memory` holds {len(given.states)} tensors of {list(given.states[0].shape)}, this call needs one"
+            f" of {list(shape)}; give the memory of the same rows and the same model."
+        )
+    return given.states[0], given.mask
+
+
 def take_slots(states: Tensor, order: Tensor) -> Tensor:
     """states [B, S, D] in the order [B, S] of slots, which may have been told on another device."""
     return states.gather(1, order.to(states.device).unsqueeze(-1).expand(-1, -1, states.shape[-1]))

@@ -14,7 +14,7 @@ from ..compat import shared_setting
 from ..core.call import self_attention_cache
 from ..core.components import bounded, register
 from ..core.hand_overs import HandOver
-from ..core.segment_memory import SegmentMemory
+from ..core.segment_memory import SegmentMemory, read_single
 from ..ops.common.products import wide_products
 from .base import Stack, StackSpec
 from .driver import Pass, StackOutput
@@ -109,22 +109,11 @@ class MemformerStack(PlainStack):
         start = (normalized(self.slots) if self.normalizes else self.slots).to(like.dtype)
         shape = (like.shape[0], *self.slots.shape)
         start = start.expand(shape)
-        if given is None:
+        slots, mask = read_single(given, shape)
+        if slots is None:
             return start
-        if not isinstance(given, SegmentMemory):
-            raise TypeError(
-                f"`segment_memory` must be the SegmentMemory that this model returned, got {type(given).__name__}."
-            )
-        if not given.states:
-            return start
-        slots = given.states[0]
-        if len(given.states) != 1 or slots.shape != shape:
-            raise ValueError(
-                f"`segment_memory` holds {len(given.states)} tensors of {list(slots.shape)}, this call needs one of"
-                f" {list(shape)}; give the memory of the same rows and the same model."
-            )
         slots = slots.to(like.dtype)
-        return slots if given.mask is None else torch.where(given.mask[..., None], slots, start)
+        return slots if mask is None else torch.where(mask[..., None], slots, start)
 
     def forward(self, run: Pass) -> StackOutput:
         context = run.context

@@ -19,7 +19,7 @@ from ..blocks.base import XFormerLayer
 from ..core.call import Call, add_losses, self_attention_cache
 from ..core.components import bounded, register
 from ..core.hand_overs import HandOver
-from ..core.segment_memory import SegmentMemory
+from ..core.segment_memory import SegmentMemory, read_single
 from ..ops.common.real_tokens import real_last
 from ..position.base import Position, Turns
 from .base import Stack, StackSpec
@@ -71,21 +71,10 @@ class RecurrentWindowsStack(Stack):
 
     def begin(self, given: SegmentMemory | None, like: Tensor) -> Windows:
         """The windows that texts begin with. Raises `TypeError` and `ValueError` for a memory that does not fit."""
-        if given is None:
+        state, mask = read_single(given, (like.shape[0], 1, like.shape[-1]))
+        if state is None:
             return Windows.begin(like)
-        if not isinstance(given, SegmentMemory):
-            raise TypeError(
-                f"`segment_memory` must be the SegmentMemory that this model returned, got {type(given).__name__}."
-            )
-        if not given.states:
-            return Windows.begin(like)
-        state, shape = given.states[0], (like.shape[0], 1, like.shape[-1])
-        if len(given.states) != 1 or state.shape != shape:
-            raise ValueError(
-                f"`segment_memory` holds {len(given.states)} tensors of {list(state.shape)}, this call needs one of"
-                f" {list(shape)}; give the memory of the same rows and the same model."
-            )
-        return Windows.begin(like, state[:, 0], None if given.mask is None else given.mask[:, 0])
+        return Windows.begin(like, state[:, 0], None if mask is None else mask[:, 0])
 
     def forward(self, run: Pass) -> StackOutput:
         hidden_states, context, position = run.hidden_states, run.context, run.position
