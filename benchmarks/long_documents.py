@@ -17,7 +17,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from measure import interleaved_seconds, machine, memory_in_fresh_process, ratio
 from sentence_transformers import SentenceTransformer
 from torch import Tensor
 from torch.nn.functional import normalize
-from transformers import AutoModel
+from transformers import AutoConfig, AutoModel
 
 sys.path.insert(0, os.fspath(Path(__file__).parents[1]))
 from hf_xformers.benchmark import tables
@@ -36,9 +36,11 @@ from hf_xformers.inference import late_chunks
 from scripts.long_encoder import RECORD, articles
 
 RESULTS = Path(__file__).parent / "results"
+CHUNKS = "source, 41 chunks of 100"
 RETRIEVAL, TIMING = "Retrieval", "Time and memory of a document of 4,096 tokens"
 LONGEST, SHORTEST, FIRST, QUERIES = 4000, 1400, 1000, 6  # tokens of documents, queries of each
-PASSAGES = (100, 250)  # tokens at most
+SIZE = 100  # tokens of a passage at most
+KINDS = {f"of {SIZE}": False, f"of {SIZE}, overlapping by half": True}  # of passages, and of the source's chunks
 
 
 class Task:
@@ -82,9 +84,26 @@ class Task:
         self.queries += [(document[place], len(self.documents)) for place in chosen]
         self.documents.append([text for place, text in enumerate(document) if place not in chosen])
 
-    def passages(self, size: int) -> list[list[str]]:
-        """Of each document; a space joins them."""
-        return [[" ".join(group) for group in self.cut(document, size)] for document in self.documents]
+    def passages(self, overlapping: bool) -> list[list[tuple[int, int]]]:
+        """Of each document, as (start, end) in characters: sentences of up to SIZE tokens together; overlapping: each
+        begins where the first half of the one before it ends."""
+        found = []
+        for document in self.documents:
+            places = list(itertools.accumulate((len(sentence) + 1 for sentence in document), initial=0))
+            groups = self.groups(document, overlapping)
+            found.append([(places[own.start], places[own.stop] - 1) for own in groups])
+        return found
+
+    def groups(self, document: list[str], overlapping: bool) -> Iterator[range]:
+        """Numbers of the sentences of each passage."""
+        sizes, start, end = [self.count(sentence) for sentence in document], 0, 0
+        while end < len(document):
+            end = start + 1
+            while end < len(document) and sum(sizes[start : end + 1]) <= SIZE:
+                end += 1
+            yield range(start, end)
+            halves = [at for at in range(start + 1, end) if 2 * sum(sizes[start:at]) <= sum(sizes[start:end])]
+            start = max([start + 1, *halves]) if overlapping else end
 
     def measured(self, queries: Tensor, vectors: list[Tensor]) -> dict[str, float]:
         """A document is as near as the nearest of its vectors. Queries [Q, D], for each document [n, D], of length
@@ -109,50 +128,43 @@ class Retrieval:
         self.task = Task(options.text, self.source.tokenizer)
         self.sentences = [sentence for sentence, _ in self.task.queries]
         self.texts = [" ".join(document) for document in self.task.documents]
-        self.passages = {size: self.task.passages(size) for size in PASSAGES}
+        self.passages = {name: self.task.passages(overlapping) for name, overlapping in KINDS.items()}
         self.rows: list[dict[str, Any]] = []
 
     def add(self, reader: str, vectors: str, queries: Tensor, found: Any, seconds: float, **known: Any) -> None:
         figures = {key: round(value, 1) for key, value in self.task.measured(queries, list(found)).items()}
-        self.rows.append({"reader": reader, "vectors": vectors, **known, **figures, "reading, s": round(seconds, 1)})
-        print(json.dumps(self.rows[-1]), flush=True)
+        self.rows.append({"reader": reader, "vectors": vectors, **known, **figures})
+        print(json.dumps({**self.rows[-1], "reading, s": round(seconds, 1)}), flush=True)
 
     def of_source(self) -> None:
         queries = encode(self.source, self.sentences, 256)
         for length in (256, 512):
             found, seconds = timed(encode, self.source, self.texts, length)
             self.add(f"source, cut at {length}", "one", queries, found[:, None], seconds)
-        for size, passages in self.passages.items():
-            flat, seconds = timed(encode, self.source, [text for own in passages for text in own], 512)
-            chunks = flat.split([len(own) for own in passages])
-            means = [normalize(own.mean(0, keepdim=True), dim=-1) for own in chunks]
-            self.add(f"source, chunks of {size}", "their mean", queries, means, seconds)
-            self.add(f"source, chunks of {size}", "each", queries, chunks, seconds)
+        for kind, passages in self.passages.items():
+            parts = [text[start:end] for text, own in zip(self.texts, passages) for start, end in own]
+            flat, seconds = timed(encode, self.source, parts, 512)
+            self.add_passages(f"source, chunks {kind}", queries, flat.split([len(own) for own in passages]), seconds)
 
     def of_model(self, folder: str) -> None:
         model = SentenceTransformer(folder, device="cpu")
         record = Path(folder) / RECORD
         known = json.loads(record.read_text()) if record.exists() else {}
-        reader = "converted and trained" if known else "converted"
+        window = model[0].auto_model.config.attention.attention_window
+        reader = f"window {window}, trained" if known else f"window {window}"
         queries = encode(model, self.sentences, model.max_seq_length)
         spans = [[(0, len(text))] for text in self.texts]
-        for passages in self.passages.values():
-            for own, chosen in zip(spans, passages):
-                own += places(chosen)
         found, seconds = timed(late_chunks, model, self.texts, spans)
-        self.add(reader, "one", queries, [vectors[:1] for vectors in found], seconds, **known)
-        first = [1] * len(found)
-        for size, passages in self.passages.items():
-            last = [start + len(own) for start, own in zip(first, passages)]
-            chunks = [vectors[start:end] for vectors, start, end in zip(found, first, last)]
-            self.add(reader, f"passages of {size}", queries, chunks, seconds, **known)
-            first = last
+        self.add(reader, "one", queries, [normalize(vectors, dim=-1) for vectors in found], seconds, **known)
+        for kind, passages in self.passages.items():
+            found, seconds = timed(late_chunks, model, self.texts, passages)
+            self.add_passages(f"{reader}, passages {kind}", queries, found, seconds, **known)
 
-
-def places(passages: list[str]) -> list[tuple[int, int]]:
-    """Their spans in the text that they make, joined by spaces."""
-    ends = list(itertools.accumulate(len(passage) + 1 for passage in passages))
-    return [(end - 1 - len(passage), end - 1) for passage, end in zip(passages, ends)]
+    def add_passages(self, reader: str, queries: Tensor, found: Any, seconds: float, **known: Any) -> None:
+        chunks = [normalize(vectors, dim=-1) for vectors in found]
+        means = [normalize(vectors.mean(0, keepdim=True), dim=-1) for vectors in chunks]
+        self.add(reader, "their mean", queries, means, seconds, **known)
+        self.add(reader, "each", queries, chunks, seconds, **known)
 
 
 def timed(call: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
@@ -161,14 +173,14 @@ def timed(call: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
     return call(*arguments), time.process_time() - begun
 
 
-def reader_of(folder: str, how: str) -> Callable[[], Any]:
-    """A pass over 4,096 tokens. how: `chunks` (16 texts of 256), or an attention of transformers' or ours."""
-    attention = {} if how in ("ours", "chunks") else {"attn_implementation": how}
+def reader_of(folder: str, how: str, chunks: int = 1, length: int = 4096) -> Callable[[], Any]:
+    """A pass over 4,096 tokens, as `chunks` texts of this length. how: an attention of transformers, or `as it is`."""
+    attention = {} if how == "as it is" else {"attn_implementation": how}
     model = AutoModel.from_pretrained(folder, **attention).eval()
-    shape = (16, 256) if how == "chunks" else (1, 4096)
+    shape = (chunks, length)
     ids = torch.randint(1000, model.config.vocab_size, shape, generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    if how in ("eager", "sdpa"):  # the source has 512 positions, which repeat here as they do in the converted model
+    if attention:  # the source has 512 positions, which repeat here as they do in the converted model
         batch |= {"position_ids": torch.arange(4096)[None] % 512, "token_type_ids": torch.zeros_like(ids)}
 
     def read() -> None:
@@ -179,15 +191,18 @@ def reader_of(folder: str, how: str) -> Callable[[], Any]:
 
 
 def timing(options: argparse.Namespace) -> list[dict[str, Any]]:
+    window = AutoConfig.from_pretrained(options.converted).attention.attention_window
     cases = {
-        "source, 16 chunks of 256": (options.source, "chunks"),
+        CHUNKS: (options.source, "as it is", 41, 100),
+        "source, 82 chunks of 100, overlapping by half": (options.source, "as it is", 82, 100),
+        "source, 16 chunks of 256": (options.source, "as it is", 16, 256),
         "transformers' BERT, eager": (options.source, "eager"),
         "transformers' BERT, sdpa": (options.source, "sdpa"),
-        "converted": (options.converted, "ours"),
+        f"converted, window {window}": (options.converted, "as it is"),
     }
     memory = {name: memory_in_fresh_process(reader_of, *case, repeats=1) for name, case in cases.items()}
     seconds = interleaved_seconds({name: reader_of(*case) for name, case in cases.items()}, rounds=3)
-    chunks, eager = ratios(seconds, "source, 16 chunks of 256"), ratios(seconds, "transformers' BERT, eager")
+    chunks, eager = ratios(seconds, CHUNKS), ratios(seconds, "transformers' BERT, eager")
     rows = [
         {
             "reader": name,
@@ -207,15 +222,16 @@ def timing(options: argparse.Namespace) -> list[dict[str, Any]]:
 def write(found: dict[str, Any]) -> None:
     counts = found.get("test", {})
     note = (
-        "all-MiniLM-L6-v2 as it is and as a Longformer of 4,096 tokens (window 512). Articles of WikiText-2's test"
+        "all-MiniLM-L6-v2 as it is and as a Longformer of 4,096 tokens. Articles of WikiText-2's test"
         f" split are cut between sentences into documents of {SHORTEST:,} to {LONGEST:,} tokens:"
         f" {counts.get('documents')} of {counts.get('articles')} articles. Each of {counts.get('queries')} queries is"
         " a sentence of a document's last quarter, beyond token 1,000, which was taken out of it. With several"
-        " vectors a document is as near as the nearest of them. Passages are sentences of up to so many tokens"
-        " together: the source reads each by itself, the converted model all in one pass (late chunking). Training saw"
+        " vectors a document is as near as the nearest of them. Passages and chunks are sentences of up to so many"
+        " tokens together: the source reads each chunk by itself, the converted model all passages in one pass (late"
+        " chunking), overlapping or not. Training saw"
         " other articles (the validation split). Figures in percent, times in processor time; that of"
         " training was taken next to other work. A pass"
-        " over 4,096 tokens stands next to 16 chunks of 256, the same number."
+        " over 4,096 tokens stands next to as many in chunks, and to chunks of which each token is in two."
     )
     tables.write_json(RESULTS / "long_documents.json", found)
     parts = ["# A sentence encoder that reads 4,096 tokens", note, tables.about(found["machine"])]
@@ -260,7 +276,7 @@ def main() -> None:
 
 def identity(row: dict[str, Any]) -> dict[str, Any]:
     """What was measured, without the figures."""
-    figures = ("recall@1", "recall@5", "MRR", "reading, s", "training, min")
+    figures = ("recall@1", "recall@5", "MRR", "training, min")
     return {column: value for column, value in row.items() if column not in figures}
 
 
