@@ -34,8 +34,8 @@ TRAINING = {"sst2": (1, 5e-5), "wnut17": (3, 1e-4)}  # epochs and learning rate,
 COLUMNS = ["task", "method", "test", "spread", "baseline", "size", "time", "metric", "parameters", "seeds"]
 NOTE = (
     "all-MiniLM-L6-v2 (BERT, 6 layers of width 384), fine-tuned (SST-2: one epoch, WNUT-17: three), then made smaller."
-    " `test`: accuracy of SST-2 (872 sentences) or F1 of entities of WNUT-17 (`dev`), in percent, a mean over seeds"
-    " (one, where there is no spread), of which nothing was chosen; `spread`: highest less lowest. `baseline`: the"
+    " `test`: accuracy of SST-2 (872 sentences) or F1 of entities of WNUT-17 (`dev`), in percent, a mean over three"
+    " seeds, of which nothing was chosen; `spread`: highest less lowest. `baseline`: the"
     " majority class; the most frequent tag that the training rows give a word. `size` on disk and `time` of a batch"
     " (16 rows of 64 tokens, no padding) by those of the fine-tuned model. `parameters` are those that are not zero."
     " Ways that train take as many epochs as the fine-tuning."

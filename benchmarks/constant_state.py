@@ -6,7 +6,7 @@
 DIR has WikiText-2 as `train.txt` and `test.txt`: the first is trained on, the second measured. A recipe whose model is
 not in --work yet is trained first, by `hf-xformers linearize`; what was measured there before is not measured again,
 but for speed. `--only speed` needs no text: 2,048, 8,192 and 16,384 tokens, a fresh process for each, in about ten
-minutes of an idle machine. Each part replaces its own tables in results/constant_state.json and leaves the others.
+minutes of an idle machine. Each part replaces the rows of the models that it measures in results/constant_state.json.
 """
 
 from __future__ import annotations
@@ -354,13 +354,15 @@ def state_bytes(cache: Any) -> int:
 
 
 def speed(options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    rows = []
+    rows, first = [], 0.0
     processes = multiprocessing.get_context("spawn")
     with processes.Pool(1, maxtasksperchild=1) as pool:
         for context in options.contexts:
             for name, place in models(options).items():
                 found = pool.apply(generation, (place, context))
-                rows.append({"model": name, "context": context, **found})
+                first = found["tokens per second"] if name == "source" else first
+                ratio = found["tokens per second"] / first
+                rows.append({"model": name, "context": context, **found, "against source": ratio})
                 print(rows[-1], flush=True)
     return {"Generation, one row of text": rows}
 
@@ -382,7 +384,8 @@ NOTE = (
     "the predictions from the source's, in nats. `processor minutes` are those of the training, which ran next to "
     "other work. Perplexities count words. `far_word` asks for a name that the text has had, but not in the last "
     "3,500 characters. Prompts are read 1,024 tokens at a time; `state` is what the cache "
-    "holds, `process peak` includes the weights and the libraries."
+    "holds, `process peak` includes the weights and the libraries; `against source`: tokens per second by those of "
+    "the source in the same run."
 )
 
 
@@ -390,7 +393,7 @@ def write(found: dict[str, list[dict[str, Any]]]) -> None:
     path = RESULTS / "constant_state.json"
     known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     order = ["Losses", "Stages", "lm-eval", "Answers", "Generation, one row of text"]
-    merged = {**known, **found}
+    merged = {**known, **{title: joined(known.get(title, []), rows) for title, rows in found.items()}}
     sections = {title: merged[title] for title in order if title in merged}
     where = machine()
     tables.write_json(path, {"machine": where, **sections})
@@ -399,6 +402,12 @@ def write(found: dict[str, list[dict[str, Any]]]) -> None:
         columns = list(dict.fromkeys(key for row in rows for key in row))
         parts += [f"## {title}", tables.folded([shown(row) for row in rows], columns, f"constant_state/{title}")]
     write_text(RESULTS / "constant_state.md", "\n\n".join(parts) + "\n")
+
+
+def joined(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of models that were not measured now stay."""
+    measured = {row.get("model") for row in now}
+    return now + [row for row in before if row.get("model") not in measured]
 
 
 def shown(row: dict[str, Any]) -> dict[str, Any]:
