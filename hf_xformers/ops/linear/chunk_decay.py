@@ -144,6 +144,11 @@ class ChunkDecay:
         return (_halves(x, part)[:, :, which] * part).to(self.low).flatten(0, 1)
 
 
+def numbers_at_once(chunk: int, width: int) -> int:
+    """Of a token, in what is made of decays of channels at once, for `segments`."""
+    return max(width, chunk) * (chunk.bit_length() + 2)
+
+
 def _halves(x: Tensor, part: Tensor) -> Tensor:
     """x [n, C, K] as [n, blocks, 2, half, K]."""
     return x.view(x.shape[0], -1, 2, *part.shape[2:])
@@ -175,4 +180,4 @@ def _off_diagonal(matrix: Tensor, half: int) -> Tensor:
     return blocks[:, :, 1, :, :, 0].diagonal(dim1=1, dim2=3).movedim(-1, 1)
 
 
-__all__ = ["ChunkDecay"]
+__all__ = ["ChunkDecay", "numbers_at_once"]

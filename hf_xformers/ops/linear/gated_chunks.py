@@ -25,7 +25,7 @@ from ..common.derivatives import LITERAL, first_derivative_only
 from ..common.products import product
 from ..common.segments import accumulation_dtype, in_one_batch, operand_dtype, put_chunks, segments, to_chunks
 from .batched_delta import unit_lower_inverse
-from .chunk_decay import ChunkDecay
+from .chunk_decay import ChunkDecay, numbers_at_once
 from .fla import recurrence_kernel
 
 
@@ -86,8 +86,8 @@ class _GatedScan(torch.autograd.Function):
     def forward(ctx, q, k, v, beta, log_decay, state, chunk):
         wide, rows = accumulation_dtype(v.dtype), v.shape[0] * v.shape[1]
         width = max(k.shape[3], v.shape[3])
-        if in_one_batch(v) and log_decay.dim() == 4:  # numbers of a token in what `ChunkDecay` then makes at once
-            width = max(width, chunk) * (chunk.bit_length() + 2)
+        if in_one_batch(v) and log_decay.dim() == 4:
+            width = numbers_at_once(chunk, width)
         bounds = segments(v.shape[2], v, chunk, width)
         current = v.new_zeros(rows, k.shape[3], v.shape[3], dtype=wide)
         if state is not None:

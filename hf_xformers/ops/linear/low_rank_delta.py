@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..common.products import without_autocast
 from ..common.segments import accumulation_dtype, in_one_batch, segments, to_chunks
-from .chunk_decay import ChunkDecay
+from .chunk_decay import ChunkDecay, numbers_at_once
 from .decayed_scan import check_recurrence, for_step, forgetting, power_of_two
 from .gated_chunks import joined
 
@@ -64,8 +64,8 @@ def low_rank_delta_rule(
     after = (after if state is None else state.to(wide)).flatten(0, 1)
     parts, found = (query, key, value, read, write, log_decay), []
     width = max(key.shape[3], value.shape[3])
-    if in_one_batch(value):  # numbers of a token in what `ChunkDecay` then makes at once
-        width = max(width, chunk) * (chunk.bit_length() + 2)
+    if in_one_batch(value):
+        width = numbers_at_once(chunk, width)
     bounds = segments(key.shape[2], value, chunk, width)
     with without_autocast(value):
         for start, stop in bounds:
