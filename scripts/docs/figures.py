@@ -1,7 +1,7 @@
 """Figures of the documentation's pages, from the files that the benchmarks wrote.
 
-    python -m scripts.docs.figures      writes them into docs/, behind their comments, for readers of the checkout, and
-                                        the start pages of model_cards/ and benchmarks/results/
+    python -m scripts.docs.figures      writes them into docs/, behind their comments, for readers of the checkout, all
+                                        of model_cards/ and the start page of benchmarks/results/
 
 A page has no figure that was typed. It names one in a comment, and `fill` puts it in place of the comment, and of what
 was written behind it, when the pages are built:
@@ -214,8 +214,15 @@ def _machine(content: Mapping[str, Any]) -> str:
 
 
 if __name__ == "__main__":
+    import datasets
+
+    from hf_xformers.hub import write_cards, write_objective_cards
+
     from .indexes import indexes
 
+    datasets.disable_progress_bars()
+    write_cards(ROOT / "model_cards", RESULTS)
+    write_objective_cards(ROOT / "model_cards" / "objectives")
     pages = {ROOT / path: text for path, text in indexes().items()}
     pages |= {page: written(page) for page in sorted((ROOT / "docs").rglob("*.md"))}
     for page, text in pages.items():
