@@ -5,16 +5,18 @@
 
 DIR has WikiText-2 as `train.txt` and `test.txt`: the first is trained on, the second measured. A recipe whose model is
 not in --work yet is trained first, by `hf-xformers linearize`; what was measured there before is not measured again,
-but for speed. `--only speed` needs no text: 2,048, 8,192 and 16,384 tokens, a fresh process for each, in about ten
-minutes of an idle machine. Each part replaces the rows of the models that it measures in results/constant_state.json.
+but for speed. `--only speed` needs no text: 1,024 to 16,384 tokens, in about ten minutes of an idle machine. Each part
+replaces the rows of the models that it measures in results/constant_state.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import resource
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -37,9 +39,9 @@ from hf_xformers.core.saved_files import write_text
 
 RESULTS = Path(__file__).parent / "results"
 ROWS = {512: 16, 2048: 6, 8192: 2}  # tokens of a row, and how many rows of the test text are read
-CONTEXTS = (2048, 8192, 16384)
+CONTEXTS = (1024, 2048, 8192, 16384)
 PIECE = 1024  # tokens of a prompt that are read at once
-NEW_TOKENS = 32
+NEW_TOKENS, TURNS = 8, 8  # tokens that are written in a turn, and turns
 # Swaps that are measured as they are.
 SWAPS: dict[str, dict[str, Any]] = {
     "window 256, 4 sinks": {"type": "sliding_window", "window": 256},
@@ -317,15 +319,18 @@ def answers(options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
 
 
 def models(options: argparse.Namespace) -> dict[str, Path]:
-    return {"source": options.source, options.model: options.work / options.model}
+    return {"source": options.source, **{name: options.work / name for name in options.models.split(";")}}
 
 
 # ------------------------------------------------------------------------------------------------ speed
 
 
+_WRITER: list[Any] = []  # of a worker process: its model, the cache, and the token that is read next
+
+
 @torch.inference_mode()
-def generation(folder: Path, context: int) -> dict[str, Any]:
-    """Reading `context` tokens, piece by piece, and writing more."""
+def read(folder: Path, context: int) -> dict[str, Any]:
+    """Reading `context` tokens, piece by piece."""
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     torch.manual_seed(0)
     ids = torch.randint(5, model.config.vocab_size, (1, context))
@@ -334,36 +339,39 @@ def generation(folder: Path, context: int) -> dict[str, Any]:
     for part in ids.split(PIECE, dim=1):
         found = model(part, past_key_values=cache, use_cache=True, logits_to_keep=1)
         cache = found.past_key_values
-    read, token = time.perf_counter() - begun, found.logits.argmax(-1)
-    seconds = []
-    for _ in range(NEW_TOKENS):
-        begun = time.perf_counter()
-        token = model(token, past_key_values=cache, use_cache=True).logits.argmax(-1)
-        seconds.append(time.perf_counter() - begun)
+    seconds = time.perf_counter() - begun
+    _WRITER[:] = model, cache, found.logits.argmax(-1)
     return {
-        "seconds to read": read,
-        "tokens per second": 1 / sorted(seconds)[NEW_TOKENS // 2],
-        "state, MB": state_bytes(cache) / 1e6,
+        "seconds to read": seconds,
+        "state, MB": sum(tensor.nbytes for tensor in state_tensors(cache)) / 1e6,
         "process peak, MB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6,
     }
 
 
-def state_bytes(cache: Any) -> int:
-    """Of all tensors that a generation cache holds."""
-    return sum(tensor.nbytes for tensor in state_tensors(cache))
+@torch.inference_mode()
+def write_tokens() -> float:
+    """Seconds for each of a few more tokens."""
+    model, cache, token = _WRITER
+    begun = time.perf_counter()
+    for _ in range(NEW_TOKENS):
+        token = model(token, past_key_values=cache, use_cache=True).logits.argmax(-1)
+    _WRITER[2] = token
+    return (time.perf_counter() - begun) / NEW_TOKENS
 
 
 def speed(options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    rows, first = [], 0.0
-    processes = multiprocessing.get_context("spawn")
-    with processes.Pool(1, maxtasksperchild=1) as pool:
-        for context in options.contexts:
-            for name, place in models(options).items():
-                found = pool.apply(generation, (place, context))
-                first = found["tokens per second"] if name == "source" else first
-                ratio = found["tokens per second"] / first
-                rows.append({"model": name, "context": context, **found, "against source": ratio})
-                print(rows[-1], flush=True)
+    """A process for each model; they write in turns, so that what slows the machine for a while slows all of them."""
+    rows, processes = [], multiprocessing.get_context("spawn")
+    for context in options.contexts:
+        with contextlib.ExitStack() as stack:
+            workers = {name: stack.enter_context(processes.Pool(1)) for name in models(options)}
+            found = {name: workers[name].apply(read, (place, context)) for name, place in models(options).items()}
+            turns = [{name: worker.apply(write_tokens) for name, worker in workers.items()} for _ in range(TURNS)]
+        for name, row in found.items():
+            rate = 1 / statistics.median(turn[name] for turn in turns)
+            ratio = statistics.median(turn["source"] / turn[name] for turn in turns)
+            rows.append({"model": name, "context": context, **row, "tokens per second": rate, "against source": ratio})
+            print(rows[-1], flush=True)
     return {"Generation, one row of text": rows}
 
 
@@ -385,7 +393,7 @@ NOTE = (
     "other work. Perplexities count words. `far_word` asks for a name that the text has had, but not in the last "
     "3,500 characters. Prompts are read 1,024 tokens at a time; `state` is what the cache "
     "holds, `process peak` includes the weights and the libraries; `against source`: tokens per second by those of "
-    "the source in the same run."
+    "the source, which writes in turns with the model: the median of their ratios."
 )
 
 
@@ -423,7 +431,7 @@ def main() -> None:
     parser.add_argument(
         "--recipes", default=";".join(RECIPES), help="which to train and measure, with semicolons between"
     )
-    parser.add_argument("--model", default="lolcats-512", help="the one for tasks, answers and speed")
+    parser.add_argument("--models", default="lolcats-512", help="those for tasks, answers and speed, as --recipes")
     parser.add_argument("--only", default=",".join(PARTS), help="parts to measure")
     parser.add_argument("--contexts", type=lambda text: [int(x) for x in text.split(",")], default=CONTEXTS)
     parser.add_argument("--no-write", action="store_true")

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ..core.cache import FollowsRows, WindowLayer
@@ -14,37 +15,80 @@ from ..core.call import Call, SublayerOutput, self_attention_cache
 from ..core.components import bounded, register
 from ..core.sequence_parallel import SequenceForm, Unserved
 from ..ops.block_sparse.attention import block_sparse_attention
-from ..ops.block_sparse.patterns import Pattern, global_
+from ..ops.block_sparse.patterns import Pattern, full, global_
 from ..ops.common.real_tokens import real_first
+from ..position.base import TokenNumbers
 from .shared.base import literal_softmax_attention
 from .shared.block_sparse import FEW_QUERIES, BlockSparseAttention
 from .shared.head_parts import Heads
 from .shared.pattern_spec import BlockSparseSpec, window, window_cache
 from .shared.window_parts import Beside, attend_to_window, form_of_window
 
+_ALL = full()  # built at import: torch.compile cannot trace it
+
 
 class Sinks(NamedTuple):
-    """The first real tokens of each row: keys and values [B, K, k, d], their slots [B, k], and whether there is one at
-    all [B, k]."""
+    """The first real tokens of each row: keys and values [B, K, k, d], their slots [B, k], and which of them queries
+    read besides their window, [B, T, k]."""
 
     key: Tensor
     value: Tensor
     slots: Tensor
-    real: Tensor
+    seen: Tensor
 
 
 class SinkWindowLayer(FollowsRows, WindowLayer):
-    """The keys and values of a window, and those of the first tokens of each row. Its size does not grow."""
+    """The keys and values of a window, and those of the first tokens of each row. Its size does not grow.
+
+    In single steps, which then copy nothing, `keys` and `values` hold the first tokens and behind them the whole
+    window as a ring, whose oldest token stands at `oldest` (else None).
+    """
 
     is_croppable = False
 
     def __init__(self, sliding_window: int, **kwargs: Any):
         super().__init__(sliding_window, **kwargs)
         self.sinks: tuple[Tensor, Tensor] | None = None
+        self.oldest: int | None = None
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if self.oldest is not None:
+            ring = (x[:, :, -self.sliding_window :].roll(-self.oldest, dims=2) for x in self._held())
+            self.keys, self.values = (x[:, :, 1:] for x in ring)
+            self.oldest = None
+        return super().update(key_states, value_states, *args, **kwargs)
+
+    def takes_step(self) -> bool:
+        """Whether [`replace`] may take the next token: the window is full."""
+        if self.keys is None or self.sinks is None or self.record_past or self.keys.requires_grad:
+            return False
+        return self.oldest is not None or self.keys.shape[2] == self.sliding_window - 1
+
+    def replace(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Key and value [B, K, 1, d] of one more token, in the place of the oldest of the window -> those of the first
+        tokens and the window, [B, K, k + w, d], in no order."""
+        held = self._held()
+        if self.oldest is None:
+            assert self.sinks is not None
+            held = tuple(torch.cat(parts, dim=2) for parts in zip(self.sinks, held, (key, value)))
+            self.oldest = 0
+        else:
+            if held[0].is_inference() and not torch.is_inference_mode_enabled():
+                held = tuple(x.clone() for x in held)
+            for ring, new in zip(held, (key, value)):
+                ring[:, :, -self.sliding_window :][:, :, self.oldest] = new[:, :, 0]
+            self.oldest = (self.oldest + 1) % self.sliding_window
+        self.keys, self.values = held
+        self.cumulative_length += 1
+        return held[0], held[1]
+
+    def _held(self) -> tuple[Tensor, ...]:
+        assert self.keys is not None and self.values is not None
+        return self.keys, self.values
 
     def reset(self) -> None:
         super().reset()
-        self.sinks = None
+        self.sinks, self.oldest = None, None
 
     def _map(self, function) -> None:
         if self.sinks is not None:
@@ -77,13 +121,39 @@ class SlidingWindowAttention(BlockSparseAttention):
         if not self.spec.sinks:
             return super().forward(hidden_states, context, past_key_values=past_key_values, step=step)
         step = self.layer_idx if step is None else step
-        query, key, value = self.project_self(hidden_states, context, past_key_values, step)
         cache = self_attention_cache(past_key_values)
         layer = None if cache is None else cache.layers[step]
-        sinks = self._sinks(key, value, context, layer if isinstance(layer, SinkWindowLayer) else None)
-        output, weights = self._attend_with_sinks(query, key, value, sinks, context)
+        layer = layer if isinstance(layer, SinkWindowLayer) else None
+        weights: Tensor | None = None
+        if cache is not None and layer is not None and not cache.offloading and self._reads_all(layer, context):
+            query, *new = self.project_self(hidden_states, context, None, step)
+            key, value = layer.replace(*new)
+            result: Any = block_sparse_attention(
+                *(query, key, value, _ALL),
+                scale=self.scaling,
+                score_cap=self.spec.score_cap,
+                return_lse=self.sinks is not None,
+            )
+            output = (result if self.sinks is None else self.less_sinks(*result)).transpose(1, 2)
+        else:
+            query, key, value = self.project_self(hidden_states, context, past_key_values, step)
+            sinks = self._sinks(key, value, context, layer)
+            output, weights = self._attend_with_sinks(query, key, value, sinks, context)
         losses = self.losses(Heads(self, query, key, value, output, weights, context))
         return SublayerOutput(self.written(output, context, hidden_states), weights, aux_losses=losses)
+
+    def _reads_all(self, layer: SinkWindowLayer, context: Call) -> bool:
+        """Whether this is a step of one token that reads all that its cache holds: the window is full and has left the
+        first tokens, and nothing is padded."""
+        total = context.key_index.shape[0]
+        if context.query_index.shape[0] != 1 or total < self.spec.window_size + self.spec.sinks:
+            return False
+        if context.padding_mask is not None or context.state(TokenNumbers) is not None or self.wants_weights(context):
+            return False
+        rotation = self.rotation(context)
+        if is_compiling() or (rotation is not None and rotation.by_length):
+            return False
+        return layer.takes_step() and layer.sliding_window == self.spec.window_size
 
     def _sinks(self, key: Tensor, value: Tensor, context: Call, layer: SinkWindowLayer | None) -> Sinks:
         """The first real tokens among all so far; those that are new go into the cache."""
@@ -100,7 +170,7 @@ class SlidingWindowAttention(BlockSparseAttention):
             real = padding.gather(1, slots) & (places < total)
         if context.parts is not None:
             keys, values = context.parts.chosen(torch.cat((key, value), dim=1), slots).chunk(2, dim=1)
-            return Sinks(keys, values, slots, real)
+            return Sinks(keys, values, slots, real[:, None] & self._beyond(slots, context))
         index = (slots - dropped).clamp(min=0)[:, None, :, None]
         taken = tuple(x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3])) for x in (key, value))
         if layer is not None:
@@ -108,22 +178,24 @@ class SlidingWindowAttention(BlockSparseAttention):
                 new = (slots >= context.query_index[0])[:, None, :, None]
                 taken = tuple(torch.where(new, x, old) for x, old in zip(taken, layer.sinks, strict=True))
             layer.sinks = (taken[0], taken[1])
-        return Sinks(taken[0], taken[1], slots, real)
+        return Sinks(taken[0], taken[1], slots, real[:, None] & self._beyond(slots, context))
+
+    def _beyond(self, slots: Tensor, context: Call) -> Tensor:
+        """Whether slots [B, k] lie outside of the windows of the queries, and not behind them, [B, T, k]."""
+        first = 0 if context.parts is None else context.parts.start
+        distance = context.query_index[None, :, None] + first - slots[:, None]
+        return distance >= self.spec.window_size if self.is_causal else distance.abs() > self.spec.window_size
 
     def _attend_with_sinks(
         self, query: Tensor, key: Tensor, value: Tensor, sinks: Sinks, context: Call
     ) -> tuple[Tensor, Tensor | None]:
         """[B, T, H, d], and weights [B, H, T, S] where they are wanted."""
-        total, size = context.key_index.shape[0], self.spec.window_size
-        dropped, dropout = total - key.shape[2], self.dropout if self.training else 0.0
-        first = 0 if context.parts is None else context.parts.start
-        distance = context.query_index[None, :, None] + first - sinks.slots[:, None]  # [B, T, k]
-        beyond = distance >= size if self.is_causal else distance.abs() > size
-        seen = sinks.real[:, None] & beyond
+        total, dropout, seen = context.key_index.shape[0], self.dropout if self.training else 0.0, sinks.seen
+        dropped = total - key.shape[2]
         if context.parts is not None:
             result: Any = attend_to_window(self, (query, key, value), context, Beside(sinks.key, sinks.value, seen))
             return (result if self.sinks is None else self.less_sinks(*result)).transpose(1, 2), None
-        if self.wants_weights(context) or context.static or query.shape[2] <= FEW_QUERIES:
+        if self.wants_weights(context) or context.static or (query.shape[2] <= FEW_QUERIES and is_compiling()):
             local = self._pairs(context)[..., dropped:]
             seen = seen[:, None].expand(-1, local.shape[1], -1, -1)
             mask = torch.cat((local.expand(query.shape[0], -1, -1, -1), seen), dim=-1)

@@ -58,7 +58,7 @@ LUNA = {"type": "luna", "projected_length": 4, "chunk_size": 4}
         ({"type": "dilated_attention", "window_size": 2, "dilation": 3}, [3] * 3),
         ({"type": "block_local_attention", "block_size": 3, "blocks_before": 1}, [20] * 3),
         ({"type": "adaptive_span", "max_span": 3, "ramp": 2}, [3] * 3),
-        *(({"type": "sliding_window", "window_size": 3, "sinks": sinks}, [2] * 3) for sinks in (2, 12)),
+        *(({"type": "sliding_window", "window_size": 3, "sinks": k}, [k + 3] * 3) for k in (2, 12)),  # a ring
         ({**DIET, "diet_type": "cascade"}, [3, 7, 15]),
         ({**DIET, "diet_type": "dilated"}, [2, 4, 8]),
         ({**DIET, "diet_type": "dilated_mem"}, [2, 4, 8]),

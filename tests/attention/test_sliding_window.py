@@ -1,15 +1,18 @@
-"""A sliding window with the first tokens in sight, where an accelerator takes both as one pattern."""
+"""A sliding window with the first tokens in sight: steps of generation, and accelerators."""
+
+import itertools
 
 import pytest
 import torch
 
 from hf_xformers import XFormerConfig, XFormerModel
+from hf_xformers.core.cache import make_cache
 from tests.helpers import close, make_strong, tokens
 from tests.pretend_cuda import OnGPU, on_gpu, pretend_cuda
 
 
-def config(causal):
-    spec = {"type": "sliding_window", "window_size": 3, "sinks": 2}
+def config(causal, **options):
+    spec = {"type": "sliding_window", "window_size": 3, "sinks": 2, **options}
     return XFormerConfig(
         vocab_size=50,
         hidden_size=32,
@@ -35,3 +38,27 @@ def test_accelerator_takes_window_and_sinks_as_one_pattern(causal, monkeypatch):
     with pretend_cuda(monkeypatch):
         found = on_gpu(model)(OnGPU(ids), attention_mask=OnGPU(mask), use_cache=False).last_hidden_state.inner
     close(found[mask.bool()], expected[mask.bool()], 2e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"score_cap": 2.0}, {"learned_sinks": True}], ids=str)
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("prompt", [1, 2, 9])
+def test_steps_equal_the_equation_on_the_whole_text(options, padded, prompt):
+    """Steps of one token and of three; the second row changes places with the first on the way."""
+    model = make_strong(XFormerModel(config(True, **options))).eval()
+    ids, mask = tokens(2, 20, high=50), torch.ones(2, 20, dtype=torch.long)
+    mask[1, : 4 * padded] = 0
+    model.set_attn_implementation("eager")
+    expected = model(ids, attention_mask=mask, use_cache=False).last_hidden_state
+    model.set_attn_implementation("sdpa")
+    cache, rows = make_cache(model.config), torch.arange(2)
+    borders = [0, prompt, *range(prompt + 1, 15), 17, 20]
+    with torch.no_grad():
+        for begin, end in itertools.pairwise(borders):
+            given = {"attention_mask": mask[rows, :end], "past_key_values": cache}
+            found = model(ids[rows, begin:end], **given).last_hidden_state
+            real = mask[rows, begin:end].bool()
+            close(found[real], expected[rows, begin:end][real], 2e-5)
+            if end == 12:
+                rows = torch.tensor([1, 0])
+                cache.reorder_cache(rows)

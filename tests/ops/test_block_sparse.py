@@ -109,6 +109,41 @@ def test_single_queries_along_a_text(name):
                         torch.testing.assert_close(slope, wanted)
 
 
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("cap", [None, 1.5])
+@pytest.mark.parametrize("hidden", ["nothing", "of rows", "of queries", "keys and side"])
+def test_a_few_queries_with_keys_beside(queries, cap, hidden):
+    """Four heads over two of keys: one softmax over the window and the side keys, and its denominator."""
+    q, k, v = inputs(14, heads=4)
+    q, k, v, side_key, side_value = q[:, :, -queries:], k[:, :2], v[:, :2], k[:, 2:, :3], v[:, 2:, :3]
+    generator = torch.Generator().manual_seed(1)
+    beside = torch.ones(2, queries, 3, dtype=torch.bool)
+    real = torch.ones(2, 14, dtype=torch.bool)
+    if hidden == "of rows":
+        beside = (torch.rand(2, 1, 3, generator=generator) < 0.5).expand(-1, queries, -1)
+    elif hidden == "of queries":
+        beside = torch.rand(beside.shape, generator=generator) < 0.5
+    elif hidden == "keys and side":  # a row reads nothing
+        beside[1], real[1], real[0, 12] = False, False, False
+    given = {"nothing": None, "of rows": beside[:, 0]}.get(hidden, beside)
+    options = {"query_offset": 14 - queries, "causal": True, "score_cap": cap}
+    options |= {"side_key": side_key, "side_value": side_value, "side_mask": given}
+    options["key_padding_mask"] = real if hidden == "keys and side" else None
+    found, lse = block_sparse_attention(q, k, v, band(5, 0), **options, return_lse=True)
+    at, of = torch.arange(14 - queries, 14)[:, None], torch.arange(14)
+    near = ((of <= at) & (of >= at - 5))[None] & real[:, None]
+    mask = torch.cat([near, beside], -1)[:, None]
+    keys, values = (torch.cat(pair, 2).repeat_interleave(2, 1) for pair in ((k, side_key), (v, side_value)))
+    scores = q @ keys.mT / 2
+    scores = scores if cap is None else cap * torch.tanh(scores / cap)
+    weights = torch.where(mask, scores.exp(), 0.0)
+    total = weights.sum(-1, keepdim=True)
+    expected = weights @ values / total.clamp(min=1e-300)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(lse, total[..., 0].log())
+    torch.testing.assert_close(block_sparse_attention(q, k, v, band(5, 0), **options), expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("kv_heads", [1, 2])
 def test_single_queries_of_large_norm_in_half_precision(dtype, kv_heads):

@@ -195,11 +195,10 @@ def _engine(
                 return local
             return _join_side(out, lse, query, side_key, side_value, side_mask, call.scale)
     plain = call.dropout == 0 and call.score_bias is None and call.segment_ids is None and call.row_lengths is None
-    plain = plain and call.side[0] is None
     if plain and query.shape[2] <= FEW_QUERIES and not torch.compiler.is_compiling():
         at = Places(call.query_offset, call.key_offset, call.causal)
         inputs = query, key, value, pattern, key_mask, at, call.scale
-        found = few_rows(*inputs, cap=call.cap, needs_lse=call.needs_lse)
+        found = few_rows(*inputs, cap=call.cap, needs_lse=call.needs_lse, side=call.side)
         if found is not None:
             return found
     # Other runtimes have no such operator. (Where dynamo records, it cannot make the pattern.)

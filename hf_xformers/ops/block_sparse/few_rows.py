@@ -29,9 +29,11 @@ def few_rows(
     *,
     cap: float,
     needs_lse: bool,
+    side: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
 ) -> tuple[Tensor, Tensor | None] | None:
     """The engine's contract for a plain call of up to `FEW_QUERIES` queries: the output [B, H, T_q, d_v] and the
-    log-sum-exp [B, H, T_q] (None if not needed). None when even those rows are long."""
+    log-sum-exp [B, H, T_q] (None if not needed). side: `side_key`, `side_value` and `side_mask`. None when even those
+    rows are long."""
     (heads, q_len), (kv_heads, k_len) = query.shape[1:3], key.shape[1:3]
     # What does not change along the text is found once, and not for every token anew.
     fixed = pattern.needs_length or not pattern.period
@@ -45,10 +47,16 @@ def few_rows(
     if key_mask is not None:
         seen = key_mask[:, None, None, begin:end]
         allowed = seen.expand(-1, -1, q_len, -1) if allowed is None else allowed & seen
+    side_key, side_value, side_mask = side
+    if side_key is not None and side_value is not None:
+        allowed = _with_side(allowed, side_mask, key, side_key, q_len)
+        key, value = torch.cat((key, side_key), dim=2), torch.cat((value, side_value), dim=2)
     if not needs_lse and not cap:
-        grouped = heads != kv_heads
-        out = fused_attention(query, key, value, allowed, scale=scale, enable_gqa=grouped)
-        return out, None
+        if q_len == 1 and (allowed is None or allowed.shape[1] == 1):  # heads that share keys, as more queries
+            query = query.reshape(query.shape[0], kv_heads, -1, query.shape[3])
+            allowed = None if allowed is None else allowed.expand(-1, -1, query.shape[2], -1)
+            return fused_attention(query, key, value, allowed, scale=scale).reshape(-1, heads, 1, value.shape[3]), None
+        return fused_attention(query, key, value, allowed, scale=scale, enable_gqa=heads != kv_heads), None
     dtype = torch.promote_types(query.dtype, torch.float32)
     keys, values = (x[:, :, None].to(dtype) for x in (key, value))
     scores = (scale * query.unflatten(1, (kv_heads, -1)).to(dtype) @ keys.transpose(3, 4)).flatten(1, 2)
@@ -61,6 +69,22 @@ def few_rows(
     weights = weights.masked_fill(~allowed, 0.0)
     out = (weights.unflatten(1, (kv_heads, -1)) @ values).flatten(1, 2)
     return out.to(query.dtype), lse.masked_fill(~allowed.any(-1, keepdim=True), -math.inf)[..., 0]
+
+
+def _with_side(
+    allowed: Tensor | None, side_mask: Tensor | None, key: Tensor, side_key: Tensor, q_len: int
+) -> Tensor | None:
+    """Which of the keys and of the side keys behind them may be read, [B or 1, H or 1, q, k + S]; None: all."""
+    if allowed is None and side_mask is None:
+        return None
+    if allowed is None:
+        allowed = key.new_ones(1, 1, 1, key.shape[2], dtype=torch.bool)
+    if side_mask is None:
+        side_mask = side_key.new_ones(1, side_key.shape[2], dtype=torch.bool)
+    beside = side_mask[:, None, None] if side_mask.ndim == 2 else side_mask[:, None]
+    rows, per_head = max(allowed.shape[0], beside.shape[0]), allowed.shape[1]
+    parts = [part.expand(rows, per_head, q_len, -1) for part in (allowed, beside)]
+    return torch.cat(parts, dim=-1)
 
 
 @kept(64)
