@@ -25,7 +25,8 @@ def test_card_is_current(model_type):
     """It begins with a whole sentence, and the Hub can read its metadata."""
     expected = variant_card(model_type, measured_rows(model_type, ROOT / "benchmarks" / "results"))
     path = CARDS / f"{model_type}.md"
-    assert path.exists() and path.read_text(encoding="utf-8") == expected, "stale: run `python -m scripts.docs.figures`"
+    current = path.exists() and path.read_text(encoding="utf-8") == expected
+    assert current, "stale: run `python -m scripts.docs.figures`"
     assert (CARDS / "maps" / f"{model_type}.svg").exists()
     assert expected.partition(f"\n# {model_type}\n\n")[2].partition("\n")[0].endswith(".")
     data = ModelCard(expected).data
