@@ -5,8 +5,8 @@
 
 DIR has WikiText-2 as `train.txt` and `test.txt`: the first is trained on, the second measured. A recipe whose model is
 not in --work yet is trained first, by `hf-xformers linearize`; what was measured there before is not measured again,
-but for speed. `--only speed` needs no text: 1,024 to 16,384 tokens, in about ten minutes of an idle machine. Each part
-replaces the rows of the models that it measures in results/constant_state.json.
+but for speed. `--only speed` needs no text: 1,024 to 16,384 tokens, in a quarter of an hour of an idle machine. Each
+part replaces the rows of the models that it measures in results/constant_state.json.
 """
 
 from __future__ import annotations
