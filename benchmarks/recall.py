@@ -1,113 +1,98 @@
-"""Which state of a given size recalls more: multi-query associative recall, after equal steps.
+"""How much states of growing size recall: multi-query associative recall, over mechanisms, widths and seeds.
 
-HF_HUB_OFFLINE=1 python benchmarks/recall.py [--steps 400] [--seeds 0,1,2] [--print]
+HF_HUB_OFFLINE=1 python benchmarks/recall.py [--widths 16,32] [--seeds 0,1,2] [--steps 1000] [--print]
 
-`hf-xformers benchmark --train_only --tasks mqar` trains a small causal model of each mechanism for every seed, which
-sets weights and rows. `state` is what generation keeps of each layer, in numbers, whatever the length. About a minute
-of one core for a mechanism and seed.
+`hf-xformers benchmark --train_only --tasks mqar` trains a small causal model for each, in one to two minutes of a
+core. Rows of other widths that were measured with as many steps stay.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
 from measure import write_results
 
-from hf_xformers import XFormerConfig, XFormerModel
+from hf_xformers.benchmark.sweep import best_of_sweep
 from hf_xformers.cli import main as command
-from hf_xformers.core.cache import make_cache
 
-LENGTH, WIDTH, LAYERS, HEADS = 64, 64, 2, 2
-BASE = ("gated_delta_net", {"position": "sinusoidal_absolute"})  # the same around every mechanism
-HEAD = {"key_width": WIDTH // HEADS, "value_width": WIDTH // HEADS}
-# What is compared, by its label: attentions whose states are alike but for a denominator and a window.
+LENGTH, LAYERS, HEADS = 64, 2, 2
+VARIANT = "gated_delta_net"  # around every mechanism
+AROUND = {"position": "sinusoidal_absolute", "embedding": "short_convolution"}
 ENTRIES: dict[str, dict[str, Any]] = {
-    "linear_attention": {"type": "linear_transformer"},
-    "gated_delta_net": {"type": "gated_delta_net", **HEAD},
+    "sliding window of 8": {"attention": "sliding_window", "attention.window": 8, "attention.sinks": 0},
+    "linear attention": {"attention": "linear_transformer"},
+    "RetNet": {"attention": "retnet"},
+    "DeltaNet": {"attention": "delta_net"},
+    "gated DeltaNet": {"attention": "gated_delta_net", "attention.key_width": "head", "attention.value_width": "head"},
 }
-SOFTMAX = "softmax_attention"
-BESIDE = ["chance", "loss", "seconds"]
-COLUMNS = ["mechanism", "state", "parameters", "steps", "accuracy", "spread"]
-TITLE = "What states of one size recall"
+SOFTMAX = "softmax attention"
+COLUMNS = ["width", "mechanism", "state", "accuracy", "lowest", "highest", "chance"]
+TITLE = "What states recall"
 NOTE = (
     f"Multi-query associative recall (Arora et al. 2023): rows of {LENGTH} tokens with 8 pairs of keys and values,"
-    f" each key asked for later on. Causal models of width {WIDTH}, {LAYERS} layers and {HEADS} heads, alike but for"
-    " their attention (pre-LN, RMSNorm, SwiGLU, sinusoidal positions at the input), trained for equal steps of 64 new"
-    " rows at a rate of 0.002. `state`: numbers that generation keeps of a layer at any length, 2,048 of them a"
-    " memory, the others a denominator or a window of a short convolution; softmax attention keeps keys and values of"
-    " every token. accuracy: share of held-out values that are named, a mean over seeds, which set weights and rows;"
-    " spread: highest less lowest. `chance`: always naming the most frequent value. seconds: of the processor, a"
-    " run's, next to other work. With every seed the gated delta net is above linear attention. None has learned"
-    " the task by then, not even softmax attention, whose state has no limit: this is how soon, not how much."
+    f" each key asked for later on. Causal models of {LAYERS} layers and {HEADS} heads, alike but for their attention"
+    " (pre-LN, RMSNorm, SwiGLU, sinusoidal positions and a convolution over four tokens at the input), trained for"
+    " equal steps of 64 new rows at a rate of 0.005. `state`: numbers that generation keeps of all layers; that of"
+    " softmax attention grows, and is the one at the end of a row. accuracy: share of held-out values that are named,"
+    " a mean over seeds, which set weights and rows; `lowest` and `highest` of them. Runs that end near"
+    " .47 have learned a part of the task by then. `chance`: always naming the most frequent value."
 )
 
 
-def numbers_kept(attention: dict[str, Any]) -> int:
-    """Numbers in the state of a layer."""
-    sizes = {"vocab_size": 24, "hidden_size": WIDTH, "num_hidden_layers": 1, "num_attention_heads": HEADS}
-    config = XFormerConfig(**sizes, attention=attention, is_decoder=True)
-    cache = make_cache(config)
-    with torch.no_grad():
-        XFormerModel(config).eval()(torch.zeros(1, 3, dtype=torch.long), past_key_values=cache, use_cache=True)
-    layer: Any = cache.layers[0]
-    return sum(tensor.numel() for tensor in layer.state.values())
-
-
-def trained(seed: int, steps: int, folder: Path) -> dict[str, dict[str, Any]]:
-    """The row of each label for one seed, and that of softmax attention."""
-    words = "benchmark --causal --train_only --tasks mqar --no_maps --timeout 3600 --variants".split()
-    words.append(",".join(f"{label}={BASE[0]}" for label in ENTRIES))
-    for label, attention in ENTRIES.items():
-        inside = {"attention" if name == "type" else f"attention.{name}": value for name, value in attention.items()}
-        for name, value in {**BASE[1], **inside}.items():
-            words += ["--set", f"{label}.{name}={value}"]
-    words += (
-        f"--train_length {LENGTH} --train_hidden_size {WIDTH} --train_layers {LAYERS} --train_heads {HEADS}".split()
-    )
-    words += ["--steps", str(steps), "--seed", str(seed), "--output_dir", str(folder)]
+def trained(width: int, seeds: str, steps: int, folder: Path) -> list[dict[str, Any]]:
+    """The rows of the command at one width; `head` stands for the width of a head."""
+    names = {f"entry_{number}": label for number, label in enumerate(ENTRIES)}
+    words = "benchmark --import short_convolution --causal --train_only --tasks mqar --no_maps --timeout 3600".split()
+    words += ["--variants", ",".join(f"{name}={VARIANT}" for name in names)]
+    for name, label in names.items():
+        for key, value in {**AROUND, **ENTRIES[label]}.items():
+            words += ["--set", f"{name}.{key}={width // HEADS if value == 'head' else value}"]
+    words += f"--train_length {LENGTH} --train_layers {LAYERS} --train_heads {HEADS} --learning_rate 0.005".split()
+    words += ["--train_hidden_size", str(width), "--seed", seeds, "--steps", str(steps), "--output_dir", str(folder)]
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     if command(words):
         raise SystemExit(f"this did not run: hf-xformers {' '.join(words)}")
     rows = json.loads((folder / "results.json").read_text())["rows"]
-    return {row["label"] if row["label"] in ENTRIES else SOFTMAX: row for row in rows if row["kind"] == "quality"}
+    return [{**row, "label": names.get(row["label"], SOFTMAX)} for row in rows if row["kind"] == "quality"]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=400)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--widths", default="16,32")
     parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--print", action="store_true", help="print rows and write nothing")
     arguments = parser.parse_args()
-    seeds = [int(seed) for seed in arguments.seeds.split(",")]
     with tempfile.TemporaryDirectory() as folder:
-        runs = [trained(seed, arguments.steps, Path(folder) / str(seed)) for seed in seeds]
-    rows = []
-    for label in (*ENTRIES, SOFTMAX):
-        found = [run[label] for run in runs]
-        accuracies = [row["accuracy"] for row in found]
-        rows.append(
-            {
-                "mechanism": label.replace("_", " "),
-                **({"state": numbers_kept(ENTRIES[label])} if label in ENTRIES else {}),
-                "parameters": found[0]["parameters"],
-                "steps": arguments.steps,
-                "accuracy": statistics.mean(accuracies),
-                "spread": max(accuracies) - min(accuracies),
-                **{f"seed {seed}": accuracy for seed, accuracy in zip(seeds, accuracies)},
-                "chance": statistics.mean(row["chance accuracy"] for row in found),
-                "loss": statistics.mean(row["loss"] for row in found),
-                "seconds": statistics.mean(row["seconds"] for row in found),
-            }
-        )
+        widths = map(int, arguments.widths.split(","))
+        found = [trained(width, arguments.seeds, arguments.steps, Path(folder) / str(width)) for width in widths]
+    rows = table([row for rows in found for row in rows], arguments.steps)
     print(json.dumps(rows, indent=1))
     if not arguments.print:
-        columns = [*COLUMNS, *(f"seed {seed}" for seed in seeds), *BESIDE]
-        write_results("recall", rows, columns, TITLE, NOTE)
+        measured = {row["width"] for row in rows}
+        stored = json.loads((Path(__file__).parent / "results" / "recall.json").read_text())["rows"]
+        rows += [row for row in stored if row["width"] not in measured and row["steps"] == arguments.steps]
+        rows.sort(key=lambda row: (row["width"], -row["accuracy"]))
+        write_results("recall", rows, [*COLUMNS, "parameters", "seeds", "steps"], TITLE, NOTE)
+
+
+def table(runs: list[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
+    """A row for each mechanism and width."""
+    parameters = {(row["label"], row["point"]["hidden_size"]): row["parameters"] for row in runs}
+    return [
+        {
+            **{"width": row["hidden size"], "mechanism": row["label"], "state": row["state size"]},
+            **{"accuracy": row["accuracy"], "lowest": row["lowest"], "highest": row["highest"]},
+            **{"chance": row["chance accuracy"], "parameters": parameters[row["label"], row["hidden size"]]},
+            **{"seeds": row["runs"], "steps": steps},
+        }
+        for row in best_of_sweep(runs)
+    ]
 
 
 if __name__ == "__main__":

@@ -303,17 +303,17 @@ PLANS: dict[str, list[Plan]] = {
     "sounds": [Plan("dots", ("model",), _HELD_OUT, axis="word error rate or perplexity", group=("data",))],
     "recall": [
         Plan(
-            "dots",
+            "lines",
             ("mechanism",),
-            {"accuracy": "accuracy", "chance": "chance"},
-            axis="share of values that are recalled",
+            {"accuracy": "share of values that are recalled"},
+            over=("state", "numbers in the state"),
             title="Values looked up by their keys",
         )
     ],
     "long_documents": [
         Plan(
             "dots",
-            ("reader", "vectors", "seed", "context", "steps"),
+            ("reader", "vectors"),
             {"recall@1": "first", "recall@5": "among five"},
             axis="queries whose document is found, percent",
             title="Documents found",
