@@ -59,8 +59,8 @@ class SinkWindowLayer(FollowsRows, WindowLayer):
         return super().update(key_states, value_states, *args, **kwargs)
 
     def takes_step(self) -> bool:
-        """Whether [`replace`] may take the next token: the window is full."""
-        if self.keys is None or self.sinks is None or self.record_past or self.keys.requires_grad:
+        """Whether [`replace`] may take the next token: the window is full, and nobody needs its keys for gradients."""
+        if self.keys is None or self.sinks is None or self.record_past or torch.is_grad_enabled():
             return False
         return self.oldest is not None or self.keys.shape[2] == self.sliding_window - 1
 
@@ -122,7 +122,7 @@ class SlidingWindowAttention(BlockSparseAttention):
             return super().forward(hidden_states, context, past_key_values=past_key_values, step=step)
         step = self.layer_idx if step is None else step
         cache = self_attention_cache(past_key_values)
-        layer = None if cache is None else cache.layers[step]
+        layer = None if cache is None or step >= len(cache.layers) else cache.layers[step]  # stock caches grow by it
         layer = layer if isinstance(layer, SinkWindowLayer) else None
         weights: Tensor | None = None
         if cache is not None and layer is not None and not cache.offloading and self._reads_all(layer, context):

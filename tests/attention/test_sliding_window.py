@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from hf_xformers import XFormerConfig, XFormerModel
 from hf_xformers.core.cache import make_cache
@@ -62,3 +63,27 @@ def test_steps_equal_the_equation_on_the_whole_text(options, padded, prompt):
             if end == 12:
                 rows = torch.tensor([1, 0])
                 cache.reorder_cache(rows)
+
+
+@pytest.mark.parametrize("make", [lambda config: DynamicCache(), lambda config: DynamicCache(config=config)])
+def test_steps_with_a_stock_cache(make):
+    model = make_strong(XFormerModel(config(True))).eval()
+    ids, cache = tokens(2, 12, high=50), make(model.config)
+    with torch.no_grad():
+        steps = [model(step, past_key_values=cache).last_hidden_state for step in ids.split(1, dim=1)]
+        close(torch.cat(steps, dim=1), model(ids, use_cache=False).last_hidden_state, 2e-5)
+
+
+def test_gradients_through_steps_whose_keys_have_none():
+    """Frozen keys and values, as where an adapter changes queries alone: steps after a step keep what it has read."""
+    model = make_strong(XFormerModel(config(True))).eval().double()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layers.0.attention.q_proj" in name)
+    ids, cache = tokens(2, 16, high=50), make_cache(model.config)
+    chosen = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    pieces = (ids[:, :8], *ids[:, 8:].split(1, dim=1))
+    whole = model(ids, use_cache=False).last_hidden_state
+    parts = torch.cat([model(piece, past_key_values=cache).last_hidden_state for piece in pieces], dim=1)
+    expected, found = (torch.autograd.grad(x.square().sum(), chosen) for x in (whole, parts))
+    for one, other in zip(found, expected, strict=True):
+        close(one, other, 1e-10)
