@@ -22,7 +22,7 @@ from ..core.sequence_parallel import SequenceForm, Unserved
 from ..core.visibility import DenseBias, boolean_mask, last_key, mask_of_call, rows_can_be_empty, visible_block
 from ..ops.block_sparse.attention import block_sparse_attention
 from ..ops.block_sparse.flex import flex_applies
-from ..ops.block_sparse.patterns import full
+from ..ops.block_sparse.patterns import FULL
 from ..ops.common.fused import kernels_for
 from ..ops.common.products import wide_products
 from ..ops.score_terms.attention import applies
@@ -38,7 +38,6 @@ BIAS_AT_ONCE = 1 << 23
 # The same where the bias is trained on a processor in full precision: torch's kernels would write all scores out for
 # its gradient, so that tiles pay from about 256 tokens on.
 TRAINED_BIAS_AT_ONCE = 1 << 19
-_ALL = full()  # built at import: torch.compile cannot trace it
 
 
 class DenseMask(Prepared):
@@ -222,7 +221,7 @@ class DenseAttention(Attention):
             query,
             key,
             value,
-            _ALL,
+            FULL,
             key_padding_mask=context.memory_padding_mask if self.cross else context.padding_mask,
             query_offset=0 if self.cross else key.shape[2] - query.shape[2],
             causal=self.is_causal,

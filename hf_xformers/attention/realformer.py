@@ -14,12 +14,10 @@ from ..core.components import register
 from ..core.prepared import Carry, one_state
 from ..core.visibility import visible_pairs
 from ..ops.block_sparse.attention import block_sparse_attention
-from ..ops.block_sparse.patterns import full
+from ..ops.block_sparse.patterns import FULL
 from ..ops.common.products import wide_products
 from .shared.score_chain import Link, ScoreChain
 from .shared.spec import AttentionSpec
-
-_ALL = full()
 
 
 class RealFormerAttention(ScoreChain):
@@ -124,7 +122,7 @@ class RealFormerAttention(ScoreChain):
             query if depth is None else query / depth,
             key,
             value,
-            _ALL,
+            FULL,
             key_padding_mask=context.memory_padding_mask if self.cross else context.padding_mask,
             query_offset=0 if self.cross else key.shape[2] - query.shape[2],
             causal=self.is_causal,

@@ -15,7 +15,7 @@ from ..core.call import Call, SublayerOutput, self_attention_cache
 from ..core.components import bounded, register
 from ..core.sequence_parallel import SequenceForm, Unserved
 from ..ops.block_sparse.attention import block_sparse_attention
-from ..ops.block_sparse.patterns import Pattern, full, global_
+from ..ops.block_sparse.patterns import FULL, Pattern, global_
 from ..ops.common.real_tokens import real_first
 from ..position.base import TokenNumbers
 from .shared.base import literal_softmax_attention
@@ -23,8 +23,6 @@ from .shared.block_sparse import FEW_QUERIES, BlockSparseAttention
 from .shared.head_parts import Heads
 from .shared.pattern_spec import BlockSparseSpec, window, window_cache
 from .shared.window_parts import Beside, attend_to_window, form_of_window
-
-_ALL = full()  # built at import: torch.compile cannot trace it
 
 
 class Sinks(NamedTuple):
@@ -129,7 +127,7 @@ class SlidingWindowAttention(BlockSparseAttention):
             query, *new = self.project_self(hidden_states, context, None, step)
             key, value = layer.replace(*new)
             result: Any = block_sparse_attention(
-                *(query, key, value, _ALL),
+                *(query, key, value, FULL),
                 scale=self.scaling,
                 score_cap=self.spec.score_cap,
                 return_lse=self.sinks is not None,

@@ -26,11 +26,9 @@ from .few_rows import FEW_QUERIES, few_rows
 from .flex import Places, flex_applies, flex_block_sparse
 from .op import bound_rows, forward_op, make_pieces, pieces_of_rows
 from .pattern_base import Pattern, PerHead
+from .patterns import FULL
 from .patterns import causal as causal_pattern
-from .patterns import full
 from .reference import ScoreBias, block_sparse_reference, counts_positions
-
-_ALL = full()  # built at import: torch.compile cannot trace it
 
 __all__ = ["block_sparse_attention", "block_sparse_reference", "bound_rows", "make_pieces"]
 
@@ -220,7 +218,7 @@ def _engine(
 
 def _takes_sdpa(query: Tensor, key: Tensor, pattern: Pattern, key_mask: Tensor | None, call: _Call) -> bool:
     """Whether the call is plain dense attention on an accelerator, whose kernels need no compiling."""
-    if query.device.type == "cpu" or pattern != _ALL or key_mask is not None or call.needs_lse or call.cap:
+    if query.device.type == "cpu" or pattern != FULL or key_mask is not None or call.needs_lse or call.cap:
         return False
     if call.segment_ids is not None or call.score_bias is not None or call.side[0] is not None:
         return False
@@ -382,7 +380,7 @@ def _with_globals(
     if call.causal:
         return out
     row_q, row_k, row_v = global_rows
-    rows = _engine(_take(row_q, index), row_k, row_v, _ALL, key_mask, call._replace(query_offset=0, key_offset=0))[0]
+    rows = _engine(_take(row_q, index), row_k, row_v, FULL, key_mask, call._replace(query_offset=0, key_offset=0))[0]
     rows = torch.where(taken[:, None, :, None], rows, _take(out, index))
     return out.scatter(2, index[:, None, :, None].expand_as(rows), rows)
 

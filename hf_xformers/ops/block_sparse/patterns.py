@@ -35,6 +35,7 @@ from .pattern_atoms import (
 from .pattern_base import Everything, Pattern, PerHead
 
 __all__ = [
+    "FULL",
     "Pattern",
     "band",
     "block_local",
@@ -67,6 +68,9 @@ def _at_least(minimum: int, **values: int | None) -> None:
 def full() -> Pattern:
     """Every key: dense attention."""
     return Everything()
+
+
+FULL = full()  # built at import: torch.compile cannot trace it
 
 
 def causal() -> Pattern:
