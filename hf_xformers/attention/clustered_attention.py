@@ -17,9 +17,8 @@ from ..ops.bucketed.attention import clustered_attention
 from ..ops.bucketed.kmeans import nearest_tokens
 from ..ops.bucketed.query_clusters import QueryClusters, cluster_blocks, cluster_means, hashed_clusters
 from ..ops.common.head_groups import over_head_groups
-from ..ops.common.products import wide_products
+from ..ops.common.products import masked_softmax, wide_products
 from ..ops.common.row_lookup import take_rows
-from ..ops.landmarks import masked_softmax
 from .shared.base import Attention
 from .shared.multihead_block import masked_attention
 from .shared.spec import AttentionSpec

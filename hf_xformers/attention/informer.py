@@ -12,8 +12,7 @@ from torch.nn import functional as F
 
 from ..core.call import Call
 from ..core.components import bounded, register
-from ..ops.common.products import wide_products
-from ..ops.landmarks import masked_softmax
+from ..ops.common.products import masked_softmax, wide_products
 from ..ops.prob_sparse import ActiveQueries, active_queries, mean_of_real, mean_so_far, measured
 from .shared.base import Attention, literal_softmax_attention
 from .shared.multihead_block import masked_attention

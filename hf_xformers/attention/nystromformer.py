@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from ..core.call import Call
 from ..core.components import bounded, register
-from ..ops.common.products import wide_products
+from ..ops.common.products import masked_softmax, wide_products
 from ..ops.head_convolution import convolve_heads
-from ..ops.landmarks import landmark_factors, masked_softmax
+from ..ops.landmarks import landmark_factors
 from ..ops.nystrom import iterative_pinv, nystrom_attention
 from .shared.base import Attention
 from .shared.spec import AttentionSpec

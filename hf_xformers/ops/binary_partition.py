@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from .common.constants import constant
 from .common.head_groups import over_head_groups
 from .common.kept import kept
-from .common.products import wide_products
+from .common.products import masked_softmax, wide_products
 
 BLOCK = 64  # leaves whose keys are gathered together
 LEAF = 0  # label of a leaf for itself
@@ -131,8 +131,7 @@ def weigh(
 ) -> Tensor:
     """softmax(scale (scores + terms)) over the allowed pairs, times the values; zeros where there are none."""
     scores = (scores if terms is None else scores + terms) * scale
-    scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
-    weights = scores.softmax(-1).masked_fill(~allowed, 0.0).to(value.dtype)
+    weights = masked_softmax(scores, allowed).to(value.dtype)
     return (F.dropout(weights, dropout) if dropout else weights) @ value
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .common.fused import fused_attention
 from .common.padding import check_padding_mask
-from .common.products import wide_products, widened
+from .common.products import masked_softmax, wide_products, widened
 from .common.real_tokens import real_places
 from .common.segments import accumulation_dtype
 
@@ -131,12 +131,6 @@ def ridge_solve(matrix: Tensor, right: Tensor, ridge: float) -> Tensor:
     return found
 
 
-def masked_softmax(scores: Tensor, allowed: Tensor) -> Tensor:
-    """Softmax over the allowed columns; zeros where there are none."""
-    scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
-    return torch.softmax(scores, dim=-1).masked_fill(~allowed, 0.0)
-
-
 def segment_means(x: Tensor, num_segments: int, mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """Means of consecutive tokens, for sequences of n real tokens in min(n, num_segments) segments.
 
@@ -183,4 +177,4 @@ def _blank(out: Tensor, nonempty: Tensor | None) -> Tensor:
     return out if nonempty is None else out.masked_fill(~nonempty[:, None, None, None], 0.0)
 
 
-__all__ = ["Solve", "landmark_attention", "landmark_factors", "masked_softmax", "ridge_solve", "segment_means"]
+__all__ = ["Solve", "landmark_attention", "landmark_factors", "ridge_solve", "segment_means"]

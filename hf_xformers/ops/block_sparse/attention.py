@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..common.padding import may_look, row_spans
-from ..common.products import wide_products
+from ..common.products import autocast_inputs, wide_products
 from ..common.real_tokens import real_first
 from .exported import Hidden, exported_attention
 from .few_rows import FEW_QUERIES, few_rows
@@ -113,8 +113,8 @@ def block_sparse_attention(
         raise ValueError(
             "global_query, global_key and global_value are for the rows of global tokens; give global_mask as well."
         )
-    query, key, value = _autocast(query, key, value)
-    side_key, side_value = (None if x is None else _autocast(x)[0] for x in (side_key, side_value))
+    query, key, value = autocast_inputs(query, key, value)
+    side_key, side_value = (None if x is None else autocast_inputs(x)[0] for x in (side_key, side_value))
     call = _Call(
         query_offset=query_offset,
         key_offset=key_offset,
@@ -141,7 +141,7 @@ def block_sparse_attention(
         own if own is not None else shared
         for own, shared in ((global_query, query), (global_key, key), (global_value, value))
     )
-    rows = _autocast(*rows)
+    rows = autocast_inputs(*rows)
     return _with_globals(
         query, key, value, pattern, key_padding_mask, global_mask, (rows[0], rows[1], rows[2]), max_globals, call
     )
@@ -383,15 +383,6 @@ def _with_globals(
     rows = _engine(_take(row_q, index), row_k, row_v, FULL, key_mask, call._replace(query_offset=0, key_offset=0))[0]
     rows = torch.where(taken[:, None, :, None], rows, _take(out, index))
     return out.scatter(2, index[:, None, :, None].expand_as(rows), rows)
-
-
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast as autocast casts the inputs of dense attention."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
 
 
 def _checked(

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..common.dropout import Dropout
+from ..common.scratch import Scratch
 from .plan import TILE_BUDGET
 from .tiles import Part, Tiles
 
@@ -219,34 +220,20 @@ def _softmax(scores: Tensor, need_lse: bool) -> tuple[Tensor, Tensor | None]:
     return weights, top.sub_(peak.log_())
 
 
-class _Scratch:
-    """Buffers that are reused from tile to tile."""
-
-    def __init__(self, dtype: torch.dtype, device: torch.device):
-        self.dtype, self.device = dtype, device
-        self.buffers: dict[str, Tensor] = {}
-
-    def get(self, name: str, *shape: int) -> Tensor:
-        size = math.prod(shape)
-        if name not in self.buffers or self.buffers[name].numel() < size:
-            self.buffers[name] = torch.empty(size, dtype=self.dtype, device=self.device)
-        return self.buffers[name][:size].view(shape)
-
-
 def forward_tiles(sources: list[Source], scale: float, cap: float, dropout: Dropout, out: Tensor, lse: Tensor) -> None:
     """Fill `out` [B, K, G, T, dv] (zeros before) and `lse` [B, K, G, T, 1] (-inf before)."""
-    scratch = _Scratch(lse.dtype, lse.device)
+    scratch = Scratch(lse.device)
     for number, source in enumerate(sources):
         part_out, part_lse = source.pick_rows(out), source.pick_rows(lse)
         for tiles in source.part.tiles:
             pieces = source.part.hidden(tiles, lse.dtype, lse.device)
             for b, h in source.chunks(tiles):
                 q, k = _load_q(source.q[b, h], tiles), _load_k(source.k[b, h], tiles)
-                scores = scratch.get("scores", *q.shape[:2], tiles.width)
+                scores = scratch.get("scores", lse.dtype, *q.shape[:2], tiles.width)
                 source.scores(tiles, pieces, b, h, q, k, scale, cap, scores)
                 weights, joint = _softmax(scores, need_lse=True)
                 if dropout.active:
-                    weights.mul_(dropout.mask(scratch.get("keep", *weights.shape)))
+                    weights.mul_(dropout.mask(scratch.get("keep", lse.dtype, *weights.shape)))
                 result = torch.bmm(weights, _load_k(source.v[b, h], tiles))
                 if number:  # join two softmax averages over disjoint keys
                     before, own = _load_q(part_lse[b, h], tiles), joint
@@ -281,7 +268,7 @@ def backward_tiles(
     dK = scale * dS^T Q; with a cap, dS is multiplied by its slope before the last two. Where P is the softmax of one
     part alone, its share exp(lse_part - lse) of the row goes into dO and delta instead.
     """
-    scratch = _Scratch(lse.dtype, lse.device)
+    scratch = Scratch(lse.device)
     extra_grads = list(extra_grads)
     for source in sources:
         part_out, part_delta, part_lse = (source.pick_rows(x) for x in (grad_out, delta, lse))
@@ -294,8 +281,8 @@ def backward_tiles(
             for b, h in source.chunks(tiles):
                 q, k = _load_q(source.q[b, h], tiles), _load_k(source.k[b, h], tiles)
                 v, d_out = _load_k(source.v[b, h], tiles), _load_q(part_out[b, h], tiles)
-                scores = scratch.get("scores", *q.shape[:2], tiles.width)
-                slope = scratch.get("slope", *scores.shape) if cap else None
+                scores = scratch.get("scores", lse.dtype, *q.shape[:2], tiles.width)
+                slope = scratch.get("slope", lse.dtype, *scores.shape) if cap else None
                 source.scores(tiles, pieces, b, h, q, k, scale, cap, scores, slope)
                 weights, own = _softmax(scores, need_lse=len(sources) > 1)
                 d_delta = _load_q(part_delta[b, h], tiles)
@@ -303,12 +290,12 @@ def backward_tiles(
                     total = _load_q(part_lse[b, h], tiles)
                     share = (own - total.masked_fill(total == -math.inf, 0.0)).exp_()
                     d_out, d_delta = d_out * share, d_delta * share
-                d_scores = scratch.get("grads", *weights.shape)
+                d_scores = scratch.get("grads", lse.dtype, *weights.shape)
                 if not dropout.active:
                     torch.baddbmm(d_delta, d_out, v.transpose(1, 2), beta=-1, out=d_scores)
                     _add_k(part_v[b, h], tiles, torch.bmm(weights.transpose(1, 2), d_out))
                 else:
-                    keep = dropout.mask(scratch.get("keep", *weights.shape))
+                    keep = dropout.mask(scratch.get("keep", lse.dtype, *weights.shape))
                     torch.bmm(d_out, v.transpose(1, 2), out=d_scores).mul_(keep).sub_(d_delta)
                     _add_k(part_v[b, h], tiles, torch.bmm(keep.mul_(weights).transpose(1, 2), d_out))
                 d_scores.mul_(weights)

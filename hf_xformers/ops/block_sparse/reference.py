@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..common.padding import row_spans
-from ..common.products import wide_products
+from ..common.products import masked_softmax, wide_products
 from .pattern_base import Pattern, PerHead
 
 ScoreBias = Callable[[Tensor, Tensor], Tensor]
@@ -84,21 +84,14 @@ def block_sparse_reference(
         allowed = torch.cat([allowed, side_mask.expand(-1, heads, query.shape[2], -1)], 3)
         logits = torch.cat([logits, scores(query, side_key)], 3)
         values = torch.cat([values, side_value.repeat_interleave(groups, 1)], 2)
-    weights = _masked_softmax(logits, allowed & (q_at >= 0)[:, None, :, None], value.dtype)
+    weights = masked_softmax(logits, allowed & (q_at >= 0)[:, None, :, None]).to(value.dtype)
     out = torch.dropout(weights, dropout, dropout > 0) @ values
     if global_mask is not None and not causal:
         # Rows of global tokens: every real key, with their own projections where given.
         logits = scores(query if global_query is None else global_query, key if global_key is None else global_key)
-        row_weights = _masked_softmax(logits, real[:, None, None, :], value.dtype)
+        row_weights = masked_softmax(logits, real[:, None, None, :]).to(value.dtype)
         row_values = (value if global_value is None else global_value).repeat_interleave(groups, 1)
         is_row = (global_mask & real)[:, None, :, None]
         out = torch.where(is_row, torch.dropout(row_weights, dropout, dropout > 0) @ row_values, out)
         weights = torch.where(is_row, row_weights, weights)
     return out, weights
-
-
-def _masked_softmax(logits: Tensor, allowed: Tensor, dtype: torch.dtype) -> Tensor:
-    """Softmax over the allowed entries, as `dtype`; a row without any is zero, and so is its gradient."""
-    hidden = ~allowed
-    weights = torch.softmax(logits.masked_fill(hidden, torch.finfo(logits.dtype).min), -1)
-    return weights.masked_fill(hidden, 0.0).to(dtype)

@@ -15,10 +15,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..common.products import autocast_inputs
 from .cluster_op import forward_op as clusters_op
 from .op import default_chunk, forward_op, sorted_codes
 from .reference import bucketed_reference, clustered_reference
-from .rounds import HIDDEN, Layout, Round, Scratch
+from .rounds import HIDDEN, Layout, Round
 from .sets import OWN_KEY, Chunks, Recent
 
 __all__ = [
@@ -27,7 +28,6 @@ __all__ = [
     "Chunks",
     "Recent",
     "Round",
-    "Scratch",
     "bucketed_attention",
     "bucketed_reference",
     "clustered_attention",
@@ -90,7 +90,7 @@ def bucketed_attention(
         # The seed comes from the global generator, as for any dropout, and is replayed by gradient checkpointing.
         seed = torch.randint(2**31, ()) if dropout > 0 else None
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
-    query, key, value = _autocast(query, key, value)
+    query, key, value = autocast_inputs(query, key, value)
     return forward_op(query, key, value, order, rank, code, key_padding_mask, seed, layout.to_list(), scale, dropout)[
         0
     ]
@@ -162,17 +162,8 @@ def clustered_attention(
     with torch.no_grad():
         seed = torch.randint(2**31, ()) if dropout > 0 else None  # as in `bucketed_attention`
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
-    inputs = (*_autocast(query, key, value), query_index, key_index, query_valid, key_valid)
+    inputs = (*autocast_inputs(query, key, value), query_index, key_index, query_valid, key_valid)
     return clusters_op(*inputs, seed, causal, scale, dropout)[0]
-
-
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast as autocast casts the inputs of dense attention."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
 
 
 def _check(

@@ -19,7 +19,8 @@ from torch import Tensor
 from ..common.dropout import Dropout
 from ..common.names import OPTIONS, operator_name
 from ..common.row_lookup import rows_of_tokens
-from .rounds import HIDDEN, LOG2_E, Scratch
+from ..common.scratch import Scratch
+from .rounds import HIDDEN, LOG2_E
 
 _SCORES_AT_ONCE = {"cpu": 2**18}
 _SCORES_AT_ONCE_ELSEWHERE = 2**26

@@ -22,7 +22,8 @@ from torch import Tensor
 from ..common.dropout import Dropout
 from ..common.names import OPTIONS, operator_name
 from ..common.row_lookup import rows_of_tokens
-from .rounds import LOG2_E, Layout, Round, Scratch
+from ..common.scratch import Scratch
+from .rounds import LOG2_E, Layout, Round
 
 # Scores are kept in units of log 2: on a CPU exp2 takes any argument at full speed, exp only those near zero.
 _SCORES_AT_ONCE = {"cpu": 2**18}  # scores in flight: about what fits a core's cache

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tokens of one round of sorted attention, in chunks, and the memory for it."""
+"""The tokens of one round of sorted attention, in chunks."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from ..common.scratch import Scratch
 
 HIDDEN = 2.0**30  # subtracted from the score of a pair that does not count; a power of two keeps codes exact
 LOG2_E = math.log2(math.e)
@@ -185,18 +187,4 @@ class Round:
         return scores.diagonal(self.layout.before * self.layout.size, dim1=-2, dim2=-1)
 
 
-class Scratch:
-    """Buffers that are used again and again: fresh memory costs as much as the arithmetic."""
-
-    def __init__(self, device: torch.device):
-        self.device = device
-        self.buffers: dict[tuple[str, torch.dtype], Tensor] = {}
-
-    def get(self, name: str, dtype: torch.dtype, *shape: int) -> Tensor:
-        size, key = math.prod(shape), (name, dtype)
-        if key not in self.buffers or self.buffers[key].numel() < size:
-            self.buffers[key] = torch.empty(size, dtype=dtype, device=self.device)
-        return self.buffers[key][:size].view(shape)
-
-
-__all__ = ["HIDDEN", "LOG2_E", "Layout", "Round", "Scratch"]
+__all__ = ["HIDDEN", "LOG2_E", "Layout", "Round"]

@@ -29,6 +29,15 @@ def autocast_state(device_type: str) -> dict[str, Any]:
     }
 
 
+def autocast_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Cast as autocast casts the inputs of dense attention."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
+
+
 def wide_products(query: Tensor, key: Tensor) -> Tensor:
     """query [..., t, d] key [..., s, d]^T -> [..., t, s], in float32 at least, under autocast too.
 
@@ -52,6 +61,12 @@ def product(left: Tensor, right: Tensor, into: Tensor | None = None, alpha: floa
     return torch.baddbmm(into, left, right, out_dtype=torch.float32, alpha=alpha, out=into)
 
 
+def masked_softmax(scores: Tensor, allowed: Tensor) -> Tensor:
+    """Softmax over the allowed columns; zeros, in the gradient as well, where there are none."""
+    scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
+    return torch.softmax(scores, dim=-1).masked_fill(~allowed, 0.0)
+
+
 def needs_room(x: Tensor) -> bool:
     """Whether x is of a type with less range or fewer digits than float32."""
     return x.dtype != accumulation_dtype(x.dtype)
@@ -62,4 +77,13 @@ def widened(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.to(accumulation_dtype(x.dtype)) for x in tensors)
 
 
-__all__ = ["autocast_state", "needs_room", "product", "wide_products", "widened", "without_autocast"]
+__all__ = [
+    "autocast_inputs",
+    "autocast_state",
+    "masked_softmax",
+    "needs_room",
+    "product",
+    "wide_products",
+    "widened",
+    "without_autocast",
+]

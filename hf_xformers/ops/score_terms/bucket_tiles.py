@@ -6,8 +6,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..bucketed.attention import HIDDEN, OWN_KEY, Chunks, Recent, Round, Scratch, sorted_layout
+from ..bucketed.attention import HIDDEN, OWN_KEY, Chunks, Recent, Round, sorted_layout
 from ..common.row_lookup import sum_rows
+from ..common.scratch import Scratch
 from .terms import ScoreTerms, Tiles
 from .tiles import attend_in_tiles, over_heads, tiled_heads_at_once
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..common.products import masked_softmax
 from .terms import Pairs, ScoreTerms, Tiles, Visible
 
 
@@ -101,8 +102,7 @@ def window_attention_reference(
         scores = scores + torch.einsum("bhid,ijd->bhij", query, table[column])
     seen = inside & (bias[:, column] > -torch.inf)
     seen = seen if visible is None else seen & visible(slice(0, length), slice(0, keys))
-    weights = torch.softmax(scores.masked_fill(~seen, torch.finfo(scores.dtype).min), dim=-1)
-    return weights.masked_fill(~seen, 0.0) @ value
+    return masked_softmax(scores, seen) @ value
 
 
 def distance_products_reference(
@@ -144,8 +144,7 @@ def _pick(x: Tensor, at: Tensor) -> Tensor:
 
 def _softmax(scores: Tensor) -> Tensor:
     """Zeros in rows where all is -inf, and no gradient there."""
-    hidden = torch.isneginf(scores)
-    return torch.softmax(scores.masked_fill(hidden, torch.finfo(scores.dtype).min), dim=-1).masked_fill(hidden, 0.0)
+    return masked_softmax(scores, ~torch.isneginf(scores))
 
 
 __all__ = [
