@@ -3,19 +3,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import Tensor, nn
+from torch import nn
 
 from ..core.components import register
-from .residual import Residual, ResidualSpec, final_norm
-
-
-class BareSum(Residual):
-    """y = x + f(x)."""
-
-    def leave(self, hidden_states: Tensor, output: Tensor, gate: Tensor | None = None, **inputs: Any) -> Tensor:
-        return hidden_states + self.branch(output, gate)
+from .residual import PlainSum, ResidualSpec, final_norm
 
 
 @register("residual", "bare")
@@ -24,7 +15,7 @@ class BareSpec(ResidualSpec):
 
     supports = frozenset({"context_parallel"})
     summary = "a plain residual sum, for sublayers that normalize by themselves"
-    module = BareSum
+    module = PlainSum
     additive = True
     enters_as_is = True
 
