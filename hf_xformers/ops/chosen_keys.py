@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .common.products import masked_softmax
 from .common.row_lookup import places_in_rows, rows_of_tokens
 
 
@@ -77,15 +78,14 @@ def chosen_keys_attention(
     """o_i = sum_e softmax_e(scale q_i k_j(i,e)) v_j(i,e) over the places e of i's list that are `there`.
 
     query [B, H, T, d], key and value [B, H, S, d], index [B, H, T, n] (each key once in a list), there [B, H, T, n]
-    boolean -> [B, H, T, d]; zeros for an empty list, in the gradient as well. Scores in float32 at least. Time
-    O(T n d), memory O((T + S) d + T n).
+    boolean -> [B, H, T, d]; zeros for an empty list, in the gradient as well. Scores and sums in float32 at least.
+    Time O(T n d), memory O((T + S) d + T n).
     """
     wide = torch.promote_types(query.dtype, torch.float32)
-    missing = ~there.transpose(1, 2)
     scores = _Products.apply((query.to(wide) * scale).transpose(1, 2), key.to(wide), index)
-    weights = torch.softmax(scores.masked_fill(missing, torch.finfo(wide).min), -1).masked_fill(missing, 0.0)
+    weights = masked_softmax(scores, there.transpose(1, 2))
     weights = F.dropout(weights, dropout) if dropout else weights
-    return _Sums.apply(weights.to(value.dtype), value, index).transpose(1, 2)
+    return _Sums.apply(weights, value.to(wide), index).transpose(1, 2).to(value.dtype)
 
 
 def chosen_keys_reference(
@@ -93,8 +93,7 @@ def chosen_keys_reference(
 ) -> tuple[Tensor, Tensor]:
     """[`chosen_keys_attention`] with the lists as a mask over all pairs -> output, weights [B, H, T, S]."""
     mask = edges_mask(index, there, key.shape[2])
-    scores = (query @ key.mT * scale).masked_fill(~mask, torch.finfo(query.dtype).min)
-    weights = torch.softmax(scores, -1).masked_fill(~mask, 0.0)
+    weights = masked_softmax(query @ key.mT * scale, mask)
     return weights @ value, weights
 
 

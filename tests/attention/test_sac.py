@@ -97,6 +97,16 @@ def test_lists_equal_masked_attention_with_gradients():
         torch.testing.assert_close(one, other)
 
 
+def test_long_lists_in_bfloat16():
+    """What hundreds of small weights read is summed in float32: a sum in bfloat16 would stop growing."""
+    torch.manual_seed(0)
+    query, key, value = torch.rand(3, 1, 1, 500, 4).bfloat16()
+    index, there = torch.rand(1, 1, 500, 500).topk(400).indices, torch.ones(1, 1, 500, 400, dtype=torch.bool)
+    wanted, _ = chosen_keys_reference(query.double(), key.double(), value.double(), index, there, 0.5)
+    found = chosen_keys_attention(query, key, value, index, there, 0.5)
+    torch.testing.assert_close(found.double(), wanted, rtol=2**-8, atol=0.0)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("window", [None, 2])
 def test_log_probability_equals_a_loop(causal, window):
