@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from ..configuration_xformer import XFormerConfig
+
 Span = tuple[int, int]
 
 
@@ -83,6 +85,10 @@ def late_chunks(
         raise ValueError(f"{len(texts)} texts have spans for {len(spans)}; give a list of spans for each text.")
     encoder = model[0] if sentence else model
     limit = model.max_seq_length if sentence else getattr(model.config, "max_position_embeddings", None)
+    if not sentence and isinstance(model.config, XFormerConfig):
+        limit = None  # our models refuse by themselves what is too long for their positions, if those have an end
+    elif not sentence and limit is not None:  # RoBERTa has two places less than its table, as its tokenizer knows
+        limit = min(limit, tokenizer.model_max_length)
     model.eval()  # as `SentenceTransformer.encode` does
     found: list[Tensor] = []
     for first in range(0, len(texts), batch_size):
@@ -129,17 +135,14 @@ def _by_modules(
     """What sentence-transformers' modules make of each span as if it were a text."""
     found = []
     for row, own in _real_rows(states, mask, spans):
-        passages = [row[start:end] for start, end in own]
-        if not passages:
-            found.append(row.new_zeros(0, row.shape[-1]))
-            continue
+        passages = [row[start:end] for start, end in own] or [row]  # which says how wide a vector is
         features = {
             "token_embeddings": pad_sequence(passages, batch_first=True),
             "attention_mask": pad_sequence([mask.new_ones(len(p)) for p in passages], batch_first=True),
         }
         for module in modules:
             features = module(features)
-        found.append(features["sentence_embedding"])
+        found.append(features["sentence_embedding"][: len(own)])
     return found
 
 
