@@ -168,8 +168,9 @@ def _why_not(attention: Attention) -> str:
     if not all(is_plain_linear(part) for part in parts):
         return "has projections with an adapter, a hook, quantized or divided weights, which know them one by one"
     first = parts[0].weight
-    alike = [(part.weight.dtype, part.weight.device, part.weight.requires_grad, part.bias is None) for part in parts]
-    if len(set(alike)) > 1 or any(part.in_features != first.shape[1] for part in parts):
+    tensors = [(part.weight, part.bias) for part in parts]
+    alike = [[None if x is None else (x.dtype, x.device, x.requires_grad) for x in each] for each in tensors]
+    if any(each != alike[0] for each in alike) or any(part.in_features != first.shape[1] for part in parts):
         return "has projections of different kinds (types, devices, biases, or some of them frozen)"
     return ""
 

@@ -123,10 +123,11 @@ def test_refusals():
     case = case_named("xf_bert-encoder")
     model = case.build()
     attention = attentions(model)[1]
-    attention.k_proj.weight.requires_grad_(False)
-    with pytest.raises(ValueError, match="of layer 1 has projections of different kinds"):
-        fuse_projections(model)
-    attention.k_proj.weight.requires_grad_(True)
+    for frozen in (attention.k_proj.weight, attention.k_proj.bias):
+        frozen.requires_grad_(False)
+        with pytest.raises(ValueError, match="of layer 1 has projections of different kinds"):
+            fuse_projections(model)
+        frozen.requires_grad_(True)
     handle = attention.v_proj.register_forward_hook(lambda *given: None)
     with pytest.raises(ValueError, match="of layer 1 has projections with an adapter, a hook"):
         fuse_projections(model)
