@@ -16,6 +16,7 @@ from ..core.components import register
 from ..core.initialization import start_projections
 from ..core.pooling import TextPooler, pool
 from ..core.prepared import Carry, Prepared, State, one_state
+from ..normalization.base import norm_inputs
 from ..ops.common.fused import fused_attention
 from ..ops.common.head_groups import over_head_groups
 from ..ops.common.products import widened
@@ -109,6 +110,7 @@ class StarTransformerAttention(Attention):
         # The first layer reads the relay that it starts; where layers run several times, later runs move it.
         runs_once = config.stack.num_steps(config) == config.stack.num_layers(config)
         self.relay = None if layer_idx == 0 and runs_once else RelayAttention(config, spec)
+        self.normalization = config.normalization
         self.input_norm = config.normalization.build(config) if spec.norm_inputs else None
 
     def forward(
@@ -127,7 +129,9 @@ class StarTransformerAttention(Attention):
         else:
             tokens, relay = first_states.tokens, below.states
             relay = relay if self.relay is None else self.relay(relay, hidden_states, real, literal)
-        states = hidden_states if self.input_norm is None else self.input_norm(hidden_states)
+        states = hidden_states
+        if self.input_norm is not None:
+            states = self.input_norm(states, **norm_inputs(self.normalization, context))
         query, key = self.normalized(self.q_proj(states), self.k_proj(states))
         own = self.heads(key), self.heads(self.v_proj(states))
         first = own if tokens is states else (self.keys(tokens), self.heads(self.v_proj(tokens)))

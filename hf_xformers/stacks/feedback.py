@@ -13,10 +13,11 @@ from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from ..attention.feedback import FeedbackMemory
 from ..core.cache import RecurrentStateLayer
-from ..core.call import add_losses, self_attention_cache
+from ..core.call import Call, add_losses, self_attention_cache
 from ..core.components import register
 from ..core.hand_overs import HandOver
 from ..core.prepared import one_state
+from ..normalization.base import norm_inputs
 from .base import Stack, StackSpec
 from .driver import Pass, StackOutput, memory_by_step
 
@@ -50,6 +51,7 @@ class FeedbackStack(Stack):
         self.groups = 1 if spec.share_kv else layers
         width = self.groups * self.num_key_value_heads * self.head_dim
         self.mixture = nn.Parameter(torch.zeros(layers + 1))
+        self.normalization = config.normalization
         self.norm = config.normalization.build(config) if spec.normalize_memory else None
         self.k_proj = nn.Linear(config.hidden_size, width, bias=config.attention.bias)
         self.v_proj = nn.Linear(config.hidden_size, width, bias=config.attention.bias)
@@ -66,9 +68,10 @@ class FeedbackStack(Stack):
         weights = torch.softmax(wide, dim=0).to(states[0].dtype)
         return torch.stack(states, dim=-1) @ weights
 
-    def project(self, merged: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor]:
-        """m [B, T, D], real [B, T] or None -> keys and values [B, groups, K, T, d], zero where padded."""
-        merged = merged if self.norm is None else self.norm(merged)
+    def project(self, merged: Tensor, context: Call) -> tuple[Tensor, Tensor]:
+        """m [B, T, D], the call of these T tokens -> keys and values [B, groups, K, T, d], zero where padded."""
+        real = context.query_padding_mask
+        merged = merged if self.norm is None else self.norm(merged, **norm_inputs(self.normalization, context))
         found = []
         for projection in (self.k_proj, self.v_proj):
             heads = projection(merged).view(*merged.shape[:2], self.groups, self.num_key_value_heads, self.head_dim)
@@ -95,7 +98,7 @@ class FeedbackStack(Stack):
         hidden_states, context, layers = run.hidden_states, run.context, run.layers
         past_key_values = run.past_key_values
         length = hidden_states.shape[1]
-        cache, real = self_attention_cache(past_key_values), context.query_padding_mask
+        cache = self_attention_cache(past_key_values)
         if run.memory is not None and past_key_values is None:
             # So that the memory's keys and values are computed once, not at every step.
             past_key_values = EncoderDecoderCache(DynamicCache(), DynamicCache())
@@ -129,7 +132,7 @@ class FeedbackStack(Stack):
                 )
                 add_losses(aux_losses, {name: loss / length for name, loss in losses.items()})
                 states.append(state)
-            pair = self.project(self.merge(states), None if real is None else real[:, time : time + 1])
+            pair = self.project(self.merge(states), now)
             window.append(*pair)
             if recorded:
                 written.append(pair)

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from hf_xformers import XFormerConfig, XFormerForMaskedLM, build_spec
+from hf_xformers import XFormerConfig, XFormerForMaskedLM, XFormerModel, build_spec
 from hf_xformers.core.components import names
 from tests.helpers import NO_DROPOUT, close, close_gradients, make_strong
 
@@ -158,6 +158,28 @@ def test_in_a_model(residual):
         close(buffer.double(), expected.double())
     close_gradients(*({n: p.grad[:6] for n, p in net.named_parameters() if "table" in n} for net in (other, one)))
     assert {int(buffer) for name, buffer in one.named_buffers() if name.endswith("steps")} == {1}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"attention": {"type": "star_transformer", "norm_inputs": True}},
+        {"attention": {"type": "feedback", "window": 3}, "stack": "feedback", "is_decoder": True},
+    ],
+    ids=["star_transformer", "feedback"],
+)
+def test_norms_of_components(changes):
+    """What stands at padding reaches no norm of tokens that a component has besides those of its frame."""
+    torch.manual_seed(0)
+    one = make_strong(XFormerModel(XFormerConfig(**{**SIZES, **changes})).double()).train()
+    other, mask = copy.deepcopy(one), torch.ones(3, 6, dtype=torch.bool)
+    mask[2, 3:] = False
+    ids = torch.randint(1, 40, (3, 6))
+    states = one(ids, mask)[0][mask], other(torch.where(mask, ids, 39 - ids), mask)[0][mask]
+    close(*states)
+    for found in states:
+        found.square().sum().backward()
+    close(*(torch.cat([buffer.reshape(-1).double() for buffer in net.buffers()]) for net in (other, one)))
 
 
 @pytest.mark.parametrize(
