@@ -8,11 +8,10 @@ from transformers import BigBirdConfig, BigBirdModel
 from transformers.models.big_bird.modeling_big_bird import BigBirdBlockSparseAttention
 
 from hf_xformers import XFormerConfig, XFormerForMaskedLM
-from hf_xformers.ops.block_sparse.patterns import block_local, block_table, per_head
 from hf_xformers.variants.bigbird import XFBigBirdConfig, XFBigBirdModel
 from tests.attention.references.patterns import drawn_blocks
 from tests.attention.references.table import softmax_attention
-from tests.attention.score_helpers import GEOMETRY, HEADS, build_layers, make_context, run_layers, vectors
+from tests.attention.score_helpers import GEOMETRY, build_layers, make_context, run_layers, vectors
 from tests.helpers import close, make_strong, tokens
 from tests.weight_copy import take_bert_weights
 
@@ -69,27 +68,16 @@ def pair(kind, blocks=1):
 
 
 def test_parity_with_transformers_sparse(monkeypatch):
-    """With one table of random blocks on both sides. Theirs is drawn only in training mode (in evaluation it is block
-    0 for all), and counts a block that is found twice twice, so the table has none of those."""
+    """With our random blocks on both sides. Theirs are drawn only in training mode; in evaluation they are block 0 for
+    all."""
     reference, ours = pair("block_sparse")
-    length, size = 32, 2
-    blocks = length // size
-    random = numpy.random.RandomState(3)
-    tables = []
-    for _ in range(2):
-        table = numpy.full((HEADS, blocks, 1), -1)
-        for head in range(HEADS):
-            for row in range(1, blocks - 1):
-                legal = [block for block in range(1, blocks - 1) if abs(block - row) > 1]
-                table[head, row] = random.choice(legal)
-        tables.append(table)
-    order = iter(tables)
+    length = 32
+    draws = [numpy.array(drawn_blocks(layer.attention, length // 2)) for layer in ours.trunk.layers]
+    order = iter(draws)
     monkeypatch.setattr(
         BigBirdBlockSparseAttention, "_bigbird_block_rand_mask_with_head", lambda *_, **__: list(next(order)[:, 1:-1])
     )
     reference.train()
-    for layer, table in zip(ours.trunk.layers, tables, strict=True):
-        layer.attention.pattern = per_head(*(block_local(size, 1, 1) | block_table(size, own) for own in table))
     ids, mask = tokens(2, length, high=50), torch.ones(2, length, dtype=torch.long)
     mask[1, -1] = 0  # inside the last block, which is global for both
     with torch.no_grad():

@@ -10,7 +10,6 @@ from hf_xformers.ops.block_sparse.patterns import (
     band,
     block_local,
     block_ring,
-    block_table,
     causal,
     dilated,
     fixed,
@@ -23,11 +22,6 @@ from hf_xformers.ops.block_sparse.patterns import (
 )
 
 Rule = Callable[[int, int, int], bool]
-TABLE = [[2, -1], [0, 3], [4, 1], [-1, -1], [3, 0], [1, 2], [0, 5], [6, 7], [2, 3], [1, -1]]
-
-
-def listed(i: int, j: int, length: int) -> bool:
-    return i // 5 < len(TABLE) and j // 5 in [entry for entry in TABLE[i // 5] if entry >= 0]
 
 
 def near_before(i: int, j: int, length: int, size: int, before: int) -> bool:
@@ -106,9 +100,15 @@ CASES: dict[str, tuple[Pattern, Rule]] = {
         lambda i, j, t: j <= i and (i - j <= 4 or j < 3),
     ),
     "rows_only": (global_(positions=[2], columns=False), lambda i, j, t: i == 2),
-    "table": (block_table(5, TABLE), listed),
-    "table_and_band": (block_table(5, TABLE) | band(6, 6), lambda i, j, t: listed(i, j, t) or abs(i - j) <= 6),
-    "table_causal": (block_table(5, TABLE) & causal(), lambda i, j, t: listed(i, j, t) and j <= i),
+    "ring_and_band": (
+        block_ring(5, 2) | band(6, 6),
+        lambda i, j, t: near_before(i, j, t, 5, 2) or abs(i - j) <= 6,
+    ),
+    "ring_causal": (block_ring(5, 1) & causal(), lambda i, j, t: near_before(i, j, t, 5, 1) and j <= i),
+    "ring_difference": (  # some queries read nothing
+        block_ring(8, 1) & ~band(8, 8),
+        lambda i, j, t: near_before(i, j, t, 8, 1) and abs(i - j) > 8,
+    ),
     "overlapping": (
         band(4, 4) | block_local(8) | strided(4) | band(2, 6),
         lambda i, j, t: abs(i - j) <= 4 or i // 8 == j // 8 or (i - j) % 4 == 0 or -2 <= j - i <= 6,

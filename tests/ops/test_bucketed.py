@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hf_xformers.ops.bucketed import op
+from hf_xformers.ops.bucketed import attention, op
 from hf_xformers.ops.bucketed.attention import (
     Chunks,
     Recent,
@@ -111,6 +111,8 @@ def test_reference_is_the_definition(sets, own_key_last):
 def test_engine_equals_reference(sets, rounds):
     """Output and gradients, at any length, with padding anywhere and rows of padding alone."""
     for length, masked, own_key_last in itertools.product((1, 5, 16, 37), (False, True), (False, True)):
+        if (length + masked + own_key_last + rounds // 2) % 2:
+            continue  # any three of these in all their combinations
         q, k, v, labels = inputs(length, rounds)
         valid = None
         if masked:
@@ -160,7 +162,8 @@ def test_cutting_the_work_changes_nothing(monkeypatch):
     for at_once in (1, 300, 5000):
         monkeypatch.setitem(op._SCORES_AT_ONCE, "cpu", at_once)
         for size in (1, 4, 7, 64):
-            out = bucketed_attention(q, k, v, labels, Recent(9), num_labels=3, chunk_size=size)
+            monkeypatch.setattr(attention, "default_chunk", lambda window, length, size=size: min(size, length))
+            out = bucketed_attention(q, k, v, labels, Recent(9), num_labels=3)
             torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
             for one, other in zip(torch.autograd.grad(out.sum(), (q, k, v)), slopes):
                 torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
@@ -321,11 +324,9 @@ def test_dropout_of_clusters_is_the_same_in_both_passes(causal):
 
     assert torch.autograd.gradcheck(run, (q, k, v))
     assert (run(q, k, v) - run(q, k, v, 0.0)).abs().max() > 1e-3
-    torch.manual_seed(0)
     ones = torch.ones_like(v)
-    many = torch.stack(
-        [clustered_attention(q, k, ones, query_index, key_index, causal=causal, dropout=0.4) for _ in range(3000)]
-    )
+    given = [x.repeat(3000, 1, 1, 1) for x in (q, k, ones, query_index, key_index)]
+    many = clustered_attention(*given, causal=causal, dropout=0.4).unflatten(0, (3000, -1))
     assert (many.mean(0) - run(q, k, ones, 0.0)).abs().max() < 0.12
 
 

@@ -18,7 +18,7 @@ from hf_xformers.ops.block_sparse.patterns import (
 from hf_xformers.ops.block_sparse.reference import block_sparse_reference
 
 from .pattern_cases import CASES as SHARED
-from .pattern_cases import RANDOM, listed, near_before
+from .pattern_cases import RANDOM, near_before
 
 # Keys that are listed twice, away from the window.
 TWICE = {
@@ -30,9 +30,9 @@ TWICE = {
         summary_columns(8, 2) | summary_columns(6, 1) | global_(first=12, rows=False) | band(1, 1),
         lambda i, j, t: j % 8 >= 6 or j % 6 == 5 or j < 12 or abs(i - j) <= 1,
     ),
-    "blocks_of_two_tables": (
-        SHARED["table"][0] | block_ring(5, 2) | global_(first=3, rows=False),
-        lambda i, j, t: listed(i, j, t) or near_before(i, j, t, 5, 2) or j < 3,
+    "blocks_of_two_rings": (
+        block_ring(5, 0, 1) | block_ring(5, 2) | global_(first=3, rows=False),
+        lambda i, j, t: near_before(j, i, t, 5, 1) or near_before(i, j, t, 5, 2) or j < 3,
     ),
 }
 CASES = SHARED | TWICE

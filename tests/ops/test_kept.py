@@ -3,14 +3,13 @@
 import pytest
 import torch
 
-from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerForMaskedLM
 from hf_xformers.ops.binary_partition import leaf_tiles, listed_spans
 from hf_xformers.ops.block_sparse.few_rows import _seen_by_few
 from hf_xformers.ops.block_sparse.flex import _block_map
 from hf_xformers.ops.block_sparse.op import make_pieces
 from hf_xformers.ops.block_sparse.patterns import band, global_, random_blocks
 from hf_xformers.ops.common.kept import kept
-from tests.helpers import close, tiny_fields, tokens
+from tests.helpers import close
 from tests.mixes.check import tensors_in
 
 CPU, LENGTH = torch.device("cpu"), 71  # a length that no other test has
@@ -37,7 +36,7 @@ def test_kept():
     [
         (listed_spans, (LENGTH, False, CPU)),
         (leaf_tiles, (LENGTH, 2, 3, True, CPU)),
-        (make_pieces, (PATTERN, True, (2, 2), (LENGTH, LENGTH, 0), (0, 0), None)),
+        (make_pieces, (PATTERN, True, (2, 2), (LENGTH, LENGTH, 0), (0, 0))),
         (_block_map, (PATTERN, 2, (LENGTH, LENGTH), (0, 0), True, CPU)),
         (_seen_by_few, (PATTERN, 2, True, (9, 12), 0, LENGTH, CPU)),
     ],
@@ -48,13 +47,3 @@ def test_nothing_of_inference_mode(make, arguments):
         make(*arguments)
     found = list(tensors_in(make(*arguments), depth=6))
     assert found and not any(tensor.is_inference() for tensor in found)
-
-
-@pytest.mark.parametrize("head", [XFormerForMaskedLM, XFormerForCausalLM])
-def test_training_after_inference_mode(head):
-    fields = {"attention": "bp_transformer", "block": "bp_transformer", "position": "none"}
-    shape = "decoder" if head is XFormerForCausalLM else "encoder"
-    model, ids = head(XFormerConfig(**tiny_fields(XFormerConfig, shape, **fields))), tokens(1, LENGTH)
-    with torch.inference_mode():
-        model(ids)
-    model(ids, labels=ids).loss.backward()

@@ -56,7 +56,6 @@ def block_sparse_attention(
     side_key: Tensor | None = None,
     side_value: Tensor | None = None,
     side_mask: Tensor | None = None,
-    block_size: int | None = None,
     return_lse: bool = False,
     score_cap: float | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -91,7 +90,6 @@ def block_sparse_attention(
         side_key, side_value: [B, K, S, d], further keys that all queries read in the same softmax and that have no
             position (external global tokens, memories).
         side_mask: [B, S] or [B, T_q, S], True where a side key may be read.
-        block_size: rows of a query block; chosen by estimated work when not given.
         score_cap: c, where the scaled scores s become c tanh(s / c) before any bias.
         return_lse: also return the logarithm of the softmax denominator, [B, H, T_q], -inf for an empty row.
 
@@ -104,11 +102,8 @@ def block_sparse_attention(
     """
     masks = {"key_padding_mask": key_padding_mask, "segment_ids": segment_ids, "global_mask": global_mask}
     pattern = _checked(query, key, value, pattern, masks, (side_key, side_value, side_mask), dropout)
-    if query_offset < 0 or key_offset < 0 or (block_size is not None and block_size < 1):
-        raise ValueError(
-            f"query_offset={query_offset}, key_offset={key_offset}, block_size={block_size}: offsets start at 0,"
-            " sizes at 1."
-        )
+    if query_offset < 0 or key_offset < 0:
+        raise ValueError(f"query_offset={query_offset}, key_offset={key_offset}: offsets start at 0.")
     if global_mask is None and any(x is not None for x in (global_query, global_key, global_value)):
         raise ValueError(
             "global_query, global_key and global_value are for the rows of global tokens; give global_mask as well."
@@ -121,7 +116,6 @@ def block_sparse_attention(
         causal=causal,
         scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
         dropout=dropout,
-        block_size=block_size,
         segment_ids=segment_ids,
         score_bias=score_bias,
         bias_is_relative=bias_is_relative,
@@ -155,7 +149,6 @@ class _Call(NamedTuple):
     causal: bool
     scale: float
     dropout: float
-    block_size: int | None
     segment_ids: Tensor | None = None
     row_lengths: Tensor | None = None  # [B], positions of each row's text, for patterns that depend on them
     score_bias: ScoreBias | None = None
@@ -211,7 +204,7 @@ def _engine(
     extras = [] if call.score_bias is None else _bias_blocks(query, key, pattern, call.score_bias, call)
     # The seed comes from the global generator, as for any dropout, and is replayed by gradient checkpointing.
     seed = torch.randint(2**31, ()) if call.dropout > 0 else None
-    geometry = [call.query_offset, call.key_offset, int(call.causal), call.block_size or 0]
+    geometry = [call.query_offset, call.key_offset, int(call.causal)]
     tensors = (query, key, value, key_mask, *call.side, call.segment_ids, extras, call.row_lengths, seed)
     return forward_op(*tensors, geometry, pattern.key, call.scale, call.dropout, call.cap)
 
@@ -277,7 +270,7 @@ def _join_side(
 @torch.compiler.disable
 def _bias_blocks(query: Tensor, key: Tensor, pattern: Pattern, score_bias: ScoreBias, call: _Call) -> list[Tensor]:
     """The score bias of every tile in the engine's order, each [1, H or 1, tiles or 1, rows, width]."""
-    geometry, each = (call.query_offset, call.key_offset, call.causal, call.block_size or 0), not call.bias_is_relative
+    geometry, each = (call.query_offset, call.key_offset, call.causal), not call.bias_is_relative
     blocks = []
     runs = pieces_of_rows(query, key, call.side[0], call.row_lengths, geometry, pattern)
     for piece in (piece for _, pieces in runs for piece in pieces):

@@ -61,7 +61,6 @@ def make_pieces(
     heads: tuple[int, int],
     lengths: tuple[int, int, int],
     offsets: tuple[int, int],
-    block_size: int | None,
 ) -> list[Piece]:
     """Pieces for (query heads, key/value heads), lengths (queries, keys, side keys) and offsets (queries, keys)."""
     (num_heads, num_kv_heads), (q_len, k_len, _), (_, k_offset) = heads, lengths, offsets
@@ -83,7 +82,7 @@ def make_pieces(
         for begin, end in ((first, whole), (whole, last)):
             if begin < end:
                 kv_heads = slice(begin // ratio, (end - 1) // ratio + 1)
-                pieces.append(_piece(own, slice(begin, end), kv_heads, lengths, offsets, block_size))
+                pieces.append(_piece(own, slice(begin, end), kv_heads, lengths, offsets))
     return pieces
 
 
@@ -93,7 +92,6 @@ def _piece(
     kv_heads: slice,
     lengths: tuple[int, int, int],
     offsets: tuple[int, int],
-    block_size: int | None,
 ) -> Piece:
     (q_len, k_len, side_len), (q_offset, k_offset) = lengths, offsets
     # Only keys that some query may read: a decoding step over a long cache stays a short problem.
@@ -103,7 +101,7 @@ def _piece(
     # Equal plans for equal geometry: moving both sides by a multiple of the period changes nothing.
     shift = min(q_offset, k_offset + begin)
     shift = shift - shift % pattern.period if pattern.period else 0
-    parts = make_plan(pattern, q_len, end - begin, q_offset - shift, k_offset + begin - shift, block_size)
+    parts = make_plan(pattern, q_len, end - begin, q_offset - shift, k_offset + begin - shift)
     side_parts = make_plan(Everything(), q_len, side_len) if side_len else ()
     return Piece(heads, kv_heads, slice(begin, end), parts, side_parts, shift)
 
@@ -187,12 +185,12 @@ def pieces_of_rows(
     geometry: Sequence[int],
     pattern: Pattern,
 ) -> list[tuple[slice, list[Piece]]]:
-    """Runs of rows of the batch, and the pieces of each; geometry is (q_offset, k_offset, causal, block size or 0)."""
-    q_offset, k_offset, causal, block_size = geometry
+    """Runs of rows of the batch, and the pieces of each; geometry is (q_offset, k_offset, causal)."""
+    q_offset, k_offset, causal = geometry
     lengths = (q.shape[2], k.shape[2], 0 if side_k is None else side_k.shape[2])
     heads = (q.shape[1], k.shape[1])
     return [
-        (rows, make_pieces(bound, bool(causal), heads, lengths, (q_offset, k_offset), block_size or None))
+        (rows, make_pieces(bound, bool(causal), heads, lengths, (q_offset, k_offset)))
         for rows, bound in bound_rows(pattern, row_lengths, q.shape[0])
     ]
 

@@ -315,10 +315,10 @@ class RandomBlocks(BlockSets):
     after: int
     first: int
     last: int
-    total: int | None
     vary_heads: bool
     layer: int = 0
     head: int = 0
+    total: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "block", self.size)
@@ -338,7 +338,7 @@ class RandomBlocks(BlockSets):
 
     def drawn(self, row: Tensor) -> list[Tensor]:
         if self.needs_length:
-            raise ValueError("random_blocks draws from all key blocks; call bind(length) first, or fix total_blocks.")
+            raise ValueError("random_blocks draws from all key blocks; call bind(length) first.")
         return self._drawn(row, self.total)
 
     def _drawn(self, row: Tensor, total: int | Tensor | None) -> list[Tensor]:
@@ -400,20 +400,3 @@ class BlockRing(BlockSets):
             again = (torch.zeros_like(row) + total) <= offset + self.before
             slots.append(((row + offset) % total).masked_fill(again, -1))
         return slots
-
-
-@dataclass(frozen=True)
-class BlockTable(BlockSets):
-    """An explicit table: query block `i` reads the key blocks `table[i]`; -1 is an empty slot."""
-
-    size: int
-    table: tuple[tuple[int, ...], ...]
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "block", self.size)
-
-    def drawn(self, row: Tensor) -> list[Tensor]:
-        table = torch.tensor(self.table, device=row.device).T
-        inside = row < len(self.table)
-        safe = torch.clamp(row, max=len(self.table) - 1)
-        return [torch.where(inside, slot[safe], torch.full_like(row, -1)) for slot in table]

@@ -154,10 +154,9 @@ class Pattern:
         """Disjunctive normal form: the pattern is the union of these intersections of atoms."""
         return [(self,)]
 
-    def mask(self, q_len: int, k_len: int, query_offset: int = 0, device: torch.device | str | None = None) -> Tensor:
+    def mask(self, q_len: int, k_len: int) -> Tensor:
         """Dense boolean mask [q_len, k_len], for pictures and small references only."""
-        q = torch.arange(query_offset, query_offset + q_len, device=device)
-        k = torch.arange(k_len, device=device)
+        q, k = torch.arange(q_len), torch.arange(k_len)
         return self.bind(k_len).allows(q[:, None], k[None, :]).expand(q_len, k_len)
 
     def __or__(self, other: Pattern) -> Pattern:

@@ -2,8 +2,8 @@
 """Position-based attention patterns: which keys a query may read.
 
 A pattern is a pure function of the absolute positions of query and key; it never looks at the content of a token.
-Patterns combine with `|` (union: a key never counts twice), `&` (intersection) and `~` (complement), per head
-with [`per_head`] and per layer with [`per_layer`]::
+Patterns combine with `|` (union: a key never counts twice), `&` (intersection) and `~` (complement), and per head with
+[`per_head`]::
 
     longformer = band(256, 256) | global_(first=1)
     sparse_transformer = (band(127, 0) | strided(128)) & causal()
@@ -19,13 +19,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor
-
 from .pattern_atoms import (
     Band,
     BlockLocal,
     BlockRing,
-    BlockTable,
     Positions,
     RandomBlocks,
     Residue,
@@ -40,14 +37,12 @@ __all__ = [
     "band",
     "block_local",
     "block_ring",
-    "block_table",
     "causal",
     "dilated",
     "fixed",
     "full",
     "global_",
     "per_head",
-    "per_layer",
     "random_blocks",
     "share_band",
     "strided",
@@ -187,10 +182,10 @@ def random_blocks(
     after: int = 0,
     first: int = 0,
     last: int = 0,
-    total_blocks: int | None = None,
     vary_heads: bool = True,
 ) -> Pattern:
-    """Each block of `block` queries reads `count` distinct key blocks, drawn uniformly from its legal set.
+    """Each block of `block` queries reads `count` distinct key blocks, drawn uniformly from its legal set
+    among the blocks of the text, which the engine counts up to a row's last real token.
 
     The draw is a hash of (seed, layer, head, query block): the same in training and evaluation, after a reload, on
     every device, and without touching any global random state. `block=1` draws single keys.
@@ -202,33 +197,14 @@ def random_blocks(
         before, after: exclude that many blocks on each side of the query's own, which is excluded too (a window covers
             them). `before=after=-1` excludes nothing; with `causal` then intersect with `causal()`.
         first, last: blocks at both ends that are global already. `last` has no effect with `causal`.
-        total_blocks: draw from that many key blocks whatever the length, blocks beyond the end being absent. Without
-            it the legal set is the blocks of the text, which the engine counts up to a row's last real token.
         vary_heads: draw anew for every head.
     """
     _at_least(0, count=count, first=first, last=last)
     _at_least(-1, before=before, after=after)
-    _at_least(1, block=block, total_blocks=total_blocks)
+    _at_least(1, block=block)
     if (before == -1) != (after == -1):
         raise ValueError(f"before={before}, after={after}: to admit a query's own block, set both to -1.")
-    return RandomBlocks(count, block, seed, causal, before, after, first, last, total_blocks, vary_heads)
-
-
-def block_table(block: int, table: Tensor | Sequence[Sequence[int]]) -> Pattern:
-    """Query block `i` reads the key blocks `table[i]` ([blocks, slots], -1 for an empty slot).
-
-    Raises:
-        ValueError: the table is not two-dimensional, or a row names a block twice (a pattern is a set).
-    """
-    _at_least(1, block=block)
-    rows = tuple(tuple(int(entry) for entry in row) for row in table)
-    if not rows or len({len(row) for row in rows}) != 1:
-        raise ValueError("block_table needs a table [blocks, slots] with rows of equal length.")
-    for index, row in enumerate(rows):
-        named = [entry for entry in row if entry >= 0]
-        if len(set(named)) != len(named):
-            raise ValueError(f"row {index} of the block table, {row}, names a block twice; a pattern is a set.")
-    return BlockTable(block, rows)
+    return RandomBlocks(count, block, seed, causal, before, after, first, last, vary_heads)
 
 
 def per_head(*patterns: Pattern) -> Pattern:
@@ -236,10 +212,3 @@ def per_head(*patterns: Pattern) -> Pattern:
     if not patterns:
         raise ValueError("per_head needs one pattern per head, got none.")
     return PerHead(tuple(patterns))
-
-
-def per_layer(patterns: Sequence[Pattern], num_layers: int) -> list[Pattern]:
-    """One pattern per layer: `patterns` repeated cyclically, with the random parts drawn anew in every layer."""
-    if not patterns:
-        raise ValueError("per_layer needs at least one pattern.")
-    return [patterns[layer % len(patterns)].for_layer(layer) for layer in range(num_layers)]

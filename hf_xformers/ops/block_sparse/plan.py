@@ -36,9 +36,7 @@ BLOCK_SIZES = (16, 32, 64, 128, 256, 512)
 
 
 @kept(256)
-def make_plan(
-    pattern: Pattern, q_len: int, k_len: int, q_offset: int = 0, k_offset: int = 0, block_size: int | None = None
-) -> tuple[Part, ...]:
+def make_plan(pattern: Pattern, q_len: int, k_len: int, q_offset: int = 0, k_offset: int = 0) -> tuple[Part, ...]:
     """Parts whose disjoint key sets make up `pattern` (bound, of one head) on the given stretch of queries and
     keys."""
     terms = [functools.reduce(lambda a, b: a & b, atoms) for atoms in pattern.terms()]
@@ -54,7 +52,7 @@ def make_plan(
     for term in by_layout["blocks"]:
         atoms = term.parts if isinstance(term, Intersection) else (term,)
         own = [atom.block for atom in atoms if atom.layout == "blocks" and atom.block is not None]
-        blocks[min(own) if own else block_size or 64].append(term)
+        blocks[min(own) if own else 64].append(term)
     ordered += [("blocks", _union(group), size) for size, group in blocks.items()]
 
     parts: list[Part] = []
@@ -73,7 +71,7 @@ def make_plan(
             if rows is not None:
                 listed = rows[rows >= q_offset]
                 part.rows, part.q_axis = listed - q_offset, Axis(len(listed), listed=listed)
-            part.tiles = list(_span_tiles(part, number, block_size))
+            part.tiles = list(_span_tiles(part, number))
         if part.tiles:
             parts.append(part)
     return tuple(parts)
@@ -139,12 +137,11 @@ def _interval(term: Pattern, q_axis: Axis, k_axis: Axis, first: int, last: int) 
     return begin, max(end, begin)
 
 
-def _query_blocks(term: Pattern, q_axis: Axis, k_axis: Axis, size: int | None) -> Iterator[tuple[int, int]]:
+def _query_blocks(term: Pattern, q_axis: Axis, k_axis: Axis) -> Iterator[tuple[int, int]]:
     """Cut the queries into blocks [begin, end) whose ends are multiples of the block size in absolute positions."""
     middle = q_axis.position(q_axis.length // 2)
     span = term.span(middle, middle)
-    if size is None and None not in span:
-        size = _best_size(term, q_axis, k_axis)
+    size = None if None in span else _best_size(term, q_axis, k_axis)
     # Where the interval grows with the position, sixteen steps waste little of the triangle.
     limit = q_axis.length if span == (None, None) else max(q_axis.length // 16, 64)
     begin = 0
@@ -183,7 +180,7 @@ def _best_size(term: Pattern, q_axis: Axis, k_axis: Axis) -> int:
     return min(sorted(sizes), key=cost)
 
 
-def _span_tiles(part: Part, gap: int, size: int | None) -> Iterator[Tiles]:
+def _span_tiles(part: Part, gap: int) -> Iterator[Tiles]:
     if part.q_axis.length == 0 or part.k_axis.length == 0:
         return
     if gap == 1:
@@ -192,7 +189,7 @@ def _span_tiles(part: Part, gap: int, size: int | None) -> Iterator[Tiles]:
         runs = _classes(part.q_axis, part.k_axis, gap)
     for classes, q_axis, q_first, k_axis, k_first in runs:
         blocks = []
-        for begin, end in _query_blocks(part.pattern, q_axis, k_axis, size):
+        for begin, end in _query_blocks(part.pattern, q_axis, k_axis):
             first, last = _interval(part.pattern, q_axis, k_axis, begin, end - 1)
             if last > first:
                 blocks.append((begin, end, first, last))

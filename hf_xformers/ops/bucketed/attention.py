@@ -49,7 +49,6 @@ def bucketed_attention(
     own_key_last: bool = False,
     scale: float | None = None,
     dropout: float = 0.0,
-    chunk_size: int | None = None,
 ) -> Tensor:
     """Attention of every token to the tokens near it in the order of each round.
 
@@ -66,7 +65,6 @@ def bucketed_attention(
             the constant -1e5.
         scale: factor on scores, by default 1 / sqrt(d).
         dropout: dropout on the weights of each round.
-        chunk_size: chunk length of the computation for [`Recent`]; changes no result.
 
     Returns:
         [B, H, T, d_v].
@@ -85,7 +83,6 @@ def bucketed_attention(
             key_padding_mask,
             distinct=distinct,
             own_key_last=own_key_last,
-            chunk_size=chunk_size,
         )
         # The seed comes from the global generator, as for any dropout, and is replayed by gradient checkpointing.
         seed = torch.randint(2**31, ()) if dropout > 0 else None
@@ -104,7 +101,6 @@ def sorted_layout(
     *,
     distinct: bool,
     own_key_last: bool,
-    chunk_size: int | None = None,
 ) -> tuple[Layout, tuple[Tensor, Tensor, Tensor]]:
     """How the tokens of each round stand in chunks: the layout, and order, rank and codes, [B, H, R, T] each.
 
@@ -116,7 +112,7 @@ def sorted_layout(
     length, rounds = labels.shape[3], labels.shape[2]
     distinct = distinct and rounds > 1
     if isinstance(sets, Recent):
-        size = min(chunk_size or default_chunk(sets.window, length), length)
+        size = default_chunk(sets.window, length)
         before = min(-(-sets.window // size), -(-length // size) - 1)
         layout = Layout(size, before, 0, 0, sets.window, False, False, own_key_last, distinct)
         recent, own_label = sets.window, True

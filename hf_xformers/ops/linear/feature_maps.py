@@ -159,7 +159,6 @@ def random_matrix(
     *,
     orthogonal: bool = True,
     scaling: int = 0,
-    qr_sign_fix: bool = True,
     generator: torch.Generator | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype = torch.float32,
@@ -170,8 +169,6 @@ def random_matrix(
         orthogonal: rows orthogonal within blocks of `dim`; False: independent normal rows.
         scaling: lengths of orthogonal rows: 0 = those of independent normal vectors (unbiased), 1 = all `sqrt(dim)`
             ("regularized softmax", a different kernel).
-        qr_sign_fix: makes the blocks uniform over the rotations. Without it they are not (LAPACK returns a QR with a
-            preferred sign) and positive features are biased; False is for parity with implementations that omit it.
         generator: source of randomness, on `device`.
 
     Raises:
@@ -190,8 +187,9 @@ def random_matrix(
         return rows.to(dtype)
     blocks = normal(-(-num_features // dim), dim, dim)
     q, r = torch.linalg.qr(blocks)
-    if qr_sign_fix:
-        q = q * torch.where(r.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0)[:, None, :]
+    # LAPACK returns a QR with a preferred sign: blocks would not be uniform over the rotations, and positive features
+    # biased.
+    q = q * torch.where(r.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0)[:, None, :]
     directions = q.mT.reshape(-1, dim)[:num_features]
     lengths = rows.norm(dim=-1, keepdim=True) if scaling == 0 else math.sqrt(dim)
     return (directions * lengths).to(dtype)

@@ -52,7 +52,7 @@ def pattern_tiles(
     found: dict[tuple[int, int], Rounds] = {}
     lengths, offsets = (end - start, keys, 0), (start, key_offset)
     runs = bound_rows(pattern, row_lengths, lead.shape[0])
-    pieces = ((rows, make_pieces(bound, causal, (heads, heads), lengths, offsets, None)) for rows, bound in runs)
+    pieces = ((rows, make_pieces(bound, causal, (heads, heads), lengths, offsets)) for rows, bound in runs)
     for rows, piece in ((rows, piece) for rows, some in pieces for piece in some):
         rounds = found.setdefault((piece.heads.start, piece.heads.stop), [])
         absent = None
