@@ -5,6 +5,7 @@ import torch
 from torch.nn.functional import silu
 
 from hf_xformers.ops.convolution.short import short_convolution
+from tests.ops.linear_forms import draw
 
 B, T, C = 3, 17, 5
 
@@ -12,10 +13,6 @@ B, T, C = 3, 17, 5
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
-
-
-def draw(*shape):
-    return torch.randn(*shape, dtype=torch.float64).requires_grad_()
 
 
 def literal(inputs, weight, bias, window, mask=None, documents=None):

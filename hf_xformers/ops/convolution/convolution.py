@@ -39,20 +39,8 @@ def token_convolution(inputs: Tensor, kernel: Tensor) -> Tensor:
         )
     kernel = kernel.expand(inputs.shape[0], length, heads, taps)
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
-        return _by_taps(inputs, kernel)
+        return token_convolution_reference(inputs, kernel)
     return _TokenConvolution.apply(inputs, kernel)
-
-
-def _by_taps(inputs: Tensor, kernel: Tensor) -> Tensor:
-    """One tap after the other, for compilers, which fuse them."""
-    heads, taps = kernel.shape[-2:]
-    wide, length = accumulation_dtype(inputs.dtype), kernel.shape[1]
-    by_head, total = inputs.unflatten(-1, (heads, -1)), None
-    for tap in range(taps):
-        term = by_head[:, tap : tap + length].to(wide) * kernel[..., tap, None].to(wide)
-        total = term if total is None else total + term
-    assert total is not None
-    return total.flatten(-2).to(inputs.dtype)
 
 
 class _TokenConvolution(torch.autograd.Function):

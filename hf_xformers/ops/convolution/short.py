@@ -62,7 +62,8 @@ def short_convolution(
     joined = torch.cat([window.to(inputs.dtype), inputs], dim=1)
     same = None if segment_ids is None or length == 1 else _same_document(segment_ids, taps)
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or length == 1:
-        out = _by_taps(joined, weight, bias, same, silu)
+        total = _sums(joined, weight, bias, same)
+        out = (F.silu(total) if silu else total).to(joined.dtype)
     else:
         out = _ShortConvolution.apply(joined, weight, bias, same, silu)
     if place is not None and count is not None:
@@ -88,19 +89,6 @@ def _same_document(segment_ids: Tensor, taps: int) -> Tensor:
     length = segment_ids.shape[1]
     joined = torch.cat([segment_ids[:, :1].expand(-1, taps - 1), segment_ids], dim=1)
     return torch.stack([joined[:, tap : tap + length] == segment_ids for tap in range(taps)], dim=-1)
-
-
-def _by_taps(joined: Tensor, weight: Tensor, bias: Tensor | None, same: Tensor | None, silu: bool) -> Tensor:
-    taps, wide = weight.shape[1], accumulation_dtype(joined.dtype)
-    length, read, weight = joined.shape[1] - taps + 1, joined.to(wide), weight.to(wide)
-    total = None
-    for tap in range(taps):
-        term = read[:, tap : tap + length] * weight[:, tap]
-        term = term if same is None else term * same[..., tap, None]
-        total = term if total is None else total + term
-    assert total is not None
-    total = total if bias is None else total + bias.to(wide)
-    return (F.silu(total) if silu else total).to(joined.dtype)
 
 
 class _ShortConvolution(torch.autograd.Function):
