@@ -1,4 +1,4 @@
-"""What the tests of linear attention share: inputs of each form that it has."""
+"""What the tests of engines share: random inputs, and those of each form that linear attention has."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ FORMS = ["plain", "rotated", "weighted", "rotated weighted", "unnormalized", "ep
 def draw(*shape, dtype=torch.float64, positive=False):
     x = torch.randn(*shape, dtype=dtype)
     return (x.abs() + 0.01 if positive else x).requires_grad_()
+
+
+def numbers(*shape, seed=0):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).requires_grad_()
 
 
 def inputs_of(form, heads, queries, keys, features, values, weight=4.0):

@@ -17,6 +17,7 @@ from hf_xformers.ops.linear.attention import (
     linear_attention,
     linear_attention_reference,
 )
+from tests.ops.linear_forms import draw
 from tests.pretend_cuda import OnGPU, pretend_cuda
 
 delta = importlib.import_module("hf_xformers.ops.linear.delta_rule")
@@ -32,11 +33,6 @@ def at_once(request, monkeypatch):
         monkeypatch.setattr(segments, "_BATCH_NUMBERS", 1)
         monkeypatch.setattr(segments, "_MIN_SEGMENT_TOKENS", 16)
     torch.manual_seed(0)
-
-
-def draw(*shape, positive=False):
-    x = torch.randn(*shape, dtype=torch.float64)
-    return (x.abs() + 0.01 if positive else x).requires_grad_()
 
 
 def some_mask(length):
@@ -60,10 +56,10 @@ def assert_same(ours, theirs, inputs):
     "weighted, rotated, normalized",
     [(False, False, True), (True, False, True), (False, True, True), (True, True, True), (False, False, False)],
 )
-@pytest.mark.parametrize("masked", [False, True])
-def test_linear_attention_is_the_equation(length, weighted, rotated, normalized, masked, at_once):
+def test_linear_attention_is_the_equation(length, weighted, rotated, normalized, at_once):
+    """Each length and each form with padding and without."""
     q, k = draw(B, H, length, F, positive=True), draw(B, H, length, F, positive=True)
-    v, mask = draw(B, H, length, DV), some_mask(length) if masked else None
+    v, mask = draw(B, H, length, DV), some_mask(length) if (length + weighted + normalized) % 2 else None
     options = {"rotated_query": draw(*q.shape), "rotated_key": draw(*k.shape)} if rotated else {}
     if weighted:
         options["log_weight"] = draw(B, H, length)
@@ -105,8 +101,9 @@ def test_denominators_are_guarded_as_chunk_by_chunk(at_once, monkeypatch):
 
 
 @pytest.mark.parametrize("length", [2, 64, 70, 300])
-@pytest.mark.parametrize("masked, with_state", list(itertools.product([False, True], repeat=2)))
-def test_the_delta_rule_is_its_recurrence(length, masked, with_state, at_once):
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_delta_rule_is_its_recurrence(length, masked, at_once):
+    with_state = masked == (length in (2, 70))
     q, k = (normalize(draw(B, H, length, F), dim=-1).detach().requires_grad_() for _ in range(2))
     v, beta = draw(B, H, length, DV), torch.rand(B, H, length, dtype=torch.float64).requires_grad_()
     options = {"key_padding_mask": some_mask(length) if masked else None}

@@ -8,12 +8,9 @@ import torch
 from hf_xformers.ops.score_terms import distance_products as module
 from hf_xformers.ops.score_terms.attention import distance_products
 from hf_xformers.ops.score_terms.reference import distance_products_reference
+from tests.ops.linear_forms import numbers
 
 HEADS, WIDTH = 3, 5
-
-
-def numbers(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).requires_grad_()
 
 
 class Table(NamedTuple):
@@ -56,9 +53,7 @@ def by_pairs(query, key, of_queries, of_keys, near):
 
 @pytest.mark.parametrize("near", [(0, 11), (2, 9), (0, 6), (5, 11), (4, 4)], ids=str)
 @pytest.mark.parametrize("which", ["queries", "keys", "both"])
-@pytest.mark.parametrize("table_heads", [1, HEADS])
-@pytest.mark.parametrize("tile", [2, 64])
-@pytest.mark.parametrize("far", [True, False], ids=["far", "nothing-far"])
+@pytest.mark.parametrize("table_heads, tile, far", [(1, 2, True), (HEADS, 64, True), (HEADS, 2, False)])
 def test_products_equal_a_loop_over_pairs(near, which, table_heads, tile, far, monkeypatch):
     monkeypatch.setattr(module, "LEAST_TILE", tile)
     length, keys = 4, 11

@@ -33,9 +33,12 @@ def calls(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("queries, keys", [(1, 1), (1, 17), (17, 1), (13, 17)])
-@pytest.mark.parametrize("form", FORMS)
+SIZES = [(1, 1), (1, 17), (17, 1), (13, 17)]
+# Each form and each size with padding and without.
+EACH = [(form, *sizes, bool((i + j) % 2)) for i, form in enumerate(FORMS) for j, sizes in enumerate(SIZES)]
+
+
+@pytest.mark.parametrize("form, queries, keys, masked", EACH)
 def test_values_and_gradients_are_those_of_the_equation(form, queries, keys, masked, calls):
     inputs, options = inputs_of(form, (B, H), queries, keys, F, DV, weight=30.0)
     if masked:

@@ -1,5 +1,7 @@
 """Attention with terms of its own, block by block and tile by tile, against the scores laid out in one matrix."""
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -8,12 +10,9 @@ from hf_xformers.ops.score_terms import blocks as term_attention
 from hf_xformers.ops.score_terms import diagonal as diagonal_attention
 from hf_xformers.ops.score_terms.reference import diagonal_attention_reference, term_attention_reference
 from hf_xformers.ops.score_terms.terms import Blocks, ScoreTerms
+from tests.ops.linear_forms import numbers
 
 BATCH, HEADS, WIDTH, FURTHER = 2, 4, 6, 3
-
-
-def numbers(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).requires_grad_()
 
 
 class Pairs(ScoreTerms):
@@ -86,27 +85,28 @@ def padding(keys: int) -> Tensor:
     return real
 
 
-CASES = [
-    (length, keys, ordered, padded)
-    for length, keys in ((7, 7), (5, 9))
-    for ordered in (False, True)
-    for padded in (False, True)
-]
+CASES = list(itertools.product(((7, 7), (5, 9)), (False, True), (False, True)))  # sizes, ordered, padded
+BLOCKS = [Blocks(HEADS, 16), Blocks(1, 3), Blocks(3, 2)]
+VALUES_AND_KERNELS = list(itertools.product((False, True), repeat=2))  # terms of values, the fused kernel
+PARTS = ["line", "products", "shared products", "line, products", "line, shared products", "nothing"]
 
 
-@pytest.fixture(params=[Blocks(HEADS, 16), Blocks(1, 3), Blocks(3, 2)], ids=str)
-def blocks(request, monkeypatch):
+def each_pair(ways):
+    """Cases and ways, each pair of them with one way to cut the work, such that each meets all of these."""
+    return [(*case, way, BLOCKS[(i + j) % 3]) for i, case in enumerate(CASES) for j, way in enumerate(ways)]
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
     monkeypatch.setattr(term_attention, "TILE_SCORES", 4)
     monkeypatch.setattr(term_attention, "LEAST_COLUMNS", 2)
     monkeypatch.setattr(diagonal_attention, "TILE_SCORES", 4)
     monkeypatch.setattr(diagonal_attention, "LEAST_COLUMNS", 2)
-    return request.param
 
 
-@pytest.mark.parametrize(("length", "keys", "ordered", "padded"), CASES)
-@pytest.mark.parametrize("with_values", [False, True])
-@pytest.mark.parametrize("fused", [True, False])
-def test_terms_equal_the_matrix(length, keys, ordered, padded, with_values, fused, blocks, monkeypatch):
+@pytest.mark.parametrize("sizes, ordered, padded, way, blocks", each_pair(VALUES_AND_KERNELS))
+def test_terms_equal_the_matrix(sizes, ordered, padded, way, blocks, monkeypatch):
+    (length, keys), (with_values, fused) = sizes, way
     if not fused:
         monkeypatch.setattr(term_attention, "_fused_forward", None)
     query = numbers(BATCH, HEADS, length, WIDTH)
@@ -129,28 +129,27 @@ def test_terms_equal_the_matrix(length, keys, ordered, padded, with_values, fuse
     check(term_attention_reference(query, key, value, tables, terms), expected, [query, key, value, *tables])
 
 
-@pytest.mark.parametrize(("length", "keys", "ordered", "padded"), CASES)
-@pytest.mark.parametrize("shared", [False, True], ids=["of each row", "of all rows"])
-@pytest.mark.parametrize("parts", ["line", "products", "both", "neither"])
-def test_diagonals_equal_the_matrix(length, keys, ordered, padded, shared, parts, blocks):
+@pytest.mark.parametrize("sizes, ordered, padded, parts, blocks", each_pair(PARTS))
+def test_diagonals_equal_the_matrix(sizes, ordered, padded, parts, blocks):
+    length, keys = sizes
     query = numbers(BATCH, HEADS, length, WIDTH)
     key, value = numbers(BATCH, HEADS, keys, WIDTH, seed=1), numbers(BATCH, HEADS, keys, WIDTH, seed=2)
-    size = 1 if shared else BATCH
+    size = 1 if "shared" in parts else BATCH
     further = (numbers(size, HEADS, length, FURTHER, seed=3), numbers(size, HEADS, keys, FURTHER, seed=4))
     line = numbers(HEADS, length + keys - 1, seed=5)
     pairs = Pairs(length, keys, ordered, padding(keys) if padded else None)
     leaves, scores = [query, key, value], torch.zeros(1, 1, length, keys, dtype=torch.float64)
-    if parts in ("products", "both"):
+    if "products" in parts:
         leaves += further
         scores = scores + further[0] @ further[1].mT
-    if parts in ("line", "both"):
+    if "line" in parts:
         leaves.append(line)
         distance = torch.arange(keys)[None] - torch.arange(length)[:, None]
         scores = scores + line[:, distance + length - 1]
     given = (
         *(query, key, value),
-        further if parts in ("products", "both") else None,
-        line if parts in ("line", "both") else None,
+        further if "products" in parts else None,
+        line if "line" in parts else None,
         pairs,
     )
     expected = literal(query, key, value, scores, pairs.seen())
@@ -158,6 +157,7 @@ def test_diagonals_equal_the_matrix(length, keys, ordered, padded, shared, parts
     check(diagonal_attention_reference(*given), expected, leaves)
 
 
+@pytest.mark.parametrize("blocks", BLOCKS, ids=str)
 def test_a_row_of_padding_alone(blocks):
     """Zeros, and no gradient, of both engines and their literal forms."""
     query, key, value = (numbers(BATCH, HEADS, 5, WIDTH, seed=seed) for seed in range(3))

@@ -2,18 +2,14 @@
 
 import pytest
 import torch
-from torch import Tensor
 
 from hf_xformers.ops.score_terms import tiles as module
 from hf_xformers.ops.score_terms.attention import tile_attention
 from hf_xformers.ops.score_terms.reference import tile_attention_reference
 from hf_xformers.ops.score_terms.terms import ScoreTerms, Tiles
+from tests.ops.linear_forms import numbers
 
 BATCH, HEADS, LENGTH, KEYS, WIDTH, FURTHER = 2, 3, 7, 9, 4, 2
-
-
-def numbers(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).requires_grad_()
 
 
 class Products(ScoreTerms):

@@ -9,6 +9,7 @@ import torch
 from hf_xformers.ops.score_terms import window as module
 from hf_xformers.ops.score_terms.attention import window_attention
 from hf_xformers.ops.score_terms.reference import window_attention_reference
+from tests.ops.linear_forms import draw
 
 B, H, D = 2, 3, 4
 
@@ -19,10 +20,6 @@ def small_tiles(monkeypatch):
     torch.manual_seed(0)
     monkeypatch.setattr(module, "_ROWS", 4)
     monkeypatch.setattr(module, "_SCORES", 80)
-
-
-def draw(*shape):
-    return torch.randn(*shape, dtype=torch.float64).requires_grad_()
 
 
 def case(length, keys, distances):
@@ -61,9 +58,9 @@ def test_reference_one_pair_at_a_time():
         (13, 13, 4, 0),
     ],
 )
-@pytest.mark.parametrize("relative", [True, False])
 @pytest.mark.parametrize("masked", [True, False])
-def test_tiles_and_gradients(length, keys, distances, before, relative, masked):
+def test_tiles_and_gradients(length, keys, distances, before, masked):
+    relative = masked == ((distances + before) % 2 == 0)  # every size with vectors by distance and without
     *inputs, table = case(length, keys, distances)
     mask = torch.rand(B, 1, length, keys) < 0.6 if masked else None
     leaves = (*inputs, table) if relative else tuple(inputs)
@@ -104,7 +101,7 @@ def test_what_nobody_reads_does_not_matter():
 
 def test_dropout_is_the_same_in_the_backward_pass():
     """Values enter linearly: the sum of gradient times value is the output, with whatever has been dropped."""
-    q, k, v, bias, table = case(9, 9, 5)
+    q, k, v, bias, table = case(5, 6, 5)
     output = window_attention(q, k, v, bias, table, 4, None, 0.4)
     (slope,) = torch.autograd.grad(output.sum(), v, retain_graph=True)
     torch.testing.assert_close((slope * v).sum(), output.sum())
