@@ -151,13 +151,11 @@ class XFormerForBidirectionalLM(LanguageModel):
         if self._of_one_embedding:
             self.backward_model.set_input_embeddings(value)
 
+    def why_not_resized(self) -> str:
+        own = "each direction has a softmax of its own (`share_softmax=False`)"
+        return super().why_not_resized() if self.backward_head is None else own
+
     def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> nn.Embedding:
-        size = self.config.vocab_size
-        if self.backward_head is not None and new_num_tokens not in (None, size):
-            raise ValueError(
-                f"The vocabulary of {size} cannot become one of {new_num_tokens}: each direction has a softmax of its"
-                " own (`share_softmax=False`); keep its size."
-            )
         table = super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
         self.backward_model.resize_token_embeddings(new_num_tokens, *args, **kwargs)
         return table

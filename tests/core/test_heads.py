@@ -330,5 +330,6 @@ def test_ids_that_are_never_predicted(tmp_path):
     model.save_pretrained(tmp_path)
     again = XFormerForCausalLM.from_pretrained(tmp_path).eval()
     assert torch.equal(again(input_ids=ids).logits, output.logits)
-    with pytest.raises(ValueError, match="vocabulary of 40 cannot become one of 50: the head predicts the first 38"):
-        model.resize_token_embeddings(50)
+    for size in ({"new_num_tokens": 48}, {"pad_to_multiple_of": 16}):
+        with pytest.raises(ValueError, match="of 40 cannot become one of 48: the head predicts the first 38"):
+            model.resize_token_embeddings(**size)
