@@ -20,7 +20,7 @@ from .core.choices import build_choice_loss, joint
 from .core.hand_overs import HandOver
 from .core.inputs import refuse_unread
 from .core.outputs import TowerOutput, XFormerModelOutput, XFormerSeq2SeqModelOutput
-from .core.pooling import MakesTextVector, Pooler, TextPooler
+from .core.pooling import MakesTextVector, Pooler, TextPooler, fitting
 from .core.serving import taken_by_back_end
 from .core.whole_modules import end_for
 from .modeling_base import XFormerPreTrainedModel
@@ -146,6 +146,7 @@ class XFormerModel(XFormerPreTrainedModel):
         if self.decoder is None:
             for name, value in (
                 ("decoder_input_ids", decoder_input_ids),
+                ("decoder_attention_mask", decoder_attention_mask),
                 ("decoder_inputs_embeds", decoder_inputs_embeds),
                 ("decoder_position_ids", decoder_position_ids),
             ):
@@ -178,7 +179,8 @@ class XFormerModel(XFormerPreTrainedModel):
             given = {name: kwargs.get(name) for name in self.pooler.inputs}
             if self.pooler.state is not None:
                 given["state"] = output.text_state
-            pooled = self.pooler(output.last_hidden_state, output.padding_mask, **given)
+            states = output.last_hidden_state
+            pooled = self.pooler(states, fitting(output.padding_mask, states), **given)
         tokens = text["inputs_embeds"] if text["input_ids"] is None else text["input_ids"]
         return XFormerModelOutput(
             last_hidden_state=output.last_hidden_state,

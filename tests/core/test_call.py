@@ -176,7 +176,7 @@ def test_what_a_tower_says():
 def test_one_or_two_towers():
     torch.manual_seed(0)
     model, ids = XFormerModel(XFormerConfig(**SMALL)).eval(), tokens(1, 3, high=40)
-    for name in ("decoder_input_ids", "decoder_inputs_embeds"):
+    for name in ("decoder_input_ids", "decoder_inputs_embeds", "decoder_attention_mask"):
         with pytest.raises(ValueError, match=f"`{name}` was given to a model without a second tower"):
             model(ids, **{name: ids})
     types = torch.ones_like(ids)
