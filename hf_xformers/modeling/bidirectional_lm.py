@@ -210,8 +210,12 @@ class XFormerForBidirectionalLM(LanguageModel):
         targets, loss, rows = None, None, None
         if labels is not None:
             targets = self._targets(labels, logits, real)
-            loss = token_cross_entropy(logits, targets, count)
-            rows = partial(token_rows, logits.flatten(1, 2), targets.flatten(1), count)
+            number = count
+            if count is not None and labels.ndim == 2:  # by who counts labels, of which each is up to two targets
+                found, counted = ((each != -100).sum().clamp(min=1) for each in (targets, labels))
+                number = count * (found / counted)
+            loss = token_cross_entropy(logits, targets, number)
+            rows = partial(token_rows, logits.flatten(1, 2), targets.flatten(1), number)
             if self.mix is not None:  # no prediction reads the mix, and distributed training waits for every gradient
                 loss = loss + 0.0 * (self.mix.weights.sum() + self.mix.scale)
         losses = dict(forth.aux_losses or {})
