@@ -103,7 +103,7 @@ class XFormerConfig(PreTrainedConfig):
         hidden_dropout_prob: dropout of embeddings and of what layers add to the states.
         attention_probs_dropout_prob: dropout of attention weights.
         activation_dropout_prob: dropout behind the activation of feed-forward layers.
-        classifier_dropout: dropout before a classifier; `None`: `hidden_dropout_prob`.
+        classifier_dropout: dropout before a classifier; `None`: `hidden_dropout_prob`, of images none.
         layer_drop: probability that a training step leaves a layer out, so that layers can go later (LayerDrop, Fan et
             al. 2020).
         layer_norm_eps: added to variances before their root is taken.

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import math
 import json
 import pickle
 from dataclasses import dataclass
@@ -70,6 +71,8 @@ def test_every_slot_has_a_default():
         ({"num_hidden_layers": 0}, ValueError, "`num_hidden_layers` must be at least 1, got 0"),
         ({"num_hidden_layers": -1}, ValueError, "`num_hidden_layers` must be at least 1, got -1"),
         ({"num_decoder_layers": 0}, ValueError, "`num_decoder_layers` must be at least 1, got 0"),
+        ({"chunk_size_feed_forward": -1}, ValueError, "`chunk_size_feed_forward` must not be negative, got -1"),
+        ({"initializer_range": math.nan}, ValueError, "`initializer_range` must not be negative, got nan"),
         ({"type_vocab_size": -1}, ValueError, "`type_vocab_size` must not be negative, got -1"),
         ({"hidden_size": 18}, ValueError, "18 is not a multiple of `num_attention_heads` 4; .*set `head_dim`"),
         ({"num_key_value_heads": 3}, ValueError, "`num_key_value_heads` 3 must divide `num_attention_heads` 4"),

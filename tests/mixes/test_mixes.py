@@ -245,7 +245,7 @@ REFUSED = [
     (dict(embedding={"type": "token", "id_tables": (("input_ids", 2),)}), "comes twice; give another"),
     (dict(per_layer_config={9: {"attention": "dense"}}), "leave it out, or raise `num_hidden_layers`"),
     (dict(id2label=3), "`id2label` must be a dict .* got 3"),
-    (dict(id2label={"first": "a"}), "class numbers from 0 on as keys, got 'first'"),
+    *((dict(id2label={key: "a"}), f"class numbers from 0 on as keys, got {key!r}") for key in ("first", -1)),
     *[
         (dict(feedforward="hash_layers", **stack), "see other states than the text's tokens")
         for stack in (
