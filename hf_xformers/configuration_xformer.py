@@ -235,6 +235,15 @@ class XFormerConfig(PreTrainedConfig):
             changes = {**changes, "pretraining": changed_pretraining(chosen["pretraining"], changes["pretraining"])}
         return cls(**{**chosen, **changes})
 
+    def changed(self, **fields: Any) -> Self:
+        """A config of the same class with other values of these fields, for the same attention back-end."""
+        of_this = ("model_type", "transformers_version", "architectures")
+        kept = {name: value for name, value in self.to_dict().items() if name not in of_this}
+        made = type(self)(**{**kept, **fields})
+        made._attn_implementation = self._attn_implementation
+        made.name_or_path = self.name_or_path
+        return made
+
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
         strict_config(cls)

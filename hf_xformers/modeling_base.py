@@ -230,11 +230,4 @@ class XFormerPreTrainedModel(PreTrainedModel):
         is."""
         if config.is_decoder == is_decoder and config.is_encoder_decoder == is_encoder_decoder:
             return config
-        fields = config.to_dict()
-        for key in ("model_type", "transformers_version", "architectures"):
-            fields.pop(key, None)
-        fields.update(is_decoder=is_decoder, is_encoder_decoder=is_encoder_decoder)
-        shaped = type(config)(**fields)
-        shaped._attn_implementation = config._attn_implementation
-        shaped.name_or_path = config.name_or_path
-        return shaped
+        return config.changed(is_decoder=is_decoder, is_encoder_decoder=is_encoder_decoder)
