@@ -232,7 +232,7 @@ REFUSED = [
     (dict(per_layer_config={0: 5}), r"`per_layer_config\[0\]` must be a dict of fields, got int: 5"),
     (dict(per_layer_config={0: {"head_width": 8}}), "'head_width', which is no field"),
     (dict(per_layer_config={0: {"tower": "trunk"}}), "'tower', which is no field"),
-    (dict(attention={"type": "dense", "scale": -1}), "needs a positive `scale` .* got -1"),
+    (dict(attention={"type": "dense", "scale": -1}), "needs `scale` > 0, got -1"),
     (dict(dtype="no_type"), "name of a torch dtype such as 'bfloat16', got 'no_type'"),
     (
         dict(shape="decoder", attention={"type": "dpfp", "update_rule": "delta", "aggregation": "capsule_heads"}),
