@@ -103,7 +103,7 @@ class XFormerConfig(PreTrainedConfig):
         hidden_dropout_prob: dropout of embeddings and of what layers add to the states.
         attention_probs_dropout_prob: dropout of attention weights.
         activation_dropout_prob: dropout behind the activation of feed-forward layers.
-        classifier_dropout: dropout before a classifier; `None`: `hidden_dropout_prob`.
+        classifier_dropout: dropout before a classifier; `None`: `hidden_dropout_prob`, of images none.
         layer_drop: probability that a training step leaves a layer out, so that layers can go later (LayerDrop, Fan et
             al. 2020).
         layer_norm_eps: added to variances before their root is taken.
@@ -234,6 +234,15 @@ class XFormerConfig(PreTrainedConfig):
         if "pretraining" in chosen and "pretraining" in changes:
             changes = {**changes, "pretraining": changed_pretraining(chosen["pretraining"], changes["pretraining"])}
         return cls(**{**chosen, **changes})
+
+    def changed(self, **fields: Any) -> Self:
+        """A config of the same class with other values of these fields, for the same attention back-end."""
+        of_this = ("model_type", "transformers_version", "architectures")
+        kept = {name: value for name, value in self.to_dict().items() if name not in of_this}
+        made = type(self)(**{**kept, **fields})
+        made._attn_implementation = self._attn_implementation
+        made.name_or_path = self.name_or_path
+        return made
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)

@@ -100,25 +100,36 @@ class XFormerPreTrainedModel(PreTrainedModel):
         self._no_split_modules = apart, layers | whole_on_a_device(self, XFormerLayer)
         self._keep_in_fp32_modules_strict = float32_names(self)
 
-    def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> nn.Embedding:
-        config = self.config
-        if not config.shares_token_table and new_num_tokens not in (None, config.vocab_size):
-            raise ValueError(
-                f"The vocabulary of {config.vocab_size} cannot become one of {new_num_tokens}: the decoder has a token"
-                f" table of its own (`decoder_vocab_size` {config.decoder_vocab_size}); keep their sizes."
-            )
-        in_clusters = config.embedding.clusters(config) is not None
-        if in_clusters and new_num_tokens not in (None, config.vocab_size):
-            raise ValueError(
-                f"The vocabulary of {config.vocab_size} cannot become one of {new_num_tokens}: embedding"
-                f" {config.embedding.type!r} has it in clusters of fixed size; keep its size."
-            )
-        table = super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
+    def resize_token_embeddings(
+        self,
+        new_num_tokens: int | None = None,
+        pad_to_multiple_of: int | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> nn.Embedding:
+        size, reason = self.config.vocab_size, self.why_not_resized()
+        if reason:
+            wanted = size if new_num_tokens is None else new_num_tokens
+            wanted += -wanted % (pad_to_multiple_of or 1)
+            if wanted != size:
+                raise ValueError(f"The vocabulary of {size} cannot become one of {wanted}: {reason}; keep its size.")
+            return self.get_input_embeddings()
+        table = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, *args, **kwargs)
         for module in self.modules():  # what else has an entry for each id
             resize: Any = getattr(module, "resize_vocabulary", None)
             if resize is not None:
                 resize(self.config.vocab_size)
         return table
+
+    def why_not_resized(self) -> str:
+        """Why the vocabulary keeps its size, in a clause; empty: it may change."""
+        config = self.config
+        if not config.shares_token_table:
+            rows = config.decoder_vocab_size
+            return f"the decoder has a token table of its own (`decoder_vocab_size` {rows})"
+        if config.embedding.clusters(config) is not None:
+            return f"embedding {config.embedding.type!r} has it in clusters of fixed size"
+        return ""
 
     def get_input_embeddings(self) -> Any:
         return end_for(self, super().get_input_embeddings())
@@ -219,11 +230,4 @@ class XFormerPreTrainedModel(PreTrainedModel):
         is."""
         if config.is_decoder == is_decoder and config.is_encoder_decoder == is_encoder_decoder:
             return config
-        fields = config.to_dict()
-        for key in ("model_type", "transformers_version", "architectures"):
-            fields.pop(key, None)
-        fields.update(is_decoder=is_decoder, is_encoder_decoder=is_encoder_decoder)
-        shaped = type(config)(**fields)
-        shaped._attn_implementation = config._attn_implementation
-        shaped.name_or_path = config.name_or_path
-        return shaped
+        return config.changed(is_decoder=is_decoder, is_encoder_decoder=is_encoder_decoder)

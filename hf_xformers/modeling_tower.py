@@ -189,8 +189,8 @@ class XFormerTower(XFormerPreTrainedModel):
             return None
         keeps = self.config.use_cache if use_cache is None else use_cache
         fills = cache is not None or (self.config.is_decoder and keeps and not self.training)
-        inputs = [given[name] for name in self.extra_inputs if isinstance(given.get(name), Tensor)]
-        of_pairs = any(one.ndim > 2 and one.shape[1] == tokens.shape[1] for one in inputs)
+        others = (given.get(name) for name in self.extra_inputs if name not in self.embedding_inputs)
+        of_pairs = any(isinstance(one, Tensor) and one.ndim > 2 and one.shape[1] == tokens.shape[1] for one in others)
         if of_pairs or (not fills and given.get("exit_watch") is not None):
             return None
         return moves_of_call(mask, tokens, cache, drops_slots=fills and self.drops_slots)

@@ -20,7 +20,7 @@ from .core.choices import build_choice_loss, joint
 from .core.hand_overs import HandOver
 from .core.inputs import refuse_unread
 from .core.outputs import TowerOutput, XFormerModelOutput, XFormerSeq2SeqModelOutput
-from .core.pooling import MakesTextVector, Pooler, TextPooler
+from .core.pooling import MakesTextVector, Pooler, TextPooler, fitting
 from .core.serving import taken_by_back_end
 from .core.whole_modules import end_for
 from .modeling_base import XFormerPreTrainedModel
@@ -146,6 +146,7 @@ class XFormerModel(XFormerPreTrainedModel):
         if self.decoder is None:
             for name, value in (
                 ("decoder_input_ids", decoder_input_ids),
+                ("decoder_attention_mask", decoder_attention_mask),
                 ("decoder_inputs_embeds", decoder_inputs_embeds),
                 ("decoder_position_ids", decoder_position_ids),
             ):
@@ -178,7 +179,8 @@ class XFormerModel(XFormerPreTrainedModel):
             given = {name: kwargs.get(name) for name in self.pooler.inputs}
             if self.pooler.state is not None:
                 given["state"] = output.text_state
-            pooled = self.pooler(output.last_hidden_state, output.padding_mask, **given)
+            states = output.last_hidden_state
+            pooled = self.pooler(states, fitting(output.padding_mask, states), **given)
         tokens = text["inputs_embeds"] if text["input_ids"] is None else text["input_ids"]
         return XFormerModelOutput(
             last_hidden_state=output.last_hidden_state,
@@ -211,7 +213,7 @@ class XFormerModel(XFormerPreTrainedModel):
                         " not packed."
                     )
             given = self.trunk(**text, **further)
-        elif not isinstance(given, (BaseModelOutput, TowerOutput)):
+        elif isinstance(given, (tuple, list)):
             given = BaseModelOutput(*given)
         memories = given.memories if isinstance(given, TowerOutput) else None
         if memories is None and HandOver.MEMORIES in self.trunk.config.stack.gives:
@@ -228,12 +230,13 @@ class XFormerModel(XFormerPreTrainedModel):
         """(ids, padding mask) for a decoder that is given no text: the encoder's, shifted right."""
         if input_ids is None:
             raise ValueError("An encoder-decoder given `inputs_embeds` needs `decoder_input_ids` as well.")
-        ids = self.shift_right(input_ids)
         if decoder_mask is None and mask is not None and mask.ndim == 2:
-            # The copy is padded where the input is, and starts at its first real token.
-            first = is_first_real(mask != 0)
-            return ids.masked_fill(first, self.config.decoder_start_token_id), mask
-        return ids, decoder_mask
+            # The copy is padded where the input is, starts at its first real token, and reads no padding between them.
+            real, slots = mask != 0, torch.arange(mask.shape[1], device=mask.device)
+            upto = torch.where(real, slots, 0).cummax(-1).values
+            ids = self.shift_right(input_ids.gather(1, upto))
+            return ids.masked_fill(is_first_real(real), self.config.decoder_start_token_id), mask
+        return self.shift_right(input_ids), decoder_mask
 
     def _decoded(
         self,

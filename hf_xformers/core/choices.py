@@ -19,6 +19,7 @@ from torch import Tensor
 
 from .call_features import CallFeature
 from .distributed import sum_over_processes
+from .losses import per_target
 from .precision import Float32Module
 
 # Name among auxiliary losses of log p of the choices of a call, [B], times the weight of its component; a tower takes
@@ -145,9 +146,8 @@ def token_rows(
     labels = labels.to(logits.device)
     losses = F.cross_entropy(wide.transpose(1, 2), labels, ignore_index=-100, reduction="none").sum(1)
     items = (labels != -100).sum(1).to(losses.dtype)
-    count = items.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-    count = count.to(losses) if isinstance(count, Tensor) else count
-    return RowLosses(losses / count, items / count)
+    count = items.sum() if num_items_in_batch is None else num_items_in_batch
+    return RowLosses(per_target(losses, count), per_target(items, count))
 
 
 @torch.no_grad()

@@ -184,13 +184,6 @@ def check_components(config: Any) -> None:
             " `is_decoder=True` (the causal LM classes do), or choose a bidirectional mechanism such as 'dense'."
         )
     for slot in ("attention", "cross_attention"):
-        scale = getattr(config, slot).scale
-        if scale is not None and scale <= 0:
-            raise ValueError(
-                f"{slot} {getattr(config, slot).type!r} needs a positive `scale` on its scores, or None for 1 /"
-                f" sqrt(head width), got {scale}."
-            )
-    for slot in ("attention", "cross_attention"):
         _check_heads(slot, getattr(config, slot), config)
     if attention.angles == "local" and not position.has_local:
         raise ValueError(
@@ -249,8 +242,6 @@ def _check_heads(slot: str, spec: Any, config: Any) -> None:
                 f" normalization {norm.type!r} has not; use 'rms_norm' or 'layer_norm', or `query_key_norm` 'head'."
             )
     if spec.score_cap is not None:
-        if spec.score_cap <= 0:
-            raise ValueError(f"{slot} {spec.type!r} needs a positive `score_cap`, or None, got {spec.score_cap}.")
         inside = config.position.acts & {"score_terms", "score_bias"}
         able = "cap" in spec.head_options
         if not able or (slot == "attention" and inside):

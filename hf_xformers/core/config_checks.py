@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -70,7 +71,7 @@ def check_base_fields(config: Any) -> None:
             f" {config.id2label!r}."
         )
     for key in config.id2label:
-        if not (isinstance(key, int) or (isinstance(key, str) and key.isdecimal())):
+        if not (key.isdecimal() if isinstance(key, str) else isinstance(key, Integral) and int(key) >= 0):
             raise ValueError(f"`id2label` has class numbers from 0 on as keys, got {key!r}; give numbers.")
 
 
@@ -132,9 +133,9 @@ def check_geometry(config: Any) -> None:
         value = shared_setting(config, name)
         if value is not None and value < 1:
             raise ValueError(f"`{name}` must be at least 1, got {value}.")
-    for name in ("type_vocab_size", "layer_norm_eps"):
+    for name in ("type_vocab_size", "layer_norm_eps", "initializer_range", "chunk_size_feed_forward"):
         value = shared_setting(config, name)
-        if value is not None and value < 0:
+        if value is not None and not value >= 0:
             raise ValueError(f"`{name}` must not be negative, got {value}.")
     for name in ("pooler_activation", "classifier_activation"):
         value = shared_setting(config, name)

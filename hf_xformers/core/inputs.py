@@ -51,7 +51,6 @@ def refuse_unread(model_type: str, given: Mapping[str, Any], read: Iterable[str]
     """
     if not given:
         return
-    read = set(read)
     for name in unread(given, read):
         valid = sorted({*read, *named} - {"kwargs", "self"})
         close = difflib.get_close_matches(name, [*valid, "output_attentions", "output_hidden_states"], n=1, cutoff=0.4)

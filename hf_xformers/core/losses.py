@@ -13,6 +13,11 @@ from .chunked_loss import ChunkedCrossEntropy, takes_chunks
 from .text_parts import division_in_force
 
 
+def per_target(total: Tensor, count: Tensor | int) -> Tensor:
+    """A sum over targets, divided by their number; as it is where there are none, in a batch or in a whole step."""
+    return total / (count.to(total.device).clamp(min=1) if isinstance(count, Tensor) else max(count, 1))
+
+
 def token_cross_entropy(
     logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None, ignore_index: int = -100
 ) -> Tensor:
@@ -32,12 +37,10 @@ def token_cross_entropy(
         total = F.cross_entropy(logits, labels.reshape(-1), ignore_index=ignore_index, reduction="sum")
     processes = division_in_force()
     total = total if processes is None else processes.total(total)
-    if num_items_in_batch is not None:
-        count = num_items_in_batch.to(logits.device) if isinstance(num_items_in_batch, Tensor) else num_items_in_batch
-        return total / count
-    count = (labels != ignore_index).sum()
-    count = count if processes is None else processes.total(count)
-    return total / count.clamp(min=1)
+    if num_items_in_batch is None:
+        own = (labels != ignore_index).sum()
+        num_items_in_batch = own if processes is None else processes.total(own)
+    return per_target(total, num_items_in_batch)
 
 
 def token_binary_cross_entropy(
@@ -50,11 +53,7 @@ def token_binary_cross_entropy(
     known = labels != ignore_index
     losses = F.binary_cross_entropy_with_logits(logits, labels.clamp(min=0).to(logits.dtype), reduction="none")
     total = losses.masked_fill(~known, 0.0).sum()
-    if num_items_in_batch is None:
-        return total / known.sum().clamp(min=1)
-    return total / (
-        num_items_in_batch.to(logits.device) if isinstance(num_items_in_batch, Tensor) else num_items_in_batch
-    )
+    return per_target(total, known.sum() if num_items_in_batch is None else num_items_in_batch)
 
 
 def answer_cross_entropy(
@@ -123,7 +122,7 @@ class StepShare(NamedTuple):
     def of(self, loss: Tensor) -> Tensor:
         """A mean over this batch -> what it adds to the mean over the step."""
         own = self.own.to(loss.device, torch.promote_types(loss.dtype, torch.float32))
-        return loss * (own / (self.total.to(loss.device) if isinstance(self.total, Tensor) else self.total))
+        return loss * per_target(own, self.total)
 
 
 def step_share(

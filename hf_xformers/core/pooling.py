@@ -23,10 +23,21 @@ def pool(hidden_states: Tensor, mask: Tensor | None, how: str) -> Tensor:
     mask = mask.to(hidden_states.device)
     if how == "mean":
         weights = mask.to(hidden_states.dtype).unsqueeze(-1)
-        return (hidden_states * weights).sum(dim=1) / weights.sum(dim=1).clamp(min=1)
+        wide = torch.promote_types(hidden_states.dtype, torch.float32)  # sums of many numbers
+        total, count = (numbers.sum(dim=1, dtype=wide) for numbers in (hidden_states * weights, weights))
+        return (total / count.clamp(min=1)).to(hidden_states.dtype)
     # In a row of padding alone, its first slot.
     index = first_real(mask.bool()) if how == "first" else last_real(mask.bool())
     return hidden_states[torch.arange(hidden_states.shape[0], device=mask.device), index]
+
+
+def fitting(mask: Tensor | None, states: Tensor, own: Tensor | None = None) -> Tensor | None:
+    """The mask of states [B, T, D]: that of their text, if it has as many entries, else their `own`, or what it says
+    of the last tokens, where others are cached before them."""
+    if mask is None or mask.shape == states.shape[:2]:
+        return mask
+    cached = own is None and mask.ndim == 2 and mask.shape[1] > states.shape[1]
+    return mask[:, -states.shape[1] :] if cached else own
 
 
 class TextPooler(nn.Module):

@@ -45,7 +45,11 @@ class AdaptiveTable(nn.Module):
         """[B, T] -> [B, T, D]."""
         found = None
         for cluster, table, projection in zip(self.clusters, self.tables, self.projections, strict=True):
-            place = (input_ids - cluster.start).clamp(0, cluster.size - 1)
+            place = input_ids - cluster.start  # an id that is none of the vocabulary stays so for the table
+            if found is not None:
+                place = place.clamp(min=0)
+            if cluster is not self.clusters[-1]:
+                place = place.clamp(max=cluster.size - 1)
             vectors = projection(table(place))
             own = (input_ids >= cluster.start)[..., None]  # later clusters replace what earlier ones gave
             found = vectors if found is None else torch.where(own, vectors, found)

@@ -14,8 +14,7 @@ from .base import EmbeddingSpec, InputPosition
 
 class ComplexEmbedding(Undecayed, Float32Module):
     """f(w, t) = r_w exp(i omega_w t) for each of D / 2 complex channels, as [real | imaginary] (Wang et al. 2020,
-    arXiv
-    1912.12333, section 3; without initial phases, as released).
+    arXiv 1912.12333, section 3; without initial phases, as released).
 
     The token table [V, D] holds the amplitudes r and the frequencies omega of each word, in float32 at least; so do
     `inputs_embeds`.
@@ -50,8 +49,6 @@ class ComplexEmbedding(Undecayed, Float32Module):
         self, inputs_embeds: Tensor, token_type_ids: Tensor | None, positions: Tensor, position: InputPosition
     ) -> Tensor:
         """inputs_embeds [B, T, D], positions [B or 1, T] -> [B, T, D], real parts before imaginary ones."""
-        if token_type_ids is not None:
-            raise ValueError("Complex embeddings have no token types; leave `token_type_ids` out.")
         amplitude, frequency = inputs_embeds.chunk(2, dim=-1)
         wide = torch.float64 if frequency.dtype == torch.float64 else torch.float32
         angles = frequency.to(wide) * positions.to(wide).unsqueeze(-1)

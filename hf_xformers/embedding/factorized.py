@@ -45,8 +45,6 @@ class FactorizedEmbedding(nn.Module):
         narrow = inputs_embeds
         if self.types is not None:
             narrow = narrow + self.types(positions.new_zeros(1) if token_type_ids is None else token_type_ids)
-        elif token_type_ids is not None:
-            raise ValueError("`token_type_ids` were given to a model with `type_vocab_size=0`; leave them out.")
         if self.narrow_positions:
             return self.proj(self.dropout(self.norm(position.embed(narrow, positions))))
         return self.dropout(position.embed(self.proj(self.norm(narrow)), positions))

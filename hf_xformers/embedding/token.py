@@ -92,8 +92,6 @@ class TokenEmbedding(nn.Module):
                 hidden_states = hidden_states + self.types(positions.new_zeros(1))
             else:
                 hidden_states = hidden_states + self.types(token_type_ids)
-        elif token_type_ids is not None:
-            raise ValueError("`token_type_ids` were given to a model with `type_vocab_size=0`; leave them out.")
         for name, table in self.id_tables.items():
             hidden_states = self._with_ids(hidden_states, name, cast(nn.Embedding, table), ids.get(name))
         hidden_states = position.embed(hidden_states, positions)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..core.losses import per_target
 from ..modeling.crf import LinearChainCRF
 
 IGNORE_INDEX = -100
@@ -51,6 +52,4 @@ class BalancedLoss:
         labels = labels.reshape(-1).to(logits.device)
         weights = self.weights.to(logits.device)
         total = F.cross_entropy(logits, labels, weights, ignore_index=IGNORE_INDEX, reduction="sum")
-        if num_items_in_batch is None:
-            num_items_in_batch = (labels != IGNORE_INDEX).sum().clamp(min=1)
-        return total / num_items_in_batch
+        return per_target(total, (labels != IGNORE_INDEX).sum() if num_items_in_batch is None else num_items_in_batch)

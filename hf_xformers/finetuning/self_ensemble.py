@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
 
 from ..core.given_options import refuse_alone
+from ..core.losses import per_target
 from ..training.randomness import preserved_randomness
 
 if TYPE_CHECKING:
@@ -166,8 +167,8 @@ class SelfEnsemble:
         squared = (logits.float() - taught).square().mean(-1)
         if labels is not None and labels.shape == squared.shape:
             known = labels != IGNORE_INDEX
-            return (squared * known).sum() / (known.sum().clamp(min=1) if count is None else count)
-        return squared.mean() if count is None else squared.sum() / count
+            return per_target((squared * known).sum(), known.sum() if count is None else count)
+        return squared.mean() if count is None else per_target(squared.sum(), count)
 
     # ------------------------------------------------------------------------------------------------ as a mean
 

@@ -151,13 +151,11 @@ class XFormerForBidirectionalLM(LanguageModel):
         if self._of_one_embedding:
             self.backward_model.set_input_embeddings(value)
 
+    def why_not_resized(self) -> str:
+        own = "each direction has a softmax of its own (`share_softmax=False`)"
+        return super().why_not_resized() if self.backward_head is None else own
+
     def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> nn.Embedding:
-        size = self.config.vocab_size
-        if self.backward_head is not None and new_num_tokens not in (None, size):
-            raise ValueError(
-                f"The vocabulary of {size} cannot become one of {new_num_tokens}: each direction has a softmax of its"
-                " own (`share_softmax=False`); keep its size."
-            )
         table = super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
         self.backward_model.resize_token_embeddings(new_num_tokens, *args, **kwargs)
         return table
@@ -212,8 +210,12 @@ class XFormerForBidirectionalLM(LanguageModel):
         targets, loss, rows = None, None, None
         if labels is not None:
             targets = self._targets(labels, logits, real)
-            loss = token_cross_entropy(logits, targets, count)
-            rows = partial(token_rows, logits.flatten(1, 2), targets.flatten(1), count)
+            number = count
+            if count is not None and labels.ndim == 2:  # by who counts labels, of which each is up to two targets
+                found, counted = ((each != -100).sum().clamp(min=1) for each in (targets, labels))
+                number = count * (found / counted)
+            loss = token_cross_entropy(logits, targets, number)
+            rows = partial(token_rows, logits.flatten(1, 2), targets.flatten(1), number)
             if self.mix is not None:  # no prediction reads the mix, and distributed training waits for every gradient
                 loss = loss + 0.0 * (self.mix.weights.sum() + self.mix.scale)
         losses = dict(forth.aux_losses or {})

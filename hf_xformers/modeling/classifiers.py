@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.cache_utils import Cache
 from transformers.utils import can_return_tuple
 
 from ..attention.shared.multihead_block import MultiheadPooling
@@ -18,8 +18,8 @@ from ..core import outputs
 from ..core.choices import rows_of_mean, token_rows
 from ..core.hand_overs import HandOver
 from ..core.inputs import check_token_labels
-from ..core.losses import answer_cross_entropy, step_share, token_cross_entropy
-from ..core.pooling import pool
+from ..core.losses import answer_cross_entropy, per_target, step_share, token_cross_entropy
+from ..core.pooling import fitting, pool
 from ..modeling_base import XFormerPreTrainedModel
 from ..modeling_xformer import XFormerModel
 from .classifier_transform import build_transform
@@ -84,8 +84,7 @@ class Classifier(TellsAdapters, XFormerPreTrainedModel):
         if how == "auto":
             how = "last" if self.config.is_decoder or self.config.is_encoder_decoder else "first"
         hidden_states = base.last_hidden_state
-        if attention_mask is not None and attention_mask.shape != hidden_states.shape[:2]:
-            attention_mask = base.padding_mask if single else None
+        attention_mask = fitting(attention_mask, hidden_states, base.padding_mask if single else None)
         if self.pooling is not None:
             real = None if attention_mask is None else attention_mask.to(hidden_states.device).bool()
             return self.transformed(self.pooling(hidden_states, real))
@@ -155,16 +154,20 @@ class XFormerForSequenceClassification(Classifier):
         token_type_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
+        past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> outputs.XFormerSequenceClassifierOutput:
         """labels: [B] class ids, [B] or [B, num_labels] numbers (regression), or [B, num_labels] 0/1 (multi-label).
         logits: [B, num_labels]."""
         attention_mask = self.real_tokens(input_ids, attention_mask)
         if self.exits is not None:
-            inputs = {"input_ids": input_ids, "attention_mask": attention_mask, "token_type_ids": token_type_ids}
-            return self.exits.classify(self, labels, {**inputs, "inputs_embeds": inputs_embeds, **kwargs})
+            inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask}
+            inputs |= {"token_type_ids": token_type_ids, "inputs_embeds": inputs_embeds}
+            inputs["past_key_values"] = past_key_values
+            return self.exits.classify(self, labels, {**inputs, **kwargs})
         kwargs = self.task_inputs("sequence_classification", kwargs, input_ids, inputs_embeds, attention_mask)
         base = self.model(
+            past_key_values=past_key_values,
             input_ids=input_ids,
             attention_mask=attention_mask,
             token_type_ids=token_type_ids,
@@ -172,7 +175,8 @@ class XFormerForSequenceClassification(Classifier):
             **_decoder_inputs(decoder_input_ids, decoder_attention_mask),
             **kwargs,
         )
-        mask = decoder_attention_mask if decoder_input_ids is not None else attention_mask
+        given = (decoder_input_ids, decoder_attention_mask, kwargs.get("decoder_inputs_embeds"))
+        mask = attention_mask if all(one is None for one in given) else decoder_attention_mask
         logits = self.classifier(self.dropout(self.pooled(base, mask)))
         loss, rows = None, None
         if labels is not None:
@@ -215,6 +219,7 @@ class XFormerForTokenClassification(Classifier):
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         tag_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> outputs.XFormerTokenClassifierOutput:
         """labels: [B, T] class ids, -100 where a token has none. logits: [B, T, num_labels].
@@ -231,6 +236,7 @@ class XFormerForTokenClassification(Classifier):
             "token_type_ids": token_type_ids,
             "position_ids": position_ids,
             "inputs_embeds": inputs_embeds,
+            "past_key_values": past_key_values,
         }
         if self.exits is not None:
             given = input_ids if input_ids is not None else inputs_embeds
@@ -284,7 +290,7 @@ class XFormerForTokenClassification(Classifier):
         loss = None
         if labels is not None:
             total = crf(logits, labels.to(logits.device), tagged).sum()
-            loss = total / (tagged.sum().clamp(min=1) if count is None else count)
+            loss = per_target(total, tagged.sum() if count is None else count)
         if not self.training:
             single = logits - logits.amax(-1, keepdim=True)
             logits = torch.where(tagged[..., None], crf.best(logits, tagged)[1].to(logits.dtype), single)
@@ -311,11 +317,13 @@ class XFormerForQuestionAnswering(Classifier):
         inputs_embeds: Tensor | None = None,
         start_positions: Tensor | None = None,
         end_positions: Tensor | None = None,
+        past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> outputs.XFormerQuestionAnsweringOutput:
         """start_positions, end_positions: [B] token indices; one beyond the text is ignored. Logits: [B, T] each."""
         kwargs = self.task_inputs("question_answering", kwargs, input_ids, inputs_embeds, attention_mask)
         base = self.model(
+            past_key_values=past_key_values,
             input_ids=input_ids,
             attention_mask=attention_mask,
             token_type_ids=token_type_ids,
@@ -382,7 +390,7 @@ class XFormerForMultipleChoice(Classifier):
             **kwargs,
         )
         logits = self.classifier(self.dropout(self.pooled(base, mask))).view(-1, choices)
-        loss = None if labels is None else F.cross_entropy(logits.float(), labels)
+        loss = None if labels is None else token_cross_entropy(logits, labels)
         recorded = self.recorded(base, loss)
         return outputs.XFormerMultipleChoiceOutput(loss=self.with_aux_losses(loss, base), logits=logits, **recorded)
 

@@ -27,19 +27,14 @@ def forecasting_config(config: Any) -> Any:
     series, forecast = (HandOver.SERIES in each for each in (config.embedding.gives, config.head.reads))
     if series and forecast and config.is_encoder_decoder:
         return config
-    fields = config.to_dict()
-    for key in ("model_type", "transformers_version", "architectures"):
-        fields.pop(key, None)
+    fields: dict[str, Any] = {"is_decoder": False, "is_encoder_decoder": True}
     if not series:
         fields["embedding"] = "series"
     if not forecast:
         fields["head"] = "forecast"
-    decoder = {key: value for key, value in (fields.get("decoder") or {}).items() if key not in ("embedding", "head")}
-    fields.update(is_decoder=False, is_encoder_decoder=True, decoder=decoder or None)
-    made = type(config)(**fields)
-    made._attn_implementation = config._attn_implementation
-    made.name_or_path = config.name_or_path
-    return made
+    own = config.to_dict().get("decoder") or {}
+    decoder = {key: value for key, value in own.items() if key not in ("embedding", "head")}
+    return config.changed(**fields, decoder=decoder or None)
 
 
 class XFormerForTimeSeriesPrediction(XFormerPreTrainedModel):

@@ -73,24 +73,16 @@ class LanguageModel(XFormerPreTrainedModel):
     def set_output_embeddings(self, value: nn.Module) -> None:
         self.lm_head.decoder = value
 
-    def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> nn.Embedding:
-        outputs, size = self.config.head.num_outputs(self.config), self.config.vocab_size
-        if new_num_tokens not in (None, size) and outputs != size:
-            raise ValueError(
-                f"The vocabulary of {size} cannot become one of {new_num_tokens}: the head predicts the first"
-                f" {outputs} ids alone (`unpredicted`); keep its size."
-            )
-        if new_num_tokens not in (None, size) and not self.config.head.resizes:
-            raise ValueError(
-                f"The vocabulary of {size} cannot become one of {new_num_tokens}: head {self.config.head.type!r} does"
-                " not predict tokens one by one; keep its size."
-            )
-        if new_num_tokens not in (None, size) and self.config.head.clusters(self.config) is not None:
-            raise ValueError(
-                f"The vocabulary of {size} cannot become one of {new_num_tokens}: head {self.config.head.type!r}"
-                " predicts it in clusters of fixed size; keep its size."
-            )
-        return super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
+    def why_not_resized(self) -> str:
+        head = self.config.head
+        outputs = head.num_outputs(self.config)
+        if outputs != self.config.vocab_size:
+            return f"the head predicts the first {outputs} ids alone (`unpredicted`)"
+        if not head.resizes:
+            return f"head {head.type!r} does not predict tokens one by one"
+        if head.clusters(self.config) is not None:
+            return f"head {head.type!r} predicts it in clusters of fixed size"
+        return super().why_not_resized()
 
     def get_encoder(self, modality: str | None = None) -> nn.Module:
         found = self.model.get_encoder(modality)

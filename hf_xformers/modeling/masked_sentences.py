@@ -48,7 +48,9 @@ class XFormerForMaskedSentences(XFormerForSeq2SeqLM):
             "position_ids": kwargs.pop("position_ids", None),
             "inputs_embeds": inputs_embeds,
         }
-        encoded = self.model._encoded(encoder_outputs, text, kwargs)
+        of_decoder = ("past_key_values", "cache", "use_cache")
+        further = {name: value for name, value in kwargs.items() if name not in of_decoder}
+        encoded = self.model._encoded(encoder_outputs, text, further)
         if decoder_input_ids is None and decoder_inputs_embeds is None and labels is None:
             if input_ids is None:  # the first word of each
                 decoder_input_ids = self.model.shift_right(encoded.last_hidden_state.new_zeros(1, 1).long())

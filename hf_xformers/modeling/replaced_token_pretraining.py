@@ -36,33 +36,28 @@ def generator_config(config: Any) -> Any:
         heads = config.num_attention_heads
     width = heads * width_per_head
     layers = max(1, round(settings.generator_depth * config.num_hidden_layers))
-    fields = config.to_dict()
-    for key in ("model_type", "transformers_version", "architectures", "dtype"):
-        fields.pop(key, None)
-    fields.update(
-        hidden_size=width,
-        num_attention_heads=heads,
-        intermediate_size=max(1, round(config.intermediate_size * width / config.hidden_size)),
-        num_hidden_layers=layers,
-        decoder=None,
-    )
+    fields = {
+        "hidden_size": width,
+        "num_attention_heads": heads,
+        "intermediate_size": max(1, round(config.intermediate_size * width / config.hidden_size)),
+        "num_hidden_layers": layers,
+        "decoder": None,
+        "dtype": None,
+    }
     if config.num_key_value_heads is not None:
         shared = config.num_attention_heads // config.num_key_value_heads
         fields["num_key_value_heads"] = heads // shared if heads % shared == 0 else 1
-    if fields.get("per_layer_config"):
-        overrides = fields["per_layer_config"]
+    if overrides := config.to_dict().get("per_layer_config"):
         fields["per_layer_config"] = {key: value for key, value in overrides.items() if int(key) < layers}
     if settings.generator_sharing != "untied":
         fields.update(_same_table(config, width))
     try:
-        made = type(config)(**fields)
+        return config.changed(**fields)
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"A generator of width {width} with {layers} layers cannot be made of this config ({error}); take"
             " `generator_size=1` and `generator_depth=1`, or another `generator_sharing`."
         ) from error
-    made._attn_implementation = config._attn_implementation
-    return made
 
 
 def _same_table(config: Any, width: int) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from ..core import outputs
 from ..core.components import bounded
 from ..core.inputs import check_token_labels
 from ..core.losses import step_share, token_binary_cross_entropy
-from ..core.pooling import pool
+from ..core.pooling import fitting, pool
 from ..core.pretraining_specs import PretrainingSpec, register_pretraining
 from .classifiers import Classifier
 
@@ -59,8 +59,8 @@ class TextContext(nn.Module):
 
     def forward(self, states: Tensor, mask: Tensor | None) -> Tensor:
         """states [B, T, D], mask [B, T] -> [B, T, D]."""
-        mask = mask if mask is not None and mask.shape == states.shape[:2] else None
-        return self.activation(self.dense(self.norm(states + pool(states, mask, "first").unsqueeze(1))))
+        first = pool(states, fitting(mask, states), "first")
+        return self.activation(self.dense(self.norm(states + first.unsqueeze(1))))
 
 
 class XFormerForReplacedTokenDetection(Classifier):

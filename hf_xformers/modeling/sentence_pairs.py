@@ -106,4 +106,5 @@ class XFormerForPreTraining(MaskedTokensAndClass):
             hidden_states=base.hidden_states,
             attentions=base.attentions,
             aux_losses=self.reported(aux_losses or None, loss),
+            segment_memory=base.segment_memory,
         )

@@ -11,7 +11,7 @@ from transformers.utils import can_return_tuple
 
 from ..core import outputs
 from ..core.call import can_inspect
-from ..core.losses import step_share
+from ..core.losses import per_target, step_share
 from ..modeling_base import XFormerPreTrainedModel
 from ..modeling_xformer import XFormerModel
 from ..ops.common.real_tokens import real_first
@@ -141,7 +141,7 @@ class XFormerForCTC(XFormerPreTrainedModel):
             )
         by_row = by_row.masked_fill(frames == 0, 0.0)  # a row of padding alone
         if num_items_in_batch is not None:
-            return by_row.sum() / num_items_in_batch
+            return per_target(by_row.sum(), num_items_in_batch)
         if self.config.ctc_loss_reduction == "sum":
             return by_row.sum()
         return (by_row / lengths.clamp(min=1)).mean()

@@ -82,7 +82,7 @@ class XFormerForSpanBoundary(LanguageModel):
 
     def resize_token_embeddings(self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> nn.Embedding:
         table = super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
-        old, size = self.boundary_head.decoder, table.num_embeddings
+        old, size = self.boundary_head.decoder, self.config.vocab_size
         if old.bias.shape[0] != size:
             new = nn.Linear(old.in_features, size, device=old.weight.device, dtype=old.weight.dtype)
             self._init_weights(new)

@@ -23,8 +23,8 @@ from ..core.contrastive import (
     ranking_loss,
     softmax_loss,
 )
-from ..core.losses import step_share
-from ..core.pooling import pool
+from ..core.losses import per_target, step_share
+from ..core.pooling import fitting, pool
 from ..core.pretraining_specs import PretrainingSpec, register_pretraining
 from ..modeling_base import XFormerPreTrainedModel
 from ..modeling_xformer import XFormerModel
@@ -120,7 +120,7 @@ class XFormerForTextContrast(XFormerPreTrainedModel):
             wrong = found.wrong()
             asked = (labels != -100) & there & wrong.any(-1)
             losses = self.losses(found, wrong, negative_draws).masked_fill(~asked, 0.0)
-            loss = losses.sum() / (asked.sum().clamp(min=1) if count is None else count)
+            loss = per_target(losses.sum(), asked.sum() if count is None else count)
             answers = wrong.scatter(1, found.own[:, None], True)
             scores = found.scores.masked_fill(~answers, absent(found.scores.dtype))
             targets = torch.where(asked, found.own, -100)
@@ -137,8 +137,9 @@ class XFormerForTextContrast(XFormerPreTrainedModel):
 
     def vectors(self, base: Any, mask: Tensor | None) -> Tensor:
         """[B, D] of length 1."""
-        how = self.config.classifier_pooling
-        projected = self.projection(pool(base.last_hidden_state, mask, how if how in ("first", "last") else "mean"))
+        states, how = base.last_hidden_state, self.config.classifier_pooling
+        mask = fitting(mask, states, base.padding_mask)
+        projected = self.projection(pool(states, mask, how if how in ("first", "last") else "mean"))
         wide = projected if projected.dtype == torch.float64 else projected.float()
         return F.normalize(wide, dim=-1)
 

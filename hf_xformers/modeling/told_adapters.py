@@ -41,7 +41,7 @@ class TellsAdapters:
         vars(self)["_adapters"] = adapters
         for name, adapter in adapters.items():
             if adapter.task_type is None:
-                adapter.task_type = TASK_TYPES.get(type(self).__name__.partition("For")[2])
+                adapter.task_type = TASK_TYPES.get(type(self).__name__.rpartition("For")[2])
             known = adapter.auto_mapping or {}
             names = {int(key): label for key, label in known.get(_LABELS, {}).items()}
             if not names:

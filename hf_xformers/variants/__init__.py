@@ -73,10 +73,8 @@ def resolve(name: str) -> str:
 
 def config_class(name: str) -> Any:
     """The config class of a variant (its family is registered by the import)."""
-    from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    del AutoConfig  # imported for its side effect: the mapping is complete
     model_type = resolve(name)
     importlib.import_module(model_types()[model_type])
     return CONFIG_MAPPING[model_type]

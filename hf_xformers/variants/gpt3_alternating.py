@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 from ..compat import LAYER_SETTINGS
 from ..configuration_xformer import Initializer, XFormerConfig
 from ..core.components import SpecLike, build_spec
+from ..core.config_checks import layers_with_specs
 from ..families import DECODER_HEADS, VariantInfo, make_family
 
 # What the banded layers follow from.
@@ -80,7 +81,8 @@ class XFGPT3AlternatingConfig(XFormerConfig):
     def __post_init__(self, **kwargs):
         if self.window_size < 1:
             raise ValueError(f"`window_size` must be at least 1 (a token reads itself), got {self.window_size}.")
-        layers = self._with_bands(self._own_layers(kwargs.pop("per_layer_config", None)))
+        given = kwargs.pop("per_layer_config", None)
+        layers = self._with_bands({} if given is None else self._own_layers(layers_with_specs(self, given)))
         if layers:
             kwargs["per_layer_config"] = layers
         super().__post_init__(**kwargs)

@@ -124,6 +124,14 @@ def test_reach(name):
         assert (found["adapted_maps"], found["maps"]) == (4 * layers, 6 * layers)
 
 
+@pytest.mark.parametrize("name", ["xformer", "forgetting_transformer"])
+def test_an_adapter_is_told_its_task(name):
+    """Also where `For` begins another word of the class's name."""
+    kind = config_class(name)
+    model = family(name)["ForSequenceClassification"](kind(**tiny_fields(kind)))
+    assert peft.get_peft_model(model, peft.LoraConfig()).peft_config["default"].task_type == "SEQ_CLS"
+
+
 def saved(tmp_path, head, labels=None, **options):
     """Folders of a base without that head's layer and of a strong adapter, and the adapted model."""
     kind, members = config_class("bert"), family("bert")

@@ -46,7 +46,7 @@ SETTINGS = [
     ("dense", {"losses": ("guidance",)}, "Unknown loss on heads 'guidance'"),
     ("linformer", {"query_key_norm": "head"}, "cannot normalize them"),
     ("performer", {"score_cap": 3.0}, "attention 'performer' has no place for `score_cap`"),
-    ("dense", {"score_cap": 0}, "positive `score_cap`"),
+    ("dense", {"score_cap": 0}, "needs `score_cap` > 0"),
     ("dense", {"angles": "local"}, "give a rotary position its"),
     ("image_transformer", {"image_size": (4, 3), "num_channels": 2, "local": "2d", "block_shape": (3, 2)},
      "do not fill a plane of 4 x 6"),

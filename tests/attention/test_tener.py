@@ -103,6 +103,10 @@ def test_characters_beside_words():
     assert changed.tolist() == [False, False, True, False]
     with pytest.raises(ValueError, match=r"\[batch, length, characters\]"):
         built(ids, character_ids=spelt[:, :3])
+    apart = torch.tensor([0, 0, 0, *range(1, ids.shape[1])])  # padding between tokens
+    real = torch.tensor([[1, 0, 0, *[1] * (ids.shape[1] - 1)]])
+    found = built(ids[:, apart], attention_mask=real, character_ids=spelt[:, apart]).last_hidden_state
+    close(found[real == 1], built(ids, character_ids=spelt).last_hidden_state[0])
     absent = built(ids).last_hidden_state
     mark = torch.zeros(1, 4, 3, dtype=torch.long)  # a token that is all padding counts as one that is not spelt
     close(built(ids, character_ids=mark).last_hidden_state, absent)

@@ -59,7 +59,7 @@ def test_two_vocabularies(tmp_path):
     ours.save_pretrained(tmp_path)
     again = type(ours).from_pretrained(tmp_path)
     assert torch.equal(again.generate(**prompt, **options), expected)
-    with pytest.raises(ValueError, match="a token table of its own .`decoder_vocab_size` 70.; keep their sizes"):
+    with pytest.raises(ValueError, match="a token table of its own .`decoder_vocab_size` 70.; keep its size"):
         ours.resize_token_embeddings(90)
 
 

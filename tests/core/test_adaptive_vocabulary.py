@@ -105,6 +105,12 @@ def test_refusals():
         model().resize_token_embeddings(41)
     with pytest.raises(ValueError, match="of 40 cannot become one of 41"):
         model(XFormerModel).resize_token_embeddings(41)
+    with pytest.raises(ValueError, match="of 40 cannot become one of 48"):
+        model().resize_token_embeddings(40, pad_to_multiple_of=16)
+    assert len(model().resize_token_embeddings(40).tables) == 4
+    for wrong in (-1, 40):
+        with pytest.raises(IndexError):
+            model()(torch.tensor([[3, wrong]]))
     untied = model(embedding="token", tie_word_embeddings=False)
     with pytest.raises(ValueError, match="predicts it in clusters"):
         untied.resize_token_embeddings(41)

@@ -6,6 +6,7 @@ import dataclasses
 import pytest
 import torch
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerForMaskedLM, XFormerModel
 from hf_xformers.blocks.base import flattened, unflattened
@@ -176,7 +177,7 @@ def test_what_a_tower_says():
 def test_one_or_two_towers():
     torch.manual_seed(0)
     model, ids = XFormerModel(XFormerConfig(**SMALL)).eval(), tokens(1, 3, high=40)
-    for name in ("decoder_input_ids", "decoder_inputs_embeds"):
+    for name in ("decoder_input_ids", "decoder_inputs_embeds", "decoder_attention_mask"):
         with pytest.raises(ValueError, match=f"`{name}` was given to a model without a second tower"):
             model(ids, **{name: ids})
     types = torch.ones_like(ids)
@@ -201,6 +202,8 @@ def test_shifted_inputs():
     padded = torch.cat([torch.full((2, 2), 3), ids], 1)  # on the left: the start moves with the text
     mask = torch.tensor([[0, 0, 1, 1, 1, 1]] * 2)
     close(model(padded, attention_mask=mask, **given).last_hidden_state[:, 2:], expected, 1e-5)
+    apart, mask = ids[:, [0, 0, 0, 1, 2, 3]], torch.tensor([[1, 0, 0, 1, 1, 1]] * 2)  # padding between tokens
+    close(model(apart, attention_mask=mask, **given).last_hidden_state[mask == 1].view_as(expected), expected, 1e-5)
     config = XFormerConfig(**SMALL, is_encoder_decoder=True, pad_token_id=None)
     with pytest.raises(ValueError, match="Set `decoder_start_token_id`"):
         XFormerModel(config)(ids)
@@ -212,7 +215,7 @@ def test_encoder_outputs_can_be_given():
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
     expected = model(ids, attention_mask=mask, decoder_input_ids=ids).last_hidden_state
     memory = model.get_encoder()(input_ids=ids, attention_mask=mask)
-    for given in (memory, (memory.last_hidden_state,)):
+    for given in (memory, (memory.last_hidden_state,), BaseModelOutputWithPooling(memory.last_hidden_state)):
         output = model(encoder_outputs=given, attention_mask=mask, decoder_input_ids=ids).last_hidden_state
         close(output, expected, 1e-6)
 

@@ -1,8 +1,8 @@
 """XFormerConfig: slots, geometry, refusals, towers, layers that differ, serialisation."""
 
 import copy
-import dataclasses
 import json
+import math
 import pickle
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ from transformers import AutoConfig
 from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerForMaskedLM, XFormerForSeq2SeqLM, build_spec
 from hf_xformers.attention.shared.spec import AttentionSpec
 from hf_xformers.core.components import SLOTS, Spec
-from hf_xformers.variants import config_class, family, model_types
+from hf_xformers.variants import config_class, family
 
 SMALL = dict(vocab_size=40, hidden_size=16, num_attention_heads=4, num_hidden_layers=2, intermediate_size=16)
 
@@ -71,6 +71,8 @@ def test_every_slot_has_a_default():
         ({"num_hidden_layers": -1}, ValueError, "`num_hidden_layers` must be at least 1, got -1"),
         ({"num_decoder_layers": 0}, ValueError, "`num_decoder_layers` must be at least 1, got 0"),
         ({"type_vocab_size": -1}, ValueError, "`type_vocab_size` must not be negative, got -1"),
+        ({"chunk_size_feed_forward": -1}, ValueError, "`chunk_size_feed_forward` must not be negative, got -1"),
+        ({"initializer_range": math.nan}, ValueError, "`initializer_range` must not be negative, got nan"),
         ({"hidden_size": 18}, ValueError, "18 is not a multiple of `num_attention_heads` 4; .*set `head_dim`"),
         ({"num_key_value_heads": 3}, ValueError, "`num_key_value_heads` 3 must divide `num_attention_heads` 4"),
         ({"num_key_value_heads": 0}, ValueError, "`num_key_value_heads` 0 must divide"),
@@ -290,15 +292,7 @@ def test_model_of_differing_layers():
     assert (first.attention.num_heads, second.attention.num_heads) == (4, 2)
 
 
-def test_specs_in_json():
-    config = XFormerConfig(**SMALL, position={"type": "rotary", "theta": 500})
-    stored = json.loads(config.to_json_string())["position"]
-    assert stored.items() >= {"type": "rotary", "theta": 500, "fraction": 1.0, "layout": "half"}.items()
-    assert stored.keys() == {"type", *(field.name for field in dataclasses.fields(config.position))}
-    assert XFormerConfig.from_dict(json.loads(config.to_json_string())).position == config.position
-
-
-@pytest.mark.parametrize("name", list(model_types()))
+@pytest.mark.parametrize("name", ["xformer", "xf_gpt3_alternating", "xf_deberta", "xf_vision_transformer"])
 def test_copies(name):
     """Pickle and deepcopy give equal configs that share nothing mutable."""
     config = config_class(name)(per_layer_config={0: {"feedforward": "relu"}})

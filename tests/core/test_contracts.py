@@ -19,7 +19,6 @@ from hf_xformers.core.hand_overs import HandOver
 from hf_xformers.core.parallel_plans import tensor_parallel_plan
 from hf_xformers.feedforward.dense import ReLUSpec
 from hf_xformers.normalization.base import NormSpec
-from hf_xformers.normalization.residual import PostLNSpec
 from hf_xformers.position.rotary import RotarySpec
 
 PACKAGE = Path(hf_xformers.__file__).parent
@@ -192,7 +191,3 @@ def test_the_mask_decoder_takes_frames_that_read_the_stream(residual):
     model.model.trunk.stack.passes = 1
     with torch.no_grad():  # one pass that reads H + 0 from H is the plain last layer
         torch.testing.assert_close(model(input_ids=ids, absolute_positions=torch.zeros_like(table)).logits, plain)
-
-
-def test_frames_that_normalise_first_are_refused():
-    assert not PostLNSpec().additive

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from peft import PrefixTuningConfig, get_peft_model
 
 from hf_xformers import (
     XFormerConfig,
@@ -20,7 +21,7 @@ from hf_xformers import (
 from hf_xformers.configuration_image import XFormerImageConfig
 from hf_xformers.core.pooling import Pooler, pool
 from hf_xformers.modeling.image import XFormerForImageClassification
-from tests.helpers import close, make_strong, tokens
+from tests.helpers import close, make_strong, pad, tokens
 
 SMALL = dict(vocab_size=40, hidden_size=16, num_attention_heads=4, num_hidden_layers=1, intermediate_size=16)
 MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [0, 0, 1, 1], [0, 0, 0, 0]])
@@ -41,6 +42,8 @@ def test_pooling():
     assert torch.equal(pool(states, None, "first"), states[:, 0])
     assert torch.equal(pool(states, None, "last"), states[:, -1])
     close(pool(states, None, "mean"), states.mean(1))
+    many = torch.full((1, 8192, 1), 16.0, dtype=torch.float16)  # the sum of which is beyond the type's range
+    assert pool(many, torch.ones(1, 8192), "mean").item() == 16
 
 
 def test_pooler():
@@ -119,6 +122,41 @@ def test_classifier_transform(kind, bias):
     base = model.model(ids, attention_mask=mask, decoder_input_ids=ids, decoder_attention_mask=mask)
     found = model(ids, attention_mask=mask, decoder_input_ids=ids, decoder_attention_mask=mask).logits
     close(found, labels(model, hidden(model, pool(base.last_hidden_state, mask, "last"))))
+
+
+def test_decoder_inputs_that_are_vectors_have_a_mask():
+    model, ids = build(XFormerForSequenceClassification, is_encoder_decoder=True), tokens(3, 4, high=40)
+    given = {"attention_mask": torch.ones_like(ids), "decoder_attention_mask": MASK[:3]}
+    expected = model(ids, decoder_input_ids=ids, **given).logits
+    close(model(ids, decoder_inputs_embeds=model.get_input_embeddings()(ids), **given).logits, expected)
+
+
+@pytest.mark.parametrize("decoder", [False, True])
+@pytest.mark.parametrize(
+    "task, model_class",
+    [
+        ("SEQ_CLS", XFormerForSequenceClassification),
+        ("TOKEN_CLS", XFormerForTokenClassification),
+        ("QUESTION_ANS", XFormerForQuestionAnswering),
+    ],
+)
+def test_a_text_behind_a_prefix_of_peft(task, model_class, decoder):
+    for pooler in (False, True):
+        model = build(model_class, is_decoder=decoder, add_pooler=pooler)
+        model = get_peft_model(model, PrefixTuningConfig(task_type=task, num_virtual_tokens=3)).double().eval()
+        ids = tokens(2, 4, high=40)
+        alone = model(input_ids=ids, attention_mask=torch.ones_like(ids))[0]
+        for side in ("left", "right"):
+            padded, mask = pad(list(ids), 6, side)
+            found = model(input_ids=padded, attention_mask=mask)[0]
+            close(found if task == "SEQ_CLS" else found[mask == 1].view_as(alone), alone)
+
+
+def test_two_objectives_pass_on_a_memory():
+    fields = {"stack": "segment_recurrent", "attention": "transformer_xl", "position": "none"}
+    model, ids = build(XFormerForPreTraining, **fields), tokens(2, 8, high=40)
+    whole = model(ids, segment_memory=model(ids[:, :4]).segment_memory)
+    assert whole.segment_memory.length == 12
 
 
 def test_images_have_the_transform():
@@ -293,7 +331,8 @@ def test_multiple_choice():
             length = int(mask[row, choice].sum())
             states = model.model(ids[row, choice, :length][None]).last_hidden_state
             close(output.logits[row, choice], model.classifier(states[:, 0])[0, 0])
-    close(output.loss, -(output.logits.log_softmax(-1)[[0, 1], [2, 0]]).mean().float(), 1e-6)
+    close(output.loss, -(output.logits.log_softmax(-1)[[0, 1], [2, 0]]).mean())
+    assert model(ids, labels=torch.tensor([-100, -100])).loss == 0
     with pytest.raises(ValueError, match=r"\[batch, choices, length\]"):
         model(ids[:, 0])
 
@@ -330,5 +369,6 @@ def test_ids_that_are_never_predicted(tmp_path):
     model.save_pretrained(tmp_path)
     again = XFormerForCausalLM.from_pretrained(tmp_path).eval()
     assert torch.equal(again(input_ids=ids).logits, output.logits)
-    with pytest.raises(ValueError, match="vocabulary of 40 cannot become one of 50: the head predicts the first 38"):
-        model.resize_token_embeddings(50)
+    for size in ({"new_num_tokens": 48}, {"pad_to_multiple_of": 16}):
+        with pytest.raises(ValueError, match="of 40 cannot become one of 48: the head predicts the first 38"):
+            model.resize_token_embeddings(**size)

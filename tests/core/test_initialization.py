@@ -7,7 +7,7 @@ import torch
 
 from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerForMaskedLM, XFormerForSeq2SeqLM
 from hf_xformers.variants import config_class, family
-from tests.common.cases import TEXT_TYPES
+from tests.common.cases import TEXT_TYPES, defaults
 from tests.helpers import close, tiny_fields, tokens
 
 WIDTH, INNER, LAYERS = 64, 128, 3
@@ -135,7 +135,15 @@ def test_loading_does_not_start_again(tmp_path):
         assert all((parameter == 0.25).all() for parameter in loaded.parameters())
 
 
-@pytest.mark.parametrize("name", TEXT_TYPES)
+def starts():
+    """One family for each way in which the states of the first layer are made."""
+    fields = ("embedding", "position", "normalization", "stack")
+    numbers = ("initializer", "initializer_range", "initializer_factor")
+    made = {name: defaults(name).to_dict() for name in TEXT_TYPES}
+    return list({str([made[name][field] for field in fields + numbers]): name for name in TEXT_TYPES}.values())
+
+
+@pytest.mark.parametrize("name", starts())
 def test_tokens_are_heard_beside_positions(name):
     """What the first layer reads varies with the token, not with the place alone: small vectors beside large positions
     take hundreds of steps to be told apart, whatever the mechanism."""

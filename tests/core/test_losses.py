@@ -108,10 +108,11 @@ def test_language_models(model_class):
     close(output.loss, torch.tensor(total / count, dtype=torch.float64))
     output = model(input_ids=ids, labels=labels, num_items_in_batch=torch.tensor(31))
     close(output.loss, torch.tensor(total / 31, dtype=torch.float64))
-    empty = model(input_ids=ids, labels=torch.full_like(ids, -100))
-    assert empty.loss == 0.0
-    empty.loss.backward()
-    assert all((parameter.grad == 0).all() for parameter in model.parameters() if parameter.grad is not None)
+    for count in (None, 0, torch.tensor(0)):  # of a batch, and of a whole step
+        empty = model(input_ids=ids, labels=torch.full_like(ids, -100), num_items_in_batch=count)
+        assert empty.loss == 0.0
+        empty.loss.backward()
+        assert all((parameter.grad == 0).all() for parameter in model.parameters() if parameter.grad is not None)
 
 
 def test_labels_that_are_shifted_already():

@@ -67,6 +67,15 @@ REFUSED = [
         "a decoder's tables would never be read",
         dict(is_encoder_decoder=True, embedding={"type": "token", "id_tables": (("langs", 2),), "absent_ids": "none"}),
     ),
+    # layers of a family that has some of its own
+    *(
+        (message, dict(variant="xf_gpt3_alternating", per_layer_config=layers), *error)
+        for message, layers, *error in (
+            ("must be a dict of layer numbers .* got list", [{"attention": "dense"}], TypeError),
+            ("must be a dict of fields, got str: 'dense'", {1: "dense"}, TypeError),
+            ("numbers of layers from 0 on as keys, each once, got 'first'", {"first": {}}),
+        )
+    ),
     # pretraining_specs
     ("overrides 'pretraining', which both towers share", dict(decoder={"pretraining": {}})),
     ("overrides 'pretraining', which all", dict(per_layer_config={0: {"pretraining": {"reordering": {"chunks": 2}}}})),

@@ -189,18 +189,8 @@ REFUSED = [
         (dict(per_layer_config={1: {name: value}}), f"overrides '{name}', which {WHOLE}")
         for name, value in {
             "position": "rotary",
-            "block": "macaron",
-            "embedding": "fix_norm",
-            "head": "transform",
-            "stack": "universal",
             "hidden_size": 8,
-            "vocab_size": 50,
-            "num_hidden_layers": 3,
-            "hidden_dropout_prob": 0.1,
-            "initializer": "t5",
             "is_decoder": True,
-            "use_cache": False,
-            "pad_token_id": 3,
             "output_hidden_states": True,
             "decoder": {"attention": "dense"},
         }.items()
@@ -227,12 +217,11 @@ REFUSED = [
         "numbers of layers from 0 on as keys, each once, got 'first'",
     ),
     (dict(per_layer_config={-1: {"attention": "dense"}}), "got -1"),
-    (dict(per_layer_config={2: {"attention": "dense"}}), "overrides layer 2, but there are 2"),
     (dict(per_layer_config={"0": {"feedforward": "relu"}, 0: {"feedforward": "relu"}}), "each once, got 0"),
     (dict(per_layer_config={0: 5}), r"`per_layer_config\[0\]` must be a dict of fields, got int: 5"),
     (dict(per_layer_config={0: {"head_width": 8}}), "'head_width', which is no field"),
     (dict(per_layer_config={0: {"tower": "trunk"}}), "'tower', which is no field"),
-    (dict(attention={"type": "dense", "scale": -1}), "needs a positive `scale` .* got -1"),
+    (dict(attention={"type": "dense", "scale": -1}), "needs `scale` > 0, got -1"),
     (dict(dtype="no_type"), "name of a torch dtype such as 'bfloat16', got 'no_type'"),
     (
         dict(shape="decoder", attention={"type": "dpfp", "update_rule": "delta", "aggregation": "capsule_heads"}),
@@ -242,10 +231,9 @@ REFUSED = [
     (dict(attention={"type": "axial_transformer", "columns": 1}), "needs `columns` >= 2"),
     (dict(shape="decoder", stack={"type": "recurrent_windows", "window_size": 1}), "needs `window_size` >= 2"),
     (dict(shape="seq2seq", embedding="word_characters"), "set decoder={'embedding': 'token'}"),
-    (dict(embedding={"type": "token", "id_tables": (("input_ids", 2),)}), "comes twice; give another"),
     (dict(per_layer_config={9: {"attention": "dense"}}), "leave it out, or raise `num_hidden_layers`"),
     (dict(id2label=3), "`id2label` must be a dict .* got 3"),
-    (dict(id2label={"first": "a"}), "class numbers from 0 on as keys, got 'first'"),
+    *((dict(id2label={key: "a"}), f"class numbers from 0 on as keys, got {key!r}") for key in ("first", -1)),
     *[
         (dict(feedforward="hash_layers", **stack), "see other states than the text's tokens")
         for stack in (

@@ -98,6 +98,7 @@ def test_each_direction_is_a_causal_model(side):
             for i, j in ((0, 1), (1, 3))
         ]
         close(sum(part.loss for part in parts), output.loss)
+        close(model(ids, mask, labels=ids, num_items_in_batch=ids.numel()).loss, output.loss)  # as Trainer counts
         nothing = model(ids, torch.zeros_like(mask), labels=ids)
     assert nothing.loss == 0 and nothing.logits.isfinite().all()
 

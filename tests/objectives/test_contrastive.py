@@ -128,6 +128,11 @@ def test_padding_and_lone_texts():
             pair = net(first[:2], second_input_ids=second[:2], labels=given["labels"][:2])
             close(less.loss, pair.loss)
             assert less.targets.tolist() == [0, 1, -100]
+    funnel = {"type": "funnel", "upsample": False}
+    fewer = model(stack=funnel, attention="transformer_xl", position="none")  # states than tokens
+    with torch.no_grad():
+        ids, mask = pad(list(first), 9, "right")
+        close(fewer(ids, mask).vectors, fewer(first).vectors)
     alone = net.train()(first[:1], second_input_ids=second[:1], labels=given["labels"][:1])
     alone.loss.backward()
     assert alone.loss.item() == 0 and alone.targets.tolist() == [-100]

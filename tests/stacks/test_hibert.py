@@ -103,6 +103,11 @@ def test_a_sentence_is_written_from_its_vector_alone():
             input_ids=ids[None], sentence_ids=numbers[None], target_positions=places[:, 0],
             decoder_input_ids=made[:, :-1], use_cache=False,
         )  # fmt: skip
+        begun = net(ids[None], sentence_ids=numbers[None], decoder_input_ids=made[:, :2], use_cache=True)
+        given = {"decoder_input_ids": made[:, 2:], "past_key_values": begun.past_key_values}
+        later = net(ids[None], sentence_ids=numbers[None], **given)
+        whole = net(ids[None], sentence_ids=numbers[None], decoder_input_ids=made)
+        close(later.logits, whole.logits[:, 2:])
     assert torch.equal(again.logits.argmax(-1), made[:, 1:])
 
 

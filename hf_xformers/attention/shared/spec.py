@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
-from ...core.components import Spec
+from ...core.components import Spec, bounded
 from ...core.prepared import Carry
 from ...core.sequence_parallel import SequenceForm, Unserved
 from ...ops.common.token_grid import TokenGrid
@@ -71,9 +71,9 @@ class AttentionSpec(Spec):
 
     bias: bool = True
     output_bias: bool | None = None
-    scale: float | int | None = None
+    scale: float | int | None = bounded(None, above=0)
     query_key_norm: Literal["none", "head", "each_head", "projection"] = "none"
-    score_cap: float | int | None = None
+    score_cap: float | int | None = bounded(None, above=0)
     angles: Literal["global", "local", "none"] = "global"
     aggregation: dict | str | HeadAggregation | None = None
     losses: tuple[Any, ...] = ()
