@@ -134,6 +134,8 @@ class LinformerAttention(Attention):
     ) -> SublayerOutput:
         step = self.layer_idx if step is None else step
         read: Any = memory if self.cross else hidden_states  # None where a cache has what is made of it
+        if self.cross and read is not None:
+            self._check_length(read.shape[1], context.memory_padding_mask)
         query = self.heads(self.q_proj(hidden_states))
         first, second, states = self._projections(context)
         if self.spec.projection != "linear":
@@ -195,8 +197,6 @@ class LinformerAttention(Attention):
         if context.parts is not None and not self.cross:
             return self._short_of_parts(read, first, second, context.parts)
         mask, order = self._padding(context)
-        if self.cross:
-            self._check_length(read.shape[1], mask)
         tokens, mask = self._by_place(read, mask, order)
         columns = tokens.shape[1]
         if self.spec.projection == "linear":

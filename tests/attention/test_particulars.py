@@ -324,8 +324,12 @@ def test_padding_takes_no_columns_of_linformer():
             for implementation in ("eager", "sdpa"):
                 context = make_context(13, padding_mask=mask, implementation=implementation)
                 close(run_layers([layer], padded, context)[0].output[:, where], expected)
-        with pytest.raises(ValueError, match="10 tokens, but this linformer projects 9"):
-            run_layers([layer], vectors(1, 10), make_context(10))
+        (reader,) = build_layers({"type": "linformer", "max_length": 9}, cross=True, is_encoder_decoder=True)
+        for implementation in ("eager", "sdpa"):
+            for each, memory in ((layer, None), (reader, vectors(1, 10))):
+                context = make_context(10, implementation=implementation)
+                with pytest.raises(ValueError, match="10 tokens, but this linformer projects 9"):
+                    run_layers([each], vectors(1, 10), context, memory)
 
 
 @pytest.mark.parametrize("causal", [False, True])
