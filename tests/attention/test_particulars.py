@@ -200,6 +200,8 @@ def test_norms_of_summaries_by_layer():
     summaries = [type(layer.attention.summary_norm) for layer in model.trunk.layers]
     assert summaries[0] is summaries[2] is not summaries[1]
     assert model(tokens(2, 9, high=50)).last_hidden_state.isfinite().all()
+    model(tokens(2, 2, high=50)).last_hidden_state.sum().backward()  # too short for a block: processes wait for all
+    assert all(p.grad is not None for layer in model.trunk.layers for p in layer.attention.parameters())
 
 
 def test_where_the_memory_of_luna_goes():
