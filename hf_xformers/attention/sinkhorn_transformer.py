@@ -15,6 +15,7 @@ from transformers.utils import logging
 from ..core.cache import KeepsMore
 from ..core.call import Call, SublayerOutput, self_attention_cache
 from ..core.components import bounded, register
+from ..core.holes import take
 from ..core.initialization import start_linear
 from ..ops.common.fused import fused_attention
 from ..ops.common.head_groups import over_head_groups
@@ -133,8 +134,8 @@ class SinkhornAttention(Attention):
         self._check_length(length, real)
         if real is not None:
             order = real_first(real)
-            key, value = (_rearranged(x, order) for x in (key, value))
-            sums, real = sums.gather(1, order[..., None].expand_as(sums)), real.gather(1, order)
+            key, value = (take(x, order, 2) for x in (key, value))
+            sums, real = take(sums, order), real.gather(1, order)
         size = self.spec.block_size
         counted = key.new_ones(1, -(-length // size), dtype=torch.bool)
         if real is not None:
@@ -155,10 +156,10 @@ class SinkhornAttention(Attention):
         else:
             if not context.fresh:  # the queries of cached tokens are gone; their results are not asked for
                 query = torch.zeros_like(key).index_copy(2, context.query_index, query)
-            query = query if order is None else _rearranged(query, order)
+            query = query if order is None else take(query, order, 2)
             output = self._whole(_blocks(query, size, 0.0), keys, values, weights, there)[:, :, :length]
             if order is not None:
-                output = _rearranged(output, order.argsort(dim=-1))
+                output = take(output, order.argsort(dim=-1), 2)
             if not context.fresh:
                 output = output.index_select(2, context.query_index)
         mask = context.query_padding_mask
@@ -296,8 +297,8 @@ class SinkhornAttention(Attention):
         if self.spec.sortcut_blocks is None:
             seen = seen + shares[..., sorts.shape[2] :]
         if order is not None:  # back to where the tokens stand
-            seen = seen.gather(3, order.argsort(dim=-1)[:, None, None].expand_as(seen))
-            value = _rearranged(value, order.argsort(dim=-1))
+            back = order.argsort(dim=-1)
+            seen, value = take(seen, back, 3), take(value, back, 2)
         seen = seen.to(value.dtype)
         dropped = F.dropout(seen, self.dropout) if self._dropout else seen
         return dropped @ value, seen
@@ -310,11 +311,6 @@ def _blocks(x: Tensor, size: int, fill: Any) -> Tensor:
     if x.shape[-2] % size:  # padding by nothing would be a copy
         x = F.pad(x, (0, 0, 0, -x.shape[-2] % size), value=fill)
     return x.unflatten(-2, (-1, size))
-
-
-def _rearranged(x: Tensor, order: Tensor) -> Tensor:
-    """[B, H, T, d] in the order [B, T]."""
-    return x.gather(2, order[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
 
 
 @register("attention", "sinkhorn_transformer", aliases=("sinkhorn",))

@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache
 from ..core.cache import appended
 from ..core.call import Call, SublayerOutput, can_inspect, self_attention_cache
 from ..core.components import bounded, register
+from ..core.holes import take
 from ..core.initialization import start_projections
 from ..core.prepared import Prepared
 from ..core.visibility import mask_of_call, visible_pairs
@@ -290,9 +291,9 @@ class SynthesizerAttention(Attention):
         if "factorized_dense" in self.members:
             factors = [*self._factors(hidden_states)]
         if order is not None:
-            value, other = _take(value, order), None if other is None else _take(other, order)
+            value, other = take(value, order, 2), None if other is None else take(other, order, 2)
             if fresh:
-                own, *factors = (None if x is None else _take(x, order) for x in (own, *factors))
+                own, *factors = (None if x is None else take(x, order, 2) for x in (own, *factors))
             if not context.causal:  # in causal order a real token sees no padding, which comes last
                 count = cast(Tensor, context.padding_mask).sum(-1)
                 real = (torch.arange(keys, device=value.device) < count[:, None])[:, None, None, :]
@@ -342,11 +343,6 @@ class SynthesizerAttention(Attention):
                 output = output.gather(1, places[:, :, None, None].expand(-1, -1, *output.shape[2:]))
             output = output.masked_fill(~cast(Tensor, context.query_padding_mask)[:, :, None, None], 0.0)
         return output
-
-
-def _take(x: Tensor, order: Tensor) -> Tensor:
-    """[B, H, T, d] in another order [B, T] of its tokens."""
-    return x.gather(2, order[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
 
 
 @register("attention", "synthesizer")
