@@ -140,10 +140,6 @@ class BPTransformerAttention(Attention):
         leaves = parts[0] if tree.order is None else take(parts[0], tree.order, 2)
         return self.repeated(torch.cat([leaves, parts[1]], dim=2))
 
-    @property
-    def _dropout(self) -> float:
-        return self.dropout if self.training else 0.0
-
     def _efficient(
         self,
         query: Tensor,
@@ -170,7 +166,7 @@ class BPTransformerAttention(Attention):
             places = tree.place
         shape: dict[str, Any] = {"count": self.spec.nodes_per_level, "clip": self.spec.max_level}
         shape["causal"] = context.causal
-        options: dict[str, Any] = {"scale": self.scaling, "dropout": self._dropout}
+        options: dict[str, Any] = {"scale": self.scaling, "dropout": self.dropout_now}
         if few or not can_inspect():  # the plan of blocks is made outside of graphs
             read = picks(places, slots, **shape)
             output = few_leaves(query, key, value, real, relative, read, **options)
@@ -195,7 +191,7 @@ class BPTransformerAttention(Attention):
         leaves = torch.arange(first, key.shape[2], device=key.device)
         allowed = covered(tree.level, tree.node, leaves)[:, None]
         scores = wide_products(query, key[:, :, first:])
-        return weigh(scores, allowed, value[:, :, first:], self.scaling, self._dropout)
+        return weigh(scores, allowed, value[:, :, first:], self.scaling, self.dropout_now)
 
     def _literal(
         self,
@@ -225,12 +221,11 @@ class BPTransformerAttention(Attention):
             scores = scores + terms.gather(-1, index)
         scores = (scores * self.scaling).masked_fill(~allowed[:, None], torch.finfo(scores.dtype).min)
         weights = scores.softmax(-1).masked_fill(~allowed[:, None], 0.0).to(value.dtype)
-        dropped = F.dropout(weights, self._dropout) if self._dropout else weights
+        dropped = F.dropout(weights, self.dropout_now) if self.dropout_now else weights
         output = dropped @ value
         own = covered(tree.level, tree.node, torch.arange(slots, device=device)) & real[:, None]
-        spans = weigh(
-            wide_products(of_spans, key[:, :, :slots]), own[:, None], value[:, :, :slots], self.scaling, self._dropout
-        )
+        scores = wide_products(of_spans, key[:, :, :slots])
+        spans = weigh(scores, own[:, None], value[:, :, :slots], self.scaling, self.dropout_now)
         shares = counts.to(weights.dtype) / counts.sum(-1, keepdim=True).clamp(min=1)
         seen = weights[..., :slots] + weights[..., slots:] @ shares[:, None]
         if tree.order is not None:  # back to where the tokens stand

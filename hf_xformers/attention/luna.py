@@ -89,9 +89,7 @@ class LunaAttention(Attention):
         named = (self.k_proj, self.v_proj, self.pack_q_proj, self.pack_k_proj, self.pack_v_proj)
         inputs = [projection for projection in named if projection is not None]
         start_projections(config, init, inputs=inputs, output=self.o_proj)
-        if config.initializer == "t5":
-            std = config.initializer_factor * (config.hidden_size * self.head_dim) ** -0.5
-            init.normal_(self.q_proj.weight, mean=0.0, std=std)
+        self.start_queries(config, init)
         if self.memory is not None:
             init.normal_(self.memory, mean=0.0, std=config.hidden_size**-0.5)
 

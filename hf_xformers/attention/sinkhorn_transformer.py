@@ -196,10 +196,6 @@ class SinkhornAttention(Attention):
             sums = sums + layer.labels[..., -1:].mT
         return layer.add_labels(sums.mT).mT
 
-    @property
-    def _dropout(self) -> float:
-        return self.dropout if self.training else 0.0
-
     def _places(self, context: Call) -> Tensor:
         """[B or 1, T]: how many real tokens stand before each query."""
         if context.padding_mask is None:
@@ -209,7 +205,7 @@ class SinkhornAttention(Attention):
     def _options(self, there: Tensor | None) -> dict[str, Any]:
         # A decoder's sorted blocks are past ones, which are full.
         weigh = there is not None and not self.is_causal
-        return {"scale": self.scaling, "dropout": self._dropout, "weigh": weigh}
+        return {"scale": self.scaling, "dropout": self.dropout_now, "weigh": weigh}
 
     def _whole(self, query: Tensor, key: Tensor, value: Tensor, weights: Tensor, there: Tensor | None) -> Tensor:
         """Every block [B, H, n, b, d] with the one sorted to it -> [B, H, n b, d]."""
@@ -225,7 +221,7 @@ class SinkhornAttention(Attention):
             chosen = sort_blocks(weights, key, value, there)
             return near_and_sorted(query, key, value, chosen, visible, **self._options(there)).flatten(2, 3)
 
-        return over_head_groups(some_heads, query, key, value, weights, random=self._dropout > 0)
+        return over_head_groups(some_heads, query, key, value, weights, random=self.dropout_now > 0)
 
     def _few(
         self, query: Tensor, key: Tensor, value: Tensor, weights: Tensor, there: Tensor | None, context: Call
@@ -251,7 +247,7 @@ class SinkhornAttention(Attention):
         query, keys = with_mass(query, chosen.key.flatten(2, 3), mass, self.scaling)
         mask = (mass > 0)[:, :, None].expand(-1, -1, query.shape[2], -1)
         blind = ~mask.any(-1, keepdim=True)  # such queries see everything, and read nothing
-        read = query, keys, chosen.value.flatten(2, 3), mask | blind, self._dropout
+        read = query, keys, chosen.value.flatten(2, 3), mask | blind, self.dropout_now
         return fused_attention(*read, scale=self.scaling).masked_fill(blind, 0.0)
 
     def _literal(
@@ -300,7 +296,7 @@ class SinkhornAttention(Attention):
             back = order.argsort(dim=-1)
             seen, value = take(seen, back, 3), take(value, back, 2)
         seen = seen.to(value.dtype)
-        dropped = F.dropout(seen, self.dropout) if self._dropout else seen
+        dropped = F.dropout(seen, self.dropout) if self.dropout_now else seen
         return dropped @ value, seen
 
 

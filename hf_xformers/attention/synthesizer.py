@@ -97,9 +97,8 @@ class SynthesizerAttention(Attention):
     def initialize(self, config, init) -> None:
         own = [layer for layer in (self.k_proj, self.v_proj) if layer is not None]
         start_projections(config, init, inputs=own, output=self.o_proj)
-        if config.initializer == "t5" and self.q_proj is not None:
-            std = config.initializer_factor * (config.hidden_size * self.head_dim) ** -0.5
-            init.normal_(self.q_proj.weight, mean=0.0, std=std)
+        if self.q_proj is not None:
+            self.start_queries(config, init)
         for name in ("dense_table", "random_table", "fixed_table", "query_table", "key_table"):
             table = getattr(self, name, None)
             if table is not None:  # Glorot's bound for each head's matrix, as in the released code
@@ -266,10 +265,9 @@ class SynthesizerAttention(Attention):
             mask = mask.expand(-1, -1, query.shape[2], -1)
         width = -(-max(query.shape[-1], value.shape[-1]) // 8) * 8
         query, key, value = (F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
-        dropout = self.dropout if self.training else 0.0
         blind = None if mask is None else ~mask.any(-1, keepdim=True)  # such queries see everything, and read nothing
         mask = mask if mask is None or blind is None else mask | blind
-        output = fused_attention(query, key, value, mask, dropout, is_causal=causal, scale=1.0)
+        output = fused_attention(query, key, value, mask, self.dropout_now, is_causal=causal, scale=1.0)
         output = output if blind is None else output.masked_fill(blind, 0.0)
         return output[..., : self.head_dim].transpose(1, 2)
 
@@ -300,7 +298,7 @@ class SynthesizerAttention(Attention):
         shares = self._shares()
         names = {"random": "random_table", "fixed_random": "fixed_table"}
         tables: dict[str, Tensor] = {kind: getattr(self, name) for kind, name in names.items() if kind in self.members}
-        dropout = self.dropout if self.training else 0.0
+        dropout = self.dropout_now
         # Scores that are the same in all rows of the batch act on all rows' values at once.
         together = own is None and factors[0] is None and not dropout and real is None and (fresh or order is None)
         folded = value.permute(1, 2, 0, 3).flatten(2) if together else None

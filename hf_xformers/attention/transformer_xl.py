@@ -222,7 +222,7 @@ class TransformerXLAttention(Attention):
         if of_types is not None:
             tables.append(of_types)
         terms = RelativeTerms(self, tuple(tables), context, keys, grid, real, step)
-        mixed = attend_with_terms(content, key, value, terms, self.dropout if self.training else 0.0, blocks)
+        mixed = attend_with_terms(content, key, value, terms, self.dropout_now, blocks)
         return SublayerOutput(self.written(mixed, context, hidden_states))
 
     def _typed(self, key: Tensor, content_bias: Tensor, context: Call) -> tuple[Tensor, Tensor | None]:

@@ -156,7 +156,7 @@ class TransientGlobalAttention(BlockSparseAttention):
         context: Call,
     ) -> tuple[Tensor, Tensor | None]:
         """[B, T, H, d], and weights [B, H, T, T] where they are wanted."""
-        dropout, cap = self.dropout if self.training else 0.0, self.spec.score_cap
+        dropout, cap = self.dropout_now, self.spec.score_cap
         own, side_key, side_value = self._by_head(sides)
         bias, of_blocks = self.score_bias(context), self._bias_of_blocks(blocks, context)
         if self.wants_weights(context):

@@ -89,7 +89,7 @@ class BlockSparseAttention(Attention):
         differ."""
         if context.parts is not None:
             return self._attend_part((query, key, value), global_rows, context), None
-        dropout, bias = self.dropout if self.training else 0.0, self.score_bias(context)
+        dropout, bias = self.dropout_now, self.score_bias(context)
         chosen, most = self.global_tokens(context)
         chosen = None if chosen is None else chosen.expand(key.shape[0], -1)
         total, padding = context.key_index.shape[0], context.padding_mask
@@ -157,7 +157,7 @@ class BlockSparseAttention(Attention):
         dropped: int,
         context: Call,
     ) -> tuple[Tensor, Tensor | None]:
-        chosen, dropout, inputs = globals_[0], self.dropout if self.training else 0.0, self._by_head(given)
+        chosen, dropout, inputs = globals_[0], self.dropout_now, self._by_head(given)
         rows = inputs if global_rows is None else self._by_head(global_rows)
         if not self._literal(context, inputs[0].shape[2]):
             return self._in_tiles(inputs, rows, added, globals_, context, dropped, dropout).transpose(1, 2), None
