@@ -34,7 +34,8 @@ FEW_QUERIES = 4
 
 
 class PatternTiles(Prepared):
-    """The tiles of a pattern without global keys, in a slot for each pattern."""
+    """The tiles of a pattern without global keys, in a slot for each pattern, number of heads and of keys, and set of
+    global tokens."""
 
     tiles: list[tuple[slice, Rounds]]
 
@@ -207,7 +208,7 @@ class BlockSparseAttention(Attention):
         return F.pad(output, (0, 0, 0, 1)).scatter(2, places, own)[:, :, :-1]
 
     def _tiles(self, context: Call, keys: int, dropped: int, chosen: Tensor | None) -> list[tuple[slice, Rounds]]:
-        """The tiles of the pattern without global keys; made once per call for each distinct pattern."""
+        """The tiles of the pattern without global keys; made once per call for layers that have the same."""
         padding, queries = context.padding_mask, context.query_index.shape[0]
 
         def make() -> PatternTiles:
@@ -226,7 +227,8 @@ class BlockSparseAttention(Attention):
             )
             return PatternTiles(tiles)
 
-        return context.prepare(PatternTiles, make, self.pattern).tiles
+        slot = self.pattern, self.num_heads, keys, id(self.global_tokens(context)[0])
+        return context.prepare(PatternTiles, make, slot).tiles
 
     def _by_head(self, inputs: Inputs) -> Inputs:
         """Queries, keys and values, as many of each."""
