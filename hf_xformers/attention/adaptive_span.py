@@ -296,8 +296,7 @@ class AdaptiveSpanAttention(Attention):
         masks = (context.padding_mask, context.explicit_mask, context.segment_ids)
         masked = any(mask is not None for mask in masks)
         key, value = self.repeated(key), self.repeated(value)
-        dropout = self.dropout if self.training else 0.0
-        output = window_attention(query, key, value, bias, table, side, visible if masked else None, dropout)
+        output = window_attention(query, key, value, bias, table, side, visible if masked else None, self.dropout_now)
         return output.transpose(1, 2)
 
     def _windows(
@@ -317,7 +316,7 @@ class AdaptiveSpanAttention(Attention):
         (batch, heads, length, _), keys = query.shape, key.shape[2]
         reach = min(reach, keys)
         total, side = context.key_index.shape[0], reach - 1 + self.gap
-        bias, dropout = self.score_bias(context), self.dropout if self.training else 0.0
+        bias, dropout = self.score_bias(context), self.dropout_now
         at_once = min(max(min(reach, 128), TRIM), rows_at_once(2 * batch * heads * reach))
         whole = [shared_rows(x, length, at_once) for x in (key, value)]
 
@@ -377,7 +376,7 @@ class AdaptiveSpanAttention(Attention):
             query_offset=total - query.shape[2],
             key_offset=total - keys,
             scale=1.0,
-            dropout=self.dropout if self.training else 0.0,
+            dropout=self.dropout_now,
             score_bias=score_bias,
             bias_is_relative=bias is None,
             segment_ids=context.segment_ids,

@@ -85,8 +85,7 @@ class AdaptivelySparseAttention(Attention):
 
     def _is_fused(self, query: Tensor, context: Call) -> bool:
         (wide,) = widened(query[:0])
-        dropout = self.dropout if self.training else 0.0
-        return self.spec.alpha != 1 and self.score_bias(context) is None and applies(wide, dropout)
+        return self.spec.alpha != 1 and self.score_bias(context) is None and applies(wide, self.dropout_now)
 
     def _fused(self, query: Tensor, key: Tensor, value: Tensor, context: Call) -> Tensor:
         keys, alpha = key.shape[2], self.alpha

@@ -45,7 +45,7 @@ class AllAttention(Attention):
         key, value = torch.cat([memory_keys, key], 2), torch.cat([memory_values, value], 2)
         if mask is not None:
             mask = F.pad(mask, (self.slots, 0), value=True)
-        dropout = self.dropout if self.training else 0.0
+        dropout = self.dropout_now
         key, value = self.repeated(key), self.repeated(value)
         if self.wants_weights(context):
             _, weights = literal_softmax_attention(query, key, value, mask, None, self.scaling)

@@ -97,8 +97,6 @@ class BigBirdSpec(AttentionSpec):
         "any_length": "its random blocks are drawn for the number of blocks that was traced, so a graph takes that"
         " length alone",
     }
-    inputs: ClassVar[tuple[str, ...]] = ("global_attention_mask", "max_global_tokens")
-
     block_size: int = bounded(64, least=1)
     window_blocks: int = bounded(3, least=1)
     num_random_blocks: int = bounded(3, "random_blocks", least=0)
@@ -108,8 +106,9 @@ class BigBirdSpec(AttentionSpec):
     attention_type: Literal["block_sparse", "original_full"] = "block_sparse"
     dense_length: int = bounded(0, least=0)
 
-    def takes_global_tokens(self) -> bool:
-        return self.global_mode == "etc"
+    @property
+    def inputs(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("global_attention_mask", "max_global_tokens") if self.global_mode == "etc" else ()
 
     def check_fields(self) -> None:
         if self.dense_length and self.global_mode == "etc":

@@ -15,6 +15,7 @@ from ..core.cache import KeepsMore
 from ..core.call import Call, SublayerOutput, can_inspect, self_attention_cache
 from ..core.components import bounded, register
 from ..core.hand_overs import HandOver
+from ..core.holes import take
 from ..core.pooling import TextPooler, pool
 from ..core.prepared import Carry
 from ..core.text_tree import Spans, SpansBeside, Tree, make_tree
@@ -136,12 +137,8 @@ class BPTransformerAttention(Attention):
     def _nodes(self, parts: tuple[Tensor, Tensor], tree: Tree) -> Tensor:
         """Keys or values [B, K, S, d] of tokens, [B, K, spans, d] of spans -> of all nodes, one for each head; real
         tokens first."""
-        leaves = parts[0] if tree.order is None else _rearranged(parts[0], tree.order)
+        leaves = parts[0] if tree.order is None else take(parts[0], tree.order, 2)
         return self.repeated(torch.cat([leaves, parts[1]], dim=2))
-
-    @property
-    def _dropout(self) -> float:
-        return self.dropout if self.training else 0.0
 
     def _efficient(
         self,
@@ -164,19 +161,19 @@ class BPTransformerAttention(Attention):
         if not (few or context.fresh):  # the queries of cached tokens are gone; their results are not asked for
             query = query.new_zeros(*query.shape[:2], slots, query.shape[3]).index_copy(2, context.query_index, query)
         if not few and tree.order is not None:
-            query = _rearranged(query, tree.order)
+            query = take(query, tree.order, 2)
         elif few:
             places = tree.place
         shape: dict[str, Any] = {"count": self.spec.nodes_per_level, "clip": self.spec.max_level}
         shape["causal"] = context.causal
-        options: dict[str, Any] = {"scale": self.scaling, "dropout": self._dropout}
+        options: dict[str, Any] = {"scale": self.scaling, "dropout": self.dropout_now}
         if few or not can_inspect():  # the plan of blocks is made outside of graphs
             read = picks(places, slots, **shape)
             output = few_leaves(query, key, value, real, relative, read, **options)
         else:
             output = leaves_in_blocks(query, key, value, real, relative, **shape, **options)
         if not few and tree.order is not None:
-            output = _rearranged(output, tree.order.argsort(dim=-1))
+            output = take(output, tree.order.argsort(dim=-1), 2)
         if not (few or context.fresh):
             output = output.index_select(2, context.query_index)
         leaf_key, leaf_value = key[:, :, :slots], value[:, :, :slots]
@@ -194,7 +191,7 @@ class BPTransformerAttention(Attention):
         leaves = torch.arange(first, key.shape[2], device=key.device)
         allowed = covered(tree.level, tree.node, leaves)[:, None]
         scores = wide_products(query, key[:, :, first:])
-        return weigh(scores, allowed, value[:, :, first:], self.scaling, self._dropout)
+        return weigh(scores, allowed, value[:, :, first:], self.scaling, self.dropout_now)
 
     def _literal(
         self,
@@ -224,24 +221,18 @@ class BPTransformerAttention(Attention):
             scores = scores + terms.gather(-1, index)
         scores = (scores * self.scaling).masked_fill(~allowed[:, None], torch.finfo(scores.dtype).min)
         weights = scores.softmax(-1).masked_fill(~allowed[:, None], 0.0).to(value.dtype)
-        dropped = F.dropout(weights, self._dropout) if self._dropout else weights
+        dropped = F.dropout(weights, self.dropout_now) if self.dropout_now else weights
         output = dropped @ value
         own = covered(tree.level, tree.node, torch.arange(slots, device=device)) & real[:, None]
-        spans = weigh(
-            wide_products(of_spans, key[:, :, :slots]), own[:, None], value[:, :, :slots], self.scaling, self._dropout
-        )
+        scores = wide_products(of_spans, key[:, :, :slots])
+        spans = weigh(scores, own[:, None], value[:, :, :slots], self.scaling, self.dropout_now)
         shares = counts.to(weights.dtype) / counts.sum(-1, keepdim=True).clamp(min=1)
         seen = weights[..., :slots] + weights[..., slots:] @ shares[:, None]
         if tree.order is not None:  # back to where the tokens stand
-            seen = seen.gather(3, tree.order.argsort(dim=-1)[:, None, None].expand_as(seen))
+            seen = take(seen, tree.order.argsort(dim=-1), 3)
         if context.query_padding_mask is not None:
             seen = seen.masked_fill(~context.query_padding_mask[:, None, :, None], 0.0)
         return output, spans, seen
-
-
-def _rearranged(x: Tensor, order: Tensor) -> Tensor:
-    """[B, H, T, d] in the order [B, T]."""
-    return x.gather(2, order[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
 
 
 class RootPooler(TextPooler):

@@ -65,23 +65,20 @@ class ClusteredAttention(Attention):
         if self.wants_weights(context):
             real = query.new_ones(query.shape[0], query.shape[2], dtype=torch.bool) if mask is None else mask
             weights = self.matrix(query, key, means, found, real).to(query.dtype)
-            return (F.dropout(weights, self._dropout()) @ value).transpose(1, 2), weights
+            return (F.dropout(weights, self.dropout_now) @ value).transpose(1, 2), weights
         return self.by_cluster(query, key, value, means, found, mask).transpose(1, 2), None
 
     def by_cluster(
         self, query: Tensor, key: Tensor, value: Tensor, means: Tensor, found: QueryClusters, mask: Tensor | None
     ) -> Tensor:
         """[B, H, T, d], of means [B, H, C, d] and clusters of the queries."""
-        output, _ = masked_attention(means.to(key.dtype), key, value, mask, self.scaling, self._dropout())
+        output, _ = masked_attention(means.to(key.dtype), key, value, mask, self.scaling, self.dropout_now)
         return take_rows(output.transpose(1, 2), found.labels)
 
     def matrix(self, query: Tensor, key: Tensor, means: Tensor, found: QueryClusters, real: Tensor) -> Tensor:
         """The attention matrix [B, H, T, T] that this is."""
         shared = masked_softmax(wide_products(means.to(key.dtype), key) * self.scaling, real[:, None, None])
         return shared.gather(2, found.labels[..., None].expand(*found.labels.shape, key.shape[2]))
-
-    def _dropout(self) -> float:
-        return self.dropout if self.training else 0.0
 
 
 class ImprovedClusteredAttention(ClusteredAttention):
@@ -119,10 +116,10 @@ class ImprovedClusteredAttention(ClusteredAttention):
             shared = torch.softmax(scores, dim=-1)
             best = shared.gather(-1, places)
             best = best if used is None else best.masked_fill(~used, 0.0)
-            rest = F.dropout(shared.scatter(-1, places, 0.0).to(value.dtype), self._dropout())
+            rest = F.dropout(shared.scatter(-1, places, 0.0).to(value.dtype), self.dropout_now)
             return torch.cat([rest @ value, best.sum(-1, keepdim=True).to(value.dtype)], -1)
 
-        read = over_head_groups(by_mean, means, key, value, places, used, random=self._dropout() > 0)
+        read = over_head_groups(by_mean, means, key, value, places, used, random=self.dropout_now > 0)
         length, clusters = query.shape[2], found.number
         tokens, taken, cluster = cluster_blocks(found, _block_width(length, clusters), mask)
         keys = places.gather(2, cluster[..., None].expand(*cluster.shape, places.shape[-1]))
@@ -132,7 +129,7 @@ class ImprovedClusteredAttention(ClusteredAttention):
             query_valid=taken,
             key_valid=valid,
             scale=self.scaling,
-            dropout=self._dropout(),
+            dropout=self.dropout_now,
         )
         rest, total = take_rows(read, found.labels).split([value.shape[-1], 1], dim=-1)
         output = rest + total * near

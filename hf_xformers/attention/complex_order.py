@@ -8,14 +8,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.cache_utils import Cache
 
 from ..core.cache import appended
 from ..core.call import Call, SublayerOutput, self_attention_cache
 from ..core.components import register
 from ..core.visibility import last_key, rows_can_be_empty, visible_block
 from ..ops.common.products import wide_products
-from .shared.base import Attention
+from .shared.base import Attention, cross_cache, given_memory
 from .shared.query_blocks import over_query_blocks, rows_at_once, shared_rows, visible_softmax
 from .shared.spec import AttentionSpec
 
@@ -73,11 +73,11 @@ class ComplexAttention(Attention):
     def _keys_and_values(
         self, hidden_states: Tensor, memory: Tensor | None, past_key_values: Cache | None, step: int
     ) -> tuple[Tensor, Tensor]:
-        past = past_key_values if self.cross and isinstance(past_key_values, EncoderDecoderCache) else None
+        past = cross_cache(past_key_values) if self.cross else None
         if past is not None and past.is_updated.get(step):
             layer: Any = past.cross_attention_cache.layers[step]
             return layer.keys, layer.values
-        source = memory if self.cross and memory is not None else hidden_states
+        source = given_memory(memory) if self.cross else hidden_states
         key, value = self._project("k", source), self._project("v", source)
         if past is not None:
             past.is_updated[step] = True

@@ -128,7 +128,7 @@ class DenseAttention(Attention):
 
     @property
     def _bias_at_once(self) -> int:
-        tiles = torch.is_grad_enabled() and applies(self.v_proj.weight, self.dropout if self.training else 0.0)
+        tiles = torch.is_grad_enabled() and applies(self.v_proj.weight, self.dropout_now)
         return TRAINED_BIAS_AT_ONCE if tiles else BIAS_AT_ONCE
 
     def _in_blocks(self, context: Call) -> SelfAttentionTerms | None:
@@ -140,7 +140,7 @@ class DenseAttention(Attention):
         return None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, context: Call) -> tuple[Tensor, Tensor | None]:
-        dropout, added = self.dropout if self.training else 0.0, self._in_blocks(context)
+        dropout, added = self.dropout_now, self._in_blocks(context)
         if added is not None and self._bias_in_kernel(query, key, value, context, dropout):
             return self._in_tiles(query, key, value, context, dropout, self.score_bias(context)), None
         if added is not None:

@@ -67,7 +67,6 @@ class DPFPSpec(LinearSpec):
         chunk_size: tokens per quadratic block of the causal scan, or per triangular system.
     """
 
-    splits = frozenset({"heads"})
     not_taken_over = ("scale",)  # here of what is read, not of scores
     adds_up = True
     summary = "deterministic sparse features of products of neighboring channels: linear time, sum or delta rule"
@@ -80,6 +79,10 @@ class DPFPSpec(LinearSpec):
     attention_normalize: bool | None = None
     eps: float | int = bounded(1e-6, least=0)
     chunk_size: int = 64
+
+    @property
+    def splits(self) -> frozenset[str]:  # type: ignore[override]  # strengths of writing are those of all heads
+        return frozenset({"heads"} if self.update_rule == "sum" else ())
 
     @property
     def has_denominator(self) -> bool:

@@ -59,8 +59,7 @@ class DynamicMaskAttention(Attention):
         step = self.layer_idx if step is None else step
         query, key, value = self.project_self(hidden_states, context, past_key_values, step)
         terms = self._terms(hidden_states, context, key.shape[2])
-        dropout = self.dropout if self.training else 0.0
-        inputs = (query * self.scaling, self.repeated(key), self.repeated(value), terms, dropout)
+        inputs = (query * self.scaling, self.repeated(key), self.repeated(value), terms, self.dropout_now)
         weights: Tensor | None = None
         if self.wants_weights(context):
             output, weights = weights_with_terms(*inputs)

@@ -50,9 +50,7 @@ class FeedbackAttention(Attention):
 
     def initialize(self, config, init) -> None:
         start_projections(config, init, inputs=(), output=self.o_proj)
-        if config.initializer == "t5":
-            std = config.initializer_factor * (config.hidden_size * self.head_dim) ** -0.5
-            init.normal_(self.q_proj.weight, mean=0.0, std=std)
+        self.start_queries(config, init)
         init.normal_(self.key_positions, mean=0.0, std=config.initializer_range)
 
     def forward(

@@ -45,7 +45,7 @@ class InformerAttention(Attention):
         found = self.active(query, key, mask)
         if self.wants_weights(context):
             weights, lazy = self.matrix(query, key, found, mask)
-            weights = torch.where(lazy, weights, F.dropout(weights, self._dropout()))
+            weights = torch.where(lazy, weights, F.dropout(weights, self.dropout_now))
             return (weights @ value).transpose(1, 2), weights
         base = self.base(value, mask)
         at = found.places[..., None].expand(*found.places.shape, query.shape[-1])
@@ -62,7 +62,7 @@ class InformerAttention(Attention):
 
     def exact(self, query: Tensor, key: Tensor, value: Tensor, found: ActiveQueries, mask: Tensor | None) -> Tensor:
         """What active queries [B, H, u, d] read, [B, H, u, d]."""
-        return masked_attention(query, key, value, mask, self.scaling, self._dropout())[0].transpose(1, 2)
+        return masked_attention(query, key, value, mask, self.scaling, self.dropout_now)[0].transpose(1, 2)
 
     def matrix(self, query: Tensor, key: Tensor, found: ActiveQueries, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """The attention matrix [B, H, T, T] that this is, and which of its rows do not attend, [B, H, T, 1]."""
@@ -85,9 +85,6 @@ class InformerAttention(Attention):
         """The weights of queries that do not attend."""
         return seen.to(like) / seen.sum(-1, keepdim=True).clamp(min=1)
 
-    def _dropout(self) -> float:
-        return self.dropout if self.training else 0.0
-
 
 class MaskedInformerAttention(InformerAttention):
     """The same in causal order: o_i = sum_{j <= i} softmax_j(scale * q_i k_j) v_j for the u queries of largest M_i,
@@ -104,9 +101,8 @@ class MaskedInformerAttention(InformerAttention):
         slots = torch.arange(key.shape[2], device=key.device)
         allowed = slots <= found.places[..., None]
         allowed = allowed if mask is None else allowed & mask[:, None, None]
-        return literal_softmax_attention(query, key, value, allowed, None, self.scaling, self._dropout())[0].transpose(
-            1, 2
-        )
+        read, _ = literal_softmax_attention(query, key, value, allowed, None, self.scaling, self.dropout_now)
+        return read.transpose(1, 2)
 
     def seen(self, query: Tensor, mask: Tensor | None) -> Tensor:
         slots = torch.arange(query.shape[2], device=query.device)

@@ -134,6 +134,8 @@ class LinformerAttention(Attention):
     ) -> SublayerOutput:
         step = self.layer_idx if step is None else step
         read: Any = memory if self.cross else hidden_states  # None where a cache has what is made of it
+        if self.cross and read is not None:
+            self._check_length(read.shape[1], context.memory_padding_mask)
         query = self.heads(self.q_proj(hidden_states))
         first, second, states = self._projections(context)
         if self.spec.projection != "linear":
@@ -144,14 +146,11 @@ class LinformerAttention(Attention):
             key, value = self._short(read, first, second, context, past_key_values, step)
             grouped = self.num_key_value_groups > 1
             output = fused_attention(
-                query, key, value, dropout_p=self._dropout(), scale=self.scaling, enable_gqa=grouped
+                query, key, value, dropout_p=self.dropout_now, scale=self.scaling, enable_gqa=grouped
             ).transpose(1, 2)
             weights = None
         output = self.o_proj(output.reshape(*hidden_states.shape[:-1], -1))
         return SublayerOutput(output, weights, states=states)
-
-    def _dropout(self) -> float:
-        return self.dropout if self.training else 0.0
 
     def _by_blocks(
         self,
@@ -169,7 +168,7 @@ class LinformerAttention(Attention):
         starts = torch.arange(key.shape[2], device=key.device) * self.block
         used = None if mask is None else starts < mask.sum(-1, keepdim=True)
         output, weights = masked_attention(
-            query, key, value, used, self.scaling, self._dropout(), literal=self.wants_weights(context)
+            query, key, value, used, self.scaling, self.dropout_now, literal=self.wants_weights(context)
         )
         return output, None if weights is None else self._of_tokens(weights, given_memory(read).shape[1], mask)
 
@@ -195,8 +194,6 @@ class LinformerAttention(Attention):
         if context.parts is not None and not self.cross:
             return self._short_of_parts(read, first, second, context.parts)
         mask, order = self._padding(context)
-        if self.cross:
-            self._check_length(read.shape[1], mask)
         tokens, mask = self._by_place(read, mask, order)
         columns = tokens.shape[1]
         if self.spec.projection == "linear":
@@ -294,7 +291,7 @@ class LinformerAttention(Attention):
             columns.append(chosen if mask is None else chosen * mask[:, None, None])
         short = columns[0].to(key.dtype) @ key
         _, products = literal_softmax_attention(query, short, torch.zeros_like(short), None, None, self.scaling)
-        products = F.dropout(products, self._dropout())
+        products = F.dropout(products, self.dropout_now)
         spread = columns[1].to(value.dtype)
         groups = self.num_key_value_groups
         if groups > 1:

@@ -70,8 +70,7 @@ class LocalnessAttention(DenseAttention):
         if not self.is_local:
             return super().attend(query, key, value, context)
         terms = self._terms(query, key, context)
-        dropout = self.dropout if self.training else 0.0
-        inputs = (query * self.scaling, self.repeated(key), self.repeated(value), terms, dropout)
+        inputs = (query * self.scaling, self.repeated(key), self.repeated(value), terms, self.dropout_now)
         return weights_with_terms(*inputs) if self.wants_weights(context) else (attend_with_terms(*inputs), None)
 
     def _terms(self, query: Tensor, key: Tensor, context: Call) -> LocalnessTerms:

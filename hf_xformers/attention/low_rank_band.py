@@ -128,7 +128,7 @@ class LowRankBandAttention(BlockSparseAttention):
 
     def _low_rank(self, query: Tensor, key: Tensor, value: Tensor, context: Call) -> tuple[Tensor, Tensor | None]:
         """query [B, H, T, r], key [B, K, S, r], value [B, K, S, d] -> [B, T, H, d] and the weights."""
-        dropout = self.dropout if self.training else 0.0
+        dropout = self.dropout_now
         if self.wants_weights(context):
             pairs = visible_pairs(context, self.cross)
             return literal_softmax_attention(query, key, value, pairs, None, self.low_scaling, dropout)

@@ -15,14 +15,14 @@ from ..core.call import Call, SublayerOutput, dropout_rate
 from ..core.components import bounded, register
 from ..core.initialization import start_projections
 from ..core.prepared import Carry, State, one_state
-from ..ops.common.fused import fused_attention
 from ..ops.common.head_groups import over_head_groups
 from ..ops.common.products import wide_products
 from ..ops.common.segments import accumulation_dtype
 from ..ops.linear.attention import LinearState, linear_attention
 from ..ops.linear.feature_maps import elu_plus_one
-from .shared.base import Attention, cross_cache, given_memory, literal_softmax_attention
+from .shared.base import Attention, cross_cache, given_memory
 from .shared.linear import state_layer
+from .shared.multihead_block import masked_attention
 from .shared.spec import AttentionSpec
 
 
@@ -89,9 +89,7 @@ class LunaAttention(Attention):
         named = (self.k_proj, self.v_proj, self.pack_q_proj, self.pack_k_proj, self.pack_v_proj)
         inputs = [projection for projection in named if projection is not None]
         start_projections(config, init, inputs=inputs, output=self.o_proj)
-        if config.initializer == "t5":
-            std = config.initializer_factor * (config.hidden_size * self.head_dim) ** -0.5
-            init.normal_(self.q_proj.weight, mean=0.0, std=std)
+        self.start_queries(config, init)
         if self.memory is not None:
             init.normal_(self.memory, mean=0.0, std=config.hidden_size**-0.5)
 
@@ -166,13 +164,13 @@ class LunaAttention(Attention):
         value = key if self.v_proj is None else self._split(self.v_proj(packed), self.num_heads)
         query = self._split(self.q_proj(hidden_states), self.num_heads)
         slots = self._slots_in_use(read, packed, mask)
-        output, reading = self._attention(query, key, value, slots, self.scaling, literal)
+        output, reading = masked_attention(query, key, value, slots, self.scaling, self.dropout_now, literal)
         weights = None
         if packing is not None and reading is not None:
             if self.pack_heads != self.num_heads:
                 packing = packing.mean(1, keepdim=True)
             weights = reading @ packing
-        return output, weights, passed
+        return output.transpose(1, 2), weights, passed
 
     def _pack(self, handed: Tensor, read: Tensor, mask: Tensor | None, literal: bool) -> tuple[Tensor, Tensor | None]:
         """Yp [B, l, D] and its weights [B, pack heads, l, S]."""
@@ -181,8 +179,8 @@ class LunaAttention(Attention):
         key = self._split(self.pack_k_proj(read), heads)
         value = key if self.pack_v_proj is None else self._split(self.pack_v_proj(read), heads)
         scaling = self.scaling if heads == self.num_heads else query.shape[-1] ** -0.5
-        packed, weights = self._attention(query, key, value, mask, scaling, literal)
-        return packed.transpose(1, 2).flatten(2), weights
+        packed, weights = masked_attention(query, key, value, mask, scaling, self.dropout_now, literal)
+        return packed.flatten(2), weights
 
     def _slots_in_use(self, read: Tensor, packed: Tensor, mask: Tensor | None) -> Tensor | None:
         """[B, l]: which vectors tokens may read; none in a row of padding alone."""
@@ -192,23 +190,6 @@ class LunaAttention(Attention):
         if self.dynamic:
             return torch.arange(packed.shape[1], device=read.device) < count
         return (count > 0).expand(-1, packed.shape[1])
-
-    def _attention(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, literal: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """Softmax attention with a mask of keys [B, S]: output [B, H, T, d]; a row without keys gives zeros."""
-        dropout = self.dropout if self.training else 0.0
-        if literal:
-            allowed = None if mask is None else mask[:, None, None, :]
-            output, weights = literal_softmax_attention(query, key, value, allowed, None, scaling, dropout)
-            return output.transpose(1, 2), weights
-        if mask is None:
-            return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, scale=scaling), None
-        # A softmax over nothing is NaN: let an empty row see everything and blank its output.
-        empty = ~mask.any(-1)
-        allowed = (mask | empty[:, None])[:, None, None, :].expand(-1, -1, query.shape[2], -1)
-        output = fused_attention(query, key, value, allowed, dropout_p=dropout, scale=scaling)
-        return output.masked_fill(empty[:, None, None, None], 0.0), None
 
     # ------------------------------------------------------------------------------------------- decoder
 

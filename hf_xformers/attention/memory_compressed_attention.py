@@ -199,7 +199,7 @@ class CompressedAttention(Attention):
         query = F.pad(query, (0, 0, 0, groups * self.factor - length))
         query = query.unflatten(2, (groups, self.factor)).transpose(2, 3).flatten(1, 2)  # [B, H r, T / r, d]
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
-        output = fused_attention(query, key, value, dropout_p=self._dropout(), is_causal=True, scale=self.scaling)
+        output = fused_attention(query, key, value, dropout_p=self.dropout_now, is_causal=True, scale=self.scaling)
         output = output.view(batch, heads, self.factor, groups, -1).permute(0, 3, 2, 1, 4)
         return output.reshape(batch, groups * self.factor, heads, -1)[:, :length]
 
@@ -226,7 +226,7 @@ class CompressedAttention(Attention):
         """Softmax attention to the slots that are `seen` [B or 1, 1, T or 1, N] -> output [B, T, H, d] and the weights
         of `length` tokens, of which those in `mask` are real."""
         if self.wants_weights(context):
-            output, weights = literal_softmax_attention(query, key, value, seen, None, self.scaling, self._dropout())
+            output, weights = literal_softmax_attention(query, key, value, seen, None, self.scaling, self.dropout_now)
             return output, None if length is None else self._of_tokens(weights, mask, length)
         empty = None
         if seen is not None:  # a softmax over nothing is NaN: let such a row see everything and blank its output
@@ -234,7 +234,7 @@ class CompressedAttention(Attention):
             seen = seen | empty
         output = fused_attention(
             *(query, key, value, seen),
-            dropout_p=self._dropout(),
+            dropout_p=self.dropout_now,
             scale=self.scaling,
             enable_gqa=self.num_key_value_groups > 1,
         )
@@ -255,9 +255,6 @@ class CompressedAttention(Attention):
         if self.null is None:
             shared = shared + weights[..., :1] * (place == 0)[:, None, None]
         return shared if real is None else shared.masked_fill(~real[:, None, None], 0.0)
-
-    def _dropout(self) -> float:
-        return self.dropout if self.training else 0.0
 
     # ------------------------------------------------------------------------------------------- generation
 

@@ -89,7 +89,7 @@ class MobaAttention(Attention):
         places, block = places_of(context), self.spec.block_size
         in_order = places.in_order(key)
         choices = self._choices(query, in_order, places, layer)
-        dropout = self.dropout if self.training else 0.0
+        dropout = self.dropout_now
         if self.wants_weights(context):
             mask = chosen_block_mask(choices, places, block, self.is_causal)
             return literal_softmax_attention(query, key, value, mask, None, self.scaling, dropout)

@@ -69,15 +69,11 @@ class NativeSparseAttention(Attention):
         if self.wants_weights(context):
             output, weights = self._literal(query, key, value, compressed, choices, gates, context)
             return SublayerOutput(self.o_proj(output.flatten(2)), weights)
-        given = (query, keys, values, choices, places, block, True, self.scaling, self._dropout)
+        given = (query, keys, values, choices, places, block, True, self.scaling, self.dropout_now)
         selected = chosen_block_attention(*given).transpose(1, 2)
         parts = (self._of_means(query, *compressed, places), selected, self._of_window(query, key, value, context))
         output = sum(gates[..., n, None] * part for n, part in enumerate(parts))
         return SublayerOutput(self.o_proj(output.flatten(2)))
-
-    @property
-    def _dropout(self) -> float:
-        return self.dropout if self.training else 0.0
 
     def _over(self, places: Places, blocks: int) -> Tensor:
         """[B or 1, 1, T, N]: which blocks are over for a query, whose last token is the query itself or before it."""
@@ -112,7 +108,7 @@ class NativeSparseAttention(Attention):
             self.repeated(key),
             self.repeated(value),
             attn_mask=(over | none).expand(query.shape[0], -1, -1, -1),
-            dropout_p=self._dropout,
+            dropout_p=self.dropout_now,
             scale=self.scaling,
         )
         return read.masked_fill(none, 0.0).transpose(1, 2)
@@ -121,9 +117,9 @@ class NativeSparseAttention(Attention):
         """What queries read of the last tokens, their own included, [B, T, H, d]."""
         if context.static:  # where the queries stand is a number on the device
             near, keys, values = self._near(context), self.repeated(key), self.repeated(value)
-            read = fused_attention(query, keys, values, attn_mask=near, dropout_p=self._dropout, scale=self.scaling)
+            read = fused_attention(query, keys, values, attn_mask=near, dropout_p=self.dropout_now, scale=self.scaling)
             return read.transpose(1, 2)
-        options: Any = {"key_padding_mask": context.padding_mask, "scale": self.scaling, "dropout": self._dropout}
+        options: Any = {"key_padding_mask": context.padding_mask, "scale": self.scaling, "dropout": self.dropout_now}
         offset = key.shape[2] - query.shape[2]
         found: Any = block_sparse_attention(
             query, key, value, self.pattern, query_offset=offset, causal=True, **options
@@ -148,11 +144,11 @@ class NativeSparseAttention(Attention):
         """Three masked softmaxes; the weight of a block's mean is shared by its tokens."""
         places, block = places_of(context), self.spec.block_size
         of_tokens = [
-            literal_softmax_attention(query, key, value, mask, None, self.scaling, self._dropout)
+            literal_softmax_attention(query, key, value, mask, None, self.scaling, self.dropout_now)
             for mask in (chosen_block_mask(choices, places, block, True), self._near(context))
         ]
         over = self._over(places, compressed[0].shape[2])
-        read, of_blocks = literal_softmax_attention(query, *compressed, over, None, self.scaling, self._dropout)
+        read, of_blocks = literal_softmax_attention(query, *compressed, over, None, self.scaling, self.dropout_now)
         of_key = (places.key // block)[:, None, None].expand(*of_blocks.shape[:3], -1)
         spread = of_blocks.gather(-1, of_key) / block * places.real[:, None, None]
         outputs = [read, *(output for output, _ in of_tokens)]

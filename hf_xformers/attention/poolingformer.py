@@ -151,7 +151,7 @@ class PoolingformerAttention(BlockSparseAttention):
 
         (key, some), (value, _) = short(key, self.key_pool), short(value, self.value_pool)
         mask = (grouped.begun() & some).expand(key.shape[0], -1)
-        dropout = self.dropout if self.training else 0.0
+        dropout = self.dropout_now
         query = grouped.group_queries(query)
         if self.wants_weights(context):
             output = self._literal_level(query, key, value, mask, grouped.before, dropout)

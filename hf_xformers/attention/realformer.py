@@ -127,7 +127,7 @@ class RealFormerAttention(ScoreChain):
             query_offset=0 if self.cross else key.shape[2] - query.shape[2],
             causal=self.is_causal,
             scale=1.0,
-            dropout=self.dropout if self.training else 0.0,
+            dropout=self.dropout_now,
             score_bias=None if bias is None else bias.block,
             segment_ids=None if self.cross else context.segment_ids,
         )

@@ -72,9 +72,7 @@ class ReformerAttention(Attention):
 
     def initialize(self, config, init) -> None:
         start_projections(config, init, inputs=(self.q_proj, self.v_proj), output=self.o_proj)
-        if config.initializer == "t5":
-            std = config.initializer_factor * (config.hidden_size * self.head_dim) ** -0.5
-            init.normal_(self.q_proj.weight, mean=0.0, std=std)
+        self.start_queries(config, init)
         init.copy_(self.rotations, self.draw_rotations())
 
     def draw_rotations(self) -> Tensor:
@@ -197,7 +195,7 @@ class ReformerAttention(Attention):
         self, query: Tensor, key: Tensor, value: Tensor, labels: Tensor, context: Call
     ) -> tuple[Tensor, Tensor | None]:
         spec, literal, added = self.spec, self.wants_weights(context), self.score_terms(context)
-        dropout = self.dropout if self.training else 0.0
+        dropout = self.dropout_now
         released = spec.sets == "chunk"
         options: dict[str, Any] = {"own_key_last": True, "distinct": spec.deduplicate and not released}
         if self.strict:

@@ -56,11 +56,6 @@ class RFAAttention(RandomRows, LinearAttention):
             self.sigma = nn.Parameter(torch.ones(self.num_heads, self.head_dim))
         self.decay_proj: nn.Linear | None = None
         if spec.gate:
-            if not self.is_causal:
-                raise ValueError(
-                    "rfa with `gate` forgets earlier tokens and is for causal self-attention; set `gate=False` in an"
-                    " encoder and in `cross_attention`."
-                )
             self.decay_proj = nn.Linear(config.hidden_size, self.num_heads)
 
     def initialize(self, config, init) -> None:

@@ -84,9 +84,7 @@ class RoutingAttention(LearnsCentroids, Attention):
     def initialize(self, config, init) -> None:
         keys = [self.k_proj] if self.key_heads else []
         start_projections(config, init, inputs=(self.q_proj, *keys, self.v_proj), output=self.o_proj)
-        if config.initializer == "t5":
-            std = config.initializer_factor * (config.hidden_size * self.head_dim) ** -0.5
-            init.normal_(self.q_proj.weight, mean=0.0, std=std)
+        self.start_queries(config, init)
         if self.routed:
             init.copy_(self.centroids, self.draw_centroids())
             init.ones_(self.counts)

@@ -266,7 +266,7 @@ class SacAttention(Attention):
             there = there & mask[:, None, :, None]
         index = index.clamp(min=0)
         key, value = self.repeated(key), self.repeated(value)
-        dropout, weights = self.dropout if self.training else 0.0, None
+        dropout, weights = self.dropout_now, None
         if self.wants_weights(context):
             pairs = edges_mask(index, there, key.shape[2])
             output, weights = literal_softmax_attention(query, key, value, pairs, None, self.scaling, dropout)

@@ -55,8 +55,7 @@ class SetTransformerAttention(Attention):
         literal, mask = self.wants_weights(context), context.padding_mask
         induced, packing = self.induce(hidden_states, mask, literal)
         query, key, value = self.queries(hidden_states), self.keys(induced), self.heads(self.v_proj(induced))
-        dropout = self.dropout if self.training else 0.0
-        output, reading = masked_attention(query, key, value, None, self.scaling, dropout, literal)
+        output, reading = masked_attention(query, key, value, None, self.scaling, self.dropout_now, literal)
         if mask is not None:  # inducing points that have read nothing are something all the same
             output = output.masked_fill(~mask.any(-1)[:, None, None, None], 0.0)
         weights = None if reading is None or packing is None else reading @ packing

@@ -15,6 +15,7 @@ from transformers.utils import logging
 from ..core.cache import KeepsMore
 from ..core.call import Call, SublayerOutput, self_attention_cache
 from ..core.components import bounded, register
+from ..core.holes import take
 from ..core.initialization import start_linear
 from ..ops.common.fused import fused_attention
 from ..ops.common.head_groups import over_head_groups
@@ -133,8 +134,8 @@ class SinkhornAttention(Attention):
         self._check_length(length, real)
         if real is not None:
             order = real_first(real)
-            key, value = (_rearranged(x, order) for x in (key, value))
-            sums, real = sums.gather(1, order[..., None].expand_as(sums)), real.gather(1, order)
+            key, value = (take(x, order, 2) for x in (key, value))
+            sums, real = take(sums, order), real.gather(1, order)
         size = self.spec.block_size
         counted = key.new_ones(1, -(-length // size), dtype=torch.bool)
         if real is not None:
@@ -155,10 +156,10 @@ class SinkhornAttention(Attention):
         else:
             if not context.fresh:  # the queries of cached tokens are gone; their results are not asked for
                 query = torch.zeros_like(key).index_copy(2, context.query_index, query)
-            query = query if order is None else _rearranged(query, order)
+            query = query if order is None else take(query, order, 2)
             output = self._whole(_blocks(query, size, 0.0), keys, values, weights, there)[:, :, :length]
             if order is not None:
-                output = _rearranged(output, order.argsort(dim=-1))
+                output = take(output, order.argsort(dim=-1), 2)
             if not context.fresh:
                 output = output.index_select(2, context.query_index)
         mask = context.query_padding_mask
@@ -195,10 +196,6 @@ class SinkhornAttention(Attention):
             sums = sums + layer.labels[..., -1:].mT
         return layer.add_labels(sums.mT).mT
 
-    @property
-    def _dropout(self) -> float:
-        return self.dropout if self.training else 0.0
-
     def _places(self, context: Call) -> Tensor:
         """[B or 1, T]: how many real tokens stand before each query."""
         if context.padding_mask is None:
@@ -208,7 +205,7 @@ class SinkhornAttention(Attention):
     def _options(self, there: Tensor | None) -> dict[str, Any]:
         # A decoder's sorted blocks are past ones, which are full.
         weigh = there is not None and not self.is_causal
-        return {"scale": self.scaling, "dropout": self._dropout, "weigh": weigh}
+        return {"scale": self.scaling, "dropout": self.dropout_now, "weigh": weigh}
 
     def _whole(self, query: Tensor, key: Tensor, value: Tensor, weights: Tensor, there: Tensor | None) -> Tensor:
         """Every block [B, H, n, b, d] with the one sorted to it -> [B, H, n b, d]."""
@@ -224,7 +221,7 @@ class SinkhornAttention(Attention):
             chosen = sort_blocks(weights, key, value, there)
             return near_and_sorted(query, key, value, chosen, visible, **self._options(there)).flatten(2, 3)
 
-        return over_head_groups(some_heads, query, key, value, weights, random=self._dropout > 0)
+        return over_head_groups(some_heads, query, key, value, weights, random=self.dropout_now > 0)
 
     def _few(
         self, query: Tensor, key: Tensor, value: Tensor, weights: Tensor, there: Tensor | None, context: Call
@@ -250,7 +247,7 @@ class SinkhornAttention(Attention):
         query, keys = with_mass(query, chosen.key.flatten(2, 3), mass, self.scaling)
         mask = (mass > 0)[:, :, None].expand(-1, -1, query.shape[2], -1)
         blind = ~mask.any(-1, keepdim=True)  # such queries see everything, and read nothing
-        read = query, keys, chosen.value.flatten(2, 3), mask | blind, self._dropout
+        read = query, keys, chosen.value.flatten(2, 3), mask | blind, self.dropout_now
         return fused_attention(*read, scale=self.scaling).masked_fill(blind, 0.0)
 
     def _literal(
@@ -296,10 +293,10 @@ class SinkhornAttention(Attention):
         if self.spec.sortcut_blocks is None:
             seen = seen + shares[..., sorts.shape[2] :]
         if order is not None:  # back to where the tokens stand
-            seen = seen.gather(3, order.argsort(dim=-1)[:, None, None].expand_as(seen))
-            value = _rearranged(value, order.argsort(dim=-1))
+            back = order.argsort(dim=-1)
+            seen, value = take(seen, back, 3), take(value, back, 2)
         seen = seen.to(value.dtype)
-        dropped = F.dropout(seen, self.dropout) if self._dropout else seen
+        dropped = F.dropout(seen, self.dropout) if self.dropout_now else seen
         return dropped @ value, seen
 
 
@@ -310,11 +307,6 @@ def _blocks(x: Tensor, size: int, fill: Any) -> Tensor:
     if x.shape[-2] % size:  # padding by nothing would be a copy
         x = F.pad(x, (0, 0, 0, -x.shape[-2] % size), value=fill)
     return x.unflatten(-2, (-1, size))
-
-
-def _rearranged(x: Tensor, order: Tensor) -> Tensor:
-    """[B, H, T, d] in the order [B, T]."""
-    return x.gather(2, order[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
 
 
 @register("attention", "sinkhorn_transformer", aliases=("sinkhorn",))

@@ -188,7 +188,7 @@ class SlidingWindowAttention(BlockSparseAttention):
         self, query: Tensor, key: Tensor, value: Tensor, sinks: Sinks, context: Call
     ) -> tuple[Tensor, Tensor | None]:
         """[B, T, H, d], and weights [B, H, T, S] where they are wanted."""
-        total, dropout, seen = context.key_index.shape[0], self.dropout if self.training else 0.0, sinks.seen
+        total, dropout, seen = context.key_index.shape[0], self.dropout_now, sinks.seen
         dropped = total - key.shape[2]
         if context.parts is not None:
             result: Any = attend_to_window(self, (query, key, value), context, Beside(sinks.key, sinks.value, seen))

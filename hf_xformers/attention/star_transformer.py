@@ -228,7 +228,7 @@ class StarTransformerAttention(Attention):
         allowed = torch.cat(mask, dim=-1)
         if real is not None:
             allowed = allowed & real[:, :, None]
-        dropout = self.dropout if self.training else 0.0
+        dropout = self.dropout_now
         output, weights = literal_softmax_attention(
             query, torch.cat(keys, dim=2), torch.cat(values, dim=2), allowed[:, None], None, self.scaling, dropout
         )

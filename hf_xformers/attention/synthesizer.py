@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache
 from ..core.cache import appended
 from ..core.call import Call, SublayerOutput, can_inspect, self_attention_cache
 from ..core.components import bounded, register
+from ..core.holes import take
 from ..core.initialization import start_projections
 from ..core.prepared import Prepared
 from ..core.visibility import mask_of_call, visible_pairs
@@ -96,9 +97,8 @@ class SynthesizerAttention(Attention):
     def initialize(self, config, init) -> None:
         own = [layer for layer in (self.k_proj, self.v_proj) if layer is not None]
         start_projections(config, init, inputs=own, output=self.o_proj)
-        if config.initializer == "t5" and self.q_proj is not None:
-            std = config.initializer_factor * (config.hidden_size * self.head_dim) ** -0.5
-            init.normal_(self.q_proj.weight, mean=0.0, std=std)
+        if self.q_proj is not None:
+            self.start_queries(config, init)
         for name in ("dense_table", "random_table", "fixed_table", "query_table", "key_table"):
             table = getattr(self, name, None)
             if table is not None:  # Glorot's bound for each head's matrix, as in the released code
@@ -265,10 +265,9 @@ class SynthesizerAttention(Attention):
             mask = mask.expand(-1, -1, query.shape[2], -1)
         width = -(-max(query.shape[-1], value.shape[-1]) // 8) * 8
         query, key, value = (F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
-        dropout = self.dropout if self.training else 0.0
         blind = None if mask is None else ~mask.any(-1, keepdim=True)  # such queries see everything, and read nothing
         mask = mask if mask is None or blind is None else mask | blind
-        output = fused_attention(query, key, value, mask, dropout, is_causal=causal, scale=1.0)
+        output = fused_attention(query, key, value, mask, self.dropout_now, is_causal=causal, scale=1.0)
         output = output if blind is None else output.masked_fill(blind, 0.0)
         return output[..., : self.head_dim].transpose(1, 2)
 
@@ -290,16 +289,16 @@ class SynthesizerAttention(Attention):
         if "factorized_dense" in self.members:
             factors = [*self._factors(hidden_states)]
         if order is not None:
-            value, other = _take(value, order), None if other is None else _take(other, order)
+            value, other = take(value, order, 2), None if other is None else take(other, order, 2)
             if fresh:
-                own, *factors = (None if x is None else _take(x, order) for x in (own, *factors))
+                own, *factors = (None if x is None else take(x, order, 2) for x in (own, *factors))
             if not context.causal:  # in causal order a real token sees no padding, which comes last
                 count = cast(Tensor, context.padding_mask).sum(-1)
                 real = (torch.arange(keys, device=value.device) < count[:, None])[:, None, None, :]
         shares = self._shares()
         names = {"random": "random_table", "fixed_random": "fixed_table"}
         tables: dict[str, Tensor] = {kind: getattr(self, name) for kind, name in names.items() if kind in self.members}
-        dropout = self.dropout if self.training else 0.0
+        dropout = self.dropout_now
         # Scores that are the same in all rows of the batch act on all rows' values at once.
         together = own is None and factors[0] is None and not dropout and real is None and (fresh or order is None)
         folded = value.permute(1, 2, 0, 3).flatten(2) if together else None
@@ -342,11 +341,6 @@ class SynthesizerAttention(Attention):
                 output = output.gather(1, places[:, :, None, None].expand(-1, -1, *output.shape[2:]))
             output = output.masked_fill(~cast(Tensor, context.query_padding_mask)[:, :, None, None], 0.0)
         return output
-
-
-def _take(x: Tensor, order: Tensor) -> Tensor:
-    """[B, H, T, d] in another order [B, T] of its tokens."""
-    return x.gather(2, order[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
 
 
 @register("attention", "synthesizer")

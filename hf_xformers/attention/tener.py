@@ -13,8 +13,6 @@ from ..core.segment_memory import SegmentCacheLayer
 from .shared.spec import AttentionSpec
 from .transformer_xl import TransformerXLAttention
 
-TABLE = "tener_table"
-
 
 class TenerAttention(TransformerXLAttention):
     """score_ts = q_t k_s + q_t R_{t-s} + u k_s + v R_{t-s} (Yan et al. 2019, arXiv 1911.04474, section 3.2).
@@ -27,7 +25,6 @@ class TenerAttention(TransformerXLAttention):
     It is Transformer-XL's attention with W_R = 1 and 2 D^2 parameters in place of 5 D^2; cost and state are the same.
     """
 
-    table_slot: ClassVar[str] = "tener"
     spec: TenerSpec  # type: ignore[assignment]
 
     def __init__(self, config, spec: TenerSpec, **where):

@@ -4,7 +4,7 @@ ones."""
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, cast
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -68,7 +68,6 @@ class TransformerXLAttention(Attention):
     """
 
     undecayed = ("content_bias", "position_bias", "segment_bias", "type_bias")
-    table_slot: ClassVar[str] = "transformer_xl"  # of R
 
     spec: TransformerXLSpec
 
@@ -114,7 +113,8 @@ class TransformerXLAttention(Attention):
             context.start(LearnedVectors(types), "types")
             layout, given = MemoryLayout.of(context), context.inputs.get("token_type_ids")
             context.keep(KeyTypes(key_types(given, context, layout.length, layout.order)))
-        known = context.find(DistanceTable, self.table_slot) or context.state(LearnedVectors, "distances")
+        learned = self.spec.distances == "learned"
+        known = context.state(LearnedVectors, "distances") if learned else context.find(DistanceTable, self._slot)
         if known is None:
             length, moved = context.query_index.shape[0], context.find(QueryGrid)
             keys = None if moved is None else moved.count
@@ -127,13 +127,18 @@ class TransformerXLAttention(Attention):
             )
             if self.spec.clamp is not None:
                 distance = distance.clamp(-self.spec.clamp, self.spec.clamp)
-            learned = None if self.relative is None else self.relative.of_distances(distance)
-            if learned is not None:
-                context.start(LearnedVectors(learned), "distances")
+            rows = None if self.relative is None else self.relative.of_distances(distance)
+            if rows is not None:
+                context.start(LearnedVectors(rows), "distances")
                 return
             table = relative_sinusoids(distance, self.table_width, like)
             table = F.dropout(table, self.table_dropout, self.training)
-            context.keep(DistanceTable(table), self.table_slot)
+            context.keep(DistanceTable(table), self._slot)
+
+    @property
+    def _slot(self) -> tuple[str, int, int | None]:
+        """Of R, where layers find it that make it alike."""
+        return self.spec.type, self.table_width, self.spec.clamp
 
     @staticmethod
     def _grid(context: Call, length: int, keys: int) -> Grid:
@@ -180,9 +185,7 @@ class TransformerXLAttention(Attention):
         content = (query + content_bias[:, None].to(query.dtype)) * self.scaling
         length, keys = query.shape[2], key.shape[2]
         learned = self.spec.distances == "learned"
-        table = (
-            context.given(LearnedVectors, "distances") if learned else context.prepared(DistanceTable, self.table_slot)
-        )
+        table = context.given(LearnedVectors, "distances") if learned else context.prepared(DistanceTable, self._slot)
         relative = self._relative(table.rows, keys, past_key_values, step)
         grid = self._grid(context, length, keys)
         if self.wants_weights(context):
@@ -219,7 +222,7 @@ class TransformerXLAttention(Attention):
         if of_types is not None:
             tables.append(of_types)
         terms = RelativeTerms(self, tuple(tables), context, keys, grid, real, step)
-        mixed = attend_with_terms(content, key, value, terms, self.dropout if self.training else 0.0, blocks)
+        mixed = attend_with_terms(content, key, value, terms, self.dropout_now, blocks)
         return SublayerOutput(self.written(mixed, context, hidden_states))
 
     def _typed(self, key: Tensor, content_bias: Tensor, context: Call) -> tuple[Tensor, Tensor | None]:
@@ -397,7 +400,8 @@ class TransformerXLSpec(AttentionSpec):
         if not (self.share_biases or self.distances == "learned" or self.types_of(config)):
             return None
         heads = (config.num_attention_heads, config.head_width) if self.share_biases else ()
-        return Carry(SharedBiases, (*heads, self.distances, self.types_of(config)), of_first=True)
+        clamp = self.clamp if self.distances == "learned" else None
+        return Carry(SharedBiases, (*heads, self.distances, clamp, self.types_of(config)), of_first=True)
 
     def cache_layer(self, config, layer_idx: int = 0) -> SegmentCacheLayer:
         """Room for the stack's memory, or for all tokens."""

@@ -45,12 +45,12 @@ class Blocks(Prepared):
 
 def blocks_of_text(padding_mask: Tensor | None, length: int, size: int, device: torch.device) -> Blocks:
     """Whole blocks of `size` real tokens from the first one on; what is left over belongs to the last whole block. A
-    text shorter than a block has none."""
+    text shorter than a block has none, and one that nobody sees stands in their place."""
     if padding_mask is None:
         padding_mask = torch.ones(1, length, dtype=torch.bool, device=device)
     whole = padding_mask.sum(-1, keepdim=True) // size
     of_token = torch.minimum(real_places(padding_mask) // size, (whole - 1).clamp(min=0))
-    seen = torch.arange(length // size, device=device)[None] < whole
+    seen = torch.arange(torch.sym_max(length // size, 1), device=device)[None] < whole
     return Blocks(of_token, padding_mask & (whole > 0), seen)
 
 
@@ -109,12 +109,9 @@ class TransientGlobalAttention(BlockSparseAttention):
         own, key, value = (self.heads(x) for x in (own, key, self.v_proj(hidden_states)))
         query, key, value = self.place(own, key, value, context)
         blocks = context.prepared(Blocks, self.spec.block_size)
-        if not blocks.seen.shape[1]:
-            output, weights = self.attend(query, key, value, context)
-        else:
-            summaries = self._summaries(hidden_states, blocks)
-            sides = (own, self.keys(summaries), self.heads(self.v_proj(summaries)))
-            output, weights = self._attend_with_summaries((query, key, value), sides, blocks, context)
+        summaries = self._summaries(hidden_states, blocks)
+        sides = (own, self.keys(summaries), self.heads(self.v_proj(summaries)))
+        output, weights = self._attend_with_summaries((query, key, value), sides, blocks, context)
         losses = self.losses(Heads(self, query, key, value, output, weights, context))
         return SublayerOutput(self.written(output, context, hidden_states), weights, aux_losses=losses)
 
@@ -159,7 +156,7 @@ class TransientGlobalAttention(BlockSparseAttention):
         context: Call,
     ) -> tuple[Tensor, Tensor | None]:
         """[B, T, H, d], and weights [B, H, T, T] where they are wanted."""
-        dropout, cap = self.dropout if self.training else 0.0, self.spec.score_cap
+        dropout, cap = self.dropout_now, self.spec.score_cap
         own, side_key, side_value = self._by_head(sides)
         bias, of_blocks = self.score_bias(context), self._bias_of_blocks(blocks, context)
         if self.wants_weights(context):

@@ -3,6 +3,7 @@
 import copy
 
 import numpy
+import pytest
 import torch
 from transformers import BigBirdConfig, BigBirdModel
 from transformers.models.big_bird.modeling_big_bird import BigBirdBlockSparseAttention
@@ -86,6 +87,12 @@ def test_parity_with_transformers_sparse(monkeypatch):
             ours.set_attn_implementation(implementation)
             found = ours(ids, attention_mask=mask).last_hidden_state
             close(found[mask.bool()], expected[mask.bool()], 2e-6)
+
+
+def test_the_internal_form_takes_no_global_tokens():
+    model, ids = XFormerForMaskedLM(XFormerConfig(**SMALL, attention=SPEC)), tokens(1, 9, high=50)
+    with pytest.raises(TypeError, match="No component .* reads the argument `global_attention_mask`"):
+        model(ids, global_attention_mask=torch.ones_like(ids))
 
 
 # ------------------------------------------------------------------------------------------------ the extended form

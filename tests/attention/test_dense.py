@@ -62,10 +62,9 @@ def test_mask_of_the_new_tokens_alone():
         close(output, model(input_ids=ids).logits[:, 4:])
 
 
-@pytest.mark.parametrize("length", [60, 64, 128, 192])
+@pytest.mark.parametrize("length", [64, 128])
 def test_cudnn_is_left_out_where_it_gives_nan(length, monkeypatch):
-    """Its backward pass, with any mask: for 64, 192, 320, ... keys on H100 and H200. Whoever has switched it off is
-    left alone."""
+    """Its backward pass, with any mask (tests/ops has other lengths)."""
     used, plain = [], dense.ALL_ATTENTION_FUNCTIONS["sdpa"]
 
     def watched(*inputs, **options):
@@ -83,7 +82,7 @@ def test_cudnn_is_left_out_where_it_gives_nan(length, monkeypatch):
         moved[0](moved[1], attention_mask=moved[2])
         moved[0](moved[1])
     layers = len(used) // 3
-    assert used == [True] * layers + [length not in (64, 192)] * layers + [True] * layers
+    assert used == [True] * layers + [length != 64] * layers + [True] * layers
     assert torch.backends.cuda.cudnn_sdp_enabled()
 
 

@@ -203,7 +203,7 @@ def test_losses_are_for_training():
 HANDING_OUT = [name for name in SLOTS["attention"] if "parts" in SLOTS["attention"].get(name).head_options]
 
 
-@pytest.mark.parametrize("name", [name for name in HANDING_OUT if name not in ("conditional", "feedback")])
+@pytest.mark.parametrize("name", HANDING_OUT)
 def test_every_mechanism_that_says_so(name):
     """Losses and aggregations reach a mechanism that hands out the parts of heads."""
     kind = SLOTS["attention"].get(name)

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from hf_xformers.core.parallel_plans import tensor_parallel_plan
 from tests.attention.score_helpers import HEADS, WIDTH, build_layers, make_context, run_layers, split_heads, vectors
 from tests.helpers import close
 
@@ -128,12 +129,13 @@ def test_draws_of_heads():
 
 
 def test_dpfp_with_the_delta_rule():
-    """It is delta_net with the same features."""
+    """It is delta_net with the same features, whose strengths of writing tensor parallelism does not divide."""
     states = vectors(2, 9)
     outputs = []
     for spec in ({"type": "dpfp", "nu": 2, "update_rule": "delta"}, {"type": "delta_net", "nu": 2}):
         (layer,) = build_layers(spec, causal=True)
         outputs.append(run_layers([layer], states, make_context(9, True))[0].output.detach())
+        assert not any("attention" in name for name in tensor_parallel_plan(layer.config))
     assert torch.equal(*outputs)
 
 

@@ -200,6 +200,8 @@ def test_norms_of_summaries_by_layer():
     summaries = [type(layer.attention.summary_norm) for layer in model.trunk.layers]
     assert summaries[0] is summaries[2] is not summaries[1]
     assert model(tokens(2, 9, high=50)).last_hidden_state.isfinite().all()
+    model(tokens(2, 2, high=50)).last_hidden_state.sum().backward()  # too short for a block: processes wait for all
+    assert all(p.grad is not None for layer in model.trunk.layers for p in layer.attention.parameters())
 
 
 def test_where_the_memory_of_luna_goes():
@@ -324,8 +326,12 @@ def test_padding_takes_no_columns_of_linformer():
             for implementation in ("eager", "sdpa"):
                 context = make_context(13, padding_mask=mask, implementation=implementation)
                 close(run_layers([layer], padded, context)[0].output[:, where], expected)
-        with pytest.raises(ValueError, match="10 tokens, but this linformer projects 9"):
-            run_layers([layer], vectors(1, 10), make_context(10))
+        (reader,) = build_layers({"type": "linformer", "max_length": 9}, cross=True, is_encoder_decoder=True)
+        for implementation in ("eager", "sdpa"):
+            for each, memory in ((layer, None), (reader, vectors(1, 10))):
+                context = make_context(10, implementation=implementation)
+                with pytest.raises(ValueError, match="10 tokens, but this linformer projects 9"):
+                    run_layers([each], vectors(1, 10), context, memory)
 
 
 @pytest.mark.parametrize("causal", [False, True])

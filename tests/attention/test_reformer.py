@@ -182,9 +182,6 @@ def test_labels_follow_the_cache():
     assert layer.labels is None and cache.get_seq_length() == 0
 
 
-# ------------------------------------------------------------------------------------------- refusals
-
-
 def test_keys_of_length_one_and_their_gradient():
     """Against the formula written out, and numerical derivatives, of a key that is zero but for rounding too."""
     attention = module().double()

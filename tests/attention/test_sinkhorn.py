@@ -18,13 +18,7 @@ from tests.attention.score_helpers import (
 )
 from tests.helpers import close
 
-SPECS = {
-    "plain": {"type": "sinkhorn_transformer", "block_size": 4},
-    "short": {"type": "sinkhorn_transformer", "block_size": 2, "iterations": 3, "temperature": 0.2},
-    "one_block": {"type": "sinkhorn_transformer", "block_size": 16},
-}
-MASK = torch.ones(3, 13).bool()
-MASK[0, :6], MASK[1, 6:], MASK[2] = False, False, False
+SPEC = {"type": "sinkhorn_transformer", "block_size": 4}
 
 
 def test_nearly_doubly_stochastic():
@@ -44,7 +38,7 @@ def test_nearly_doubly_stochastic():
 
 def test_longer_than_its_table():
     """Padding may be, and says nothing; a text may not."""
-    (layer,) = build_layers(SPECS["plain"], max_position_embeddings=8)
+    (layer,) = build_layers(SPEC, max_position_embeddings=8)
     states, mask = vectors(2, 15), torch.ones(2, 15).bool()
     mask[0, :7], mask[1, 5:] = False, False
     found = run_layers([layer], states, make_context(15, padding_mask=mask))[0].output.detach()
@@ -59,9 +53,9 @@ def test_one_block_is_dense_attention(causal, monkeypatch):
     """Which a warning says, and nothing more than that: small models are allowed."""
     said = []
     monkeypatch.setattr(sinkhorn_transformer.logger, "warning_once", said.append)
-    build_layers(SPECS["plain"], causal=causal, max_position_embeddings=5)
+    build_layers(SPEC, causal=causal, max_position_embeddings=5)
     assert not said
-    (layer,) = build_layers(SPECS["plain"], causal=causal, max_position_embeddings=4)
+    (layer,) = build_layers(SPEC, causal=causal, max_position_embeddings=4)
     (dense,) = build_layers("dense", causal=causal, max_position_embeddings=4)
     assert "4 positions are one block of 4" in said[0]
     dense.load_state_dict(layer.state_dict(), strict=False)
@@ -71,7 +65,7 @@ def test_one_block_is_dense_attention(causal, monkeypatch):
 
 def test_keeps_sums_beside_keys():
     """A cache that has no place for them is refused, not read wrongly."""
-    config = XFormerConfig(**GEOMETRY, is_decoder=True, attention=SPECS["plain"])
+    config = XFormerConfig(**GEOMETRY, is_decoder=True, attention=SPEC)
     model = XFormerForCausalLM(config).eval()
     ids = torch.randint(config.vocab_size, (1, 5))
     with pytest.raises(ValueError, match="running sums next to keys and values, which the given StaticCache"):

@@ -8,13 +8,7 @@ from hf_xformers.core.components import SLOTS
 from tests.attention.score_helpers import GEOMETRY
 from tests.helpers import close, make_strong, tokens
 
-SINKS = {"learned_sinks": True}
-WINDOW = {"type": "sliding_window", "window_size": 3, "sinks": 1}
-ATTENTIONS = {"dense": ({"type": "dense"}, 99, 0), "band": ({"type": "band_attention", "window_size": 3}, 3, 0)}
-ATTENTIONS["window"] = (WINDOW, 3, 1)
-
-
-KINDS = {name: SLOTS["attention"].get(name) for name in SLOTS["attention"] if name not in ("conditional", "feedback")}
+KINDS = {name: SLOTS["attention"].get(name) for name in SLOTS["attention"]}
 
 
 @pytest.mark.parametrize(
@@ -43,7 +37,7 @@ def test_every_mechanism_that_says_so(name, field):
 
 
 def test_in_cross_attention_and_not_divided():
-    spec = {"type": "dense", **SINKS, "output_gate": "element"}
+    spec = {"type": "dense", "learned_sinks": True, "output_gate": "element"}
     config = XFormerConfig(**GEOMETRY, is_encoder_decoder=True, attention=spec, cross_attention=spec)
     assert "context_parallel" in SLOTS["attention"].get("dense")().supports - config.attention.supports
     model, ids = make_strong(XFormerForSeq2SeqLM(config)), tokens(2, 5, high=50)

@@ -166,6 +166,28 @@ def test_tiles_equal_the_matrix(position, attention, causal, monkeypatch):
         assert not torch.allclose(outputs(model, False, ids, None, **inputs), plain, atol=1e-3)
 
 
+@pytest.mark.parametrize("first", [
+    {"num_attention_heads": 1, "head_dim": 16},
+    {"attention": {"type": "longformer", "attention_window": 6}},
+    {"attention": {"type": "sparse_transformer", "kind": "strided", "stride": 4, "factorization": "layers"}},
+], ids=["heads", "global tokens", "cache"])  # fmt: skip
+def test_layers_with_one_pattern_and_tiles_of_their_own(first):
+    """A window below which stands the same one with other heads, with global tokens, or with all keys in its cache."""
+    causal = "sparse" in str(first)
+    band = {"type": "band_attention", "window_size": 4 if causal else 3}
+    fields = {**SIZES, "num_hidden_layers": 2, "attention": band, "per_layer_config": {0: first}, "is_decoder": causal}
+    torch.manual_seed(0)
+    model = make_strong(XFormerModel(XFormerConfig(**fields, position=POSITIONS["shaw"])).double().eval(), amount=0.4)
+    ids, chosen = tokens(2, LENGTH), torch.zeros(2, LENGTH, dtype=torch.long)
+    chosen[:, 4] = 1
+    whole = compare(model, ids, None, **({"global_attention_mask": chosen} if "longformer" in str(first) else {}))
+    if causal:
+        with torch.no_grad():
+            model.set_attn_implementation("sdpa")
+            cache = model(input_ids=ids[:, :12], use_cache=True).past_key_values
+            close(model(input_ids=ids[:, 12:], past_key_values=cache).last_hidden_state, whole[:, 12:])
+
+
 @pytest.mark.parametrize("position", ["shaw", "t5"])
 @pytest.mark.parametrize("attention", ["longformer", "longformer_shared"])
 def test_global_tokens_where_heads_share_keys(attention, position):

@@ -21,9 +21,6 @@ def spec(**fields):
     return {"type": "sparse_transformer", "stride": STRIDE, "summary_width": WIDTH, **fields}
 
 
-# Fields -> the keys of a head in layer 1 (of layers 0, 1, 2).
-
-
 def test_default_summary_width():
     config = XFSparseTransformerConfig()
     assert config.attention.width_in(128) == 8 and config.attention.stride_of(config) == 111  # the root of 12288
@@ -92,11 +89,8 @@ def gpt3(**fields):
 
 
 def kinds(config):
-    return "".join("B" if config.layer(i).attention.type == "band_attention" else "D" for i in range(len_of(config)))
-
-
-def len_of(config):
-    return config.num_hidden_layers
+    layers = [config.layer(i).attention.type for i in range(config.num_hidden_layers)]
+    return "".join("B" if name == "band_attention" else "D" for name in layers)
 
 
 def test_layers_take_turns(tmp_path):

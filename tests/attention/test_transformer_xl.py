@@ -7,7 +7,6 @@ from hf_xformers.attention.transformer_xl import (
     relative_sinusoids,
 )
 from hf_xformers.core.segment_memory import MemoryLayout, StepMemory, join_masks, slot_order
-from hf_xformers.ops.common.shifted_rows import shift_rows
 from tests.attention.references.softmax import four_terms, sinusoid
 from tests.attention.score_helpers import (
     HEADS,
@@ -115,15 +114,17 @@ def test_memory_and_padding():
         close(result.output[row][padding[row]][None], expected, 1e-12)
 
 
-def test_shift_equals_gather():
-    for rows, keys in ((1, 1), (1, 5), (4, 1), (4, 4), (3, 8)):
-        by_distance = torch.randn(2, rows, keys + rows - 1)
-        top = keys + rows - 2  # of the last row
-        expected = torch.stack(
-            [torch.stack([by_distance[:, i, top - (keys - 1 + i - j)] for j in range(keys)], -1) for i in range(rows)],
-            1,
-        )
-        assert torch.equal(shift_rows(by_distance, keys), expected)
+@torch.no_grad()
+def test_distances_of_other_layers():
+    """A layer clamps its own distances, and has sinusoids of them next to one that has learned vectors."""
+    own = [{"distances": "learned"}, {}, {"clamp": 1}]
+    layers = [build_layers({"type": "transformer_xl", "share_biases": False, **fields})[0] for fields in own]
+    found = run_layers(layers, vectors(1, 6), make_context(6), residual=False)
+    for layer, result in zip(layers, found, strict=True):
+        close(result.output, run_layers([layer], vectors(1, 6), make_context(6))[0].output)
+    with pytest.raises(ValueError, match="have to be alike"):
+        layers = {1: {"attention": {"type": "transformer_xl", "distances": "learned", "clamp": 1}}}
+        build_layers({"type": "transformer_xl", "distances": "learned"}, per_layer_config=layers)
 
 
 def test_sinusoids_of_large_distances():

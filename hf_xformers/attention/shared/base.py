@@ -130,6 +130,11 @@ class Attention(Undecayed, Sublayer):
         """query [B, H, T, d], key and value [B, K, S, d] -> (output [B, T, H, d], weights [B, H, T, S] or None)."""
         raise NotImplementedError
 
+    @property
+    def dropout_now(self) -> float:
+        """The dropout on weights in this call: training alone has some."""
+        return self.dropout if self.training else 0.0
+
     def wants_weights(self, context: Call) -> bool:
         """Whether the literal path must run."""
         return context.output_attentions or context.implementation == "eager"
@@ -151,7 +156,11 @@ class Attention(Undecayed, Sublayer):
         start_projections(config, init, inputs=inputs, output=self.o_proj)
         if self.sinks is not None:
             init.zeros_(self.sinks)  # as a key with the score 0
-        if config.initializer == "t5":  # the query carries the 1 / sqrt(d) that T5's scores lack
+        self.start_queries(config, init)
+
+    def start_queries(self, config: Any, init: Any) -> None:
+        """The query carries the 1 / sqrt(d) that T5's scores lack."""
+        if config.initializer == "t5":
             std = config.initializer_factor * (config.hidden_size * self.head_dim) ** -0.5
             init.normal_(self.q_proj.weight, mean=0.0, std=std)
 

@@ -34,7 +34,8 @@ FEW_QUERIES = 4
 
 
 class PatternTiles(Prepared):
-    """The tiles of a pattern without global keys, in a slot for each pattern."""
+    """The tiles of a pattern without global keys, in a slot for each pattern, number of heads and of keys, and set of
+    global tokens."""
 
     tiles: list[tuple[slice, Rounds]]
 
@@ -89,7 +90,7 @@ class BlockSparseAttention(Attention):
         differ."""
         if context.parts is not None:
             return self._attend_part((query, key, value), global_rows, context), None
-        dropout, bias = self.dropout if self.training else 0.0, self.score_bias(context)
+        dropout, bias = self.dropout_now, self.score_bias(context)
         chosen, most = self.global_tokens(context)
         chosen = None if chosen is None else chosen.expand(key.shape[0], -1)
         total, padding = context.key_index.shape[0], context.padding_mask
@@ -157,7 +158,7 @@ class BlockSparseAttention(Attention):
         dropped: int,
         context: Call,
     ) -> tuple[Tensor, Tensor | None]:
-        chosen, dropout, inputs = globals_[0], self.dropout if self.training else 0.0, self._by_head(given)
+        chosen, dropout, inputs = globals_[0], self.dropout_now, self._by_head(given)
         rows = inputs if global_rows is None else self._by_head(global_rows)
         if not self._literal(context, inputs[0].shape[2]):
             return self._in_tiles(inputs, rows, added, globals_, context, dropped, dropout).transpose(1, 2), None
@@ -207,7 +208,7 @@ class BlockSparseAttention(Attention):
         return F.pad(output, (0, 0, 0, 1)).scatter(2, places, own)[:, :, :-1]
 
     def _tiles(self, context: Call, keys: int, dropped: int, chosen: Tensor | None) -> list[tuple[slice, Rounds]]:
-        """The tiles of the pattern without global keys; made once per call for each distinct pattern."""
+        """The tiles of the pattern without global keys; made once per call for layers that have the same."""
         padding, queries = context.padding_mask, context.query_index.shape[0]
 
         def make() -> PatternTiles:
@@ -226,7 +227,8 @@ class BlockSparseAttention(Attention):
             )
             return PatternTiles(tiles)
 
-        return context.prepare(PatternTiles, make, self.pattern).tiles
+        slot = self.pattern, self.num_heads, keys, id(self.global_tokens(context)[0])
+        return context.prepare(PatternTiles, make, slot).tiles
 
     def _by_head(self, inputs: Inputs) -> Inputs:
         """Queries, keys and values, as many of each."""

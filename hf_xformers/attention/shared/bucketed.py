@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from ...core.cache import FollowsRows
 from ...core.call import Call
+from ...core.holes import take
 from ...ops.bucketed.attention import Chunks, Recent, bucketed_attention, bucketed_reference
 from ...ops.common.constants import constant
 from ...ops.common.real_tokens import real_first, real_places
@@ -202,7 +203,7 @@ def _by_stages(
     if valid is not None:  # real tokens first, so that places are positions
         order = real_first(valid)
         valid = valid.gather(1, order)
-        query, key, value = (_rearranged(x, order) for x in inputs)
+        query, key, value = (take(x, order, 2) for x in inputs)
         inputs = (query, key, value)
     parts = []
     for at, (stage, labels) in enumerate(used):
@@ -216,12 +217,7 @@ def _by_stages(
         )
         parts.append(output[:, :, stage.begin :])
     output = torch.cat(parts, dim=2)
-    return output if order is None else _rearranged(output, order.argsort(dim=-1))
-
-
-def _rearranged(x: Tensor, order: Tensor) -> Tensor:
-    """[B, H, T, d] in the order [B, T]."""
-    return x.gather(2, order[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+    return output if order is None else take(output, order.argsort(dim=-1), 2)
 
 
 def _of_stage(tiles: Tiles, chosen: Tensor) -> Tiles:

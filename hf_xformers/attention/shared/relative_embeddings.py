@@ -13,7 +13,7 @@ from ...ops.common.real_tokens import first_real
 
 
 class DistanceTable(Prepared):
-    """Vectors of distances [n, D] without parameters, in a slot for each kind."""
+    """Vectors of distances [n, D] without parameters, in a slot for each way they are made."""
 
     rows: Tensor
 
