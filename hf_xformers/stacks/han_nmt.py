@@ -146,6 +146,7 @@ class EmbedsFurtherTexts(CallFeature):
         real = torch.ones_like(ids) if mask is None else mask
         inner = tower.make_context(vectors, real.flatten(0, 1).long(), None)
         inner.padding_mask = real.flatten(0, 1) != 0
+        inner.inputs = {"input_ids": ids.flatten(0, 1)}
         hidden_states = tower.embedded(vectors, None, inner)
         tower.position.share(inner, hidden_states)
         context.keep(FurtherTexts(inner))

@@ -118,7 +118,8 @@ def test_without_context_it_is_the_model_of_single_sentences(side):
 
 @pytest.mark.parametrize("side", ["encoder", "both"])
 def test_states_of_sentences_before_are_those_of_the_same_layers(side):
-    net, ids, given = build(side), tokens(2, 6), inputs(side)
+    experts = {"type": "hash_layers", "num_experts": 3} if side == "both" else "gelu"  # which read ids
+    net, ids, given = build(side, feedforward=experts), tokens(2, 6), inputs(side)
     trunk = net.model.trunk
     with torch.no_grad():
         output = trunk(input_ids=ids, **given).last_hidden_state[:, :6]
