@@ -210,6 +210,12 @@ class HanStack(PlainStack):
             return kept.states["before"], kept.states["mask"]
         if before is None or inner is None:
             return None, None
+        if cache is not None and not isinstance(kept, ContextCacheLayer):
+            raise ValueError(
+                "Stack 'han_nmt' keeps the sentences before next to keys and values, which the given"
+                f" {type(cache).__name__} has no place for; leave `past_key_values` out, or make it with"
+                " `hf_xformers.core.cache.make_cache(config)`."
+            )
         own = run.within(before.flatten(0, 1), inner)
         if memory is not None:
             own.memory, inner.memory_padding_mask = memory
