@@ -111,6 +111,29 @@ def test_gradients_equal_autograd(name, head):
         torch.testing.assert_close(found[key], gradient, rtol=1e-8, atol=1e-10, msg=key)
 
 
+def test_a_second_backward_pass_draws_the_same_numbers():
+    net = build(**MIXES["dropout"]).train()
+    loss = net(**batch()).loss
+    first, second = (torch.autograd.grad(loss, list(net.parameters()), retain_graph=True) for _ in range(2))
+    for one, other in zip(first, second, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+class States(torch.nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids):
+        return self.model(ids).last_hidden_state
+
+
+def test_a_traced_graph_is_saved(tmp_path):
+    net, ids = States(build().eval().model), batch()["input_ids"]
+    torch.jit.save(torch.jit.trace(net, (ids,), check_trace=False), tmp_path / "graph.pt")
+    torch.testing.assert_close(torch.jit.load(tmp_path / "graph.pt")(ids.flip(1)), net(ids.flip(1)))
+
+
 def test_gradient_of_the_embedding_and_of_frozen_models():
     net = build().train()
     ids = batch()["input_ids"]
