@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ..blocks.nesting import check_sentence_ids
 from ..core.call import Call, can_inspect
 from ..core.components import bounded, register
 from ..core.hand_overs import HandOver
@@ -40,6 +41,7 @@ class EtcStack(PlainStack):
         """The number of each token's part [B or 1, T] (of padding any), and how many there are at most."""
         length, device = context.query_index.shape[0], context.query_index.device
         real, ids = context.padding_mask, context.inputs.get("sentence_ids")
+        check_sentence_ids(ids, batch, length)
         place = context.query_index[None] if real is None else real_places(real)
         if ids is None:
             return place // self.size, -(-length // self.size)

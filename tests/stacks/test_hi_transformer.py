@@ -167,7 +167,10 @@ def test_separators():
 def test_refusals():
     with pytest.raises(ValueError, match="cannot stand in a decoder"):
         build(is_decoder=True)
-    with pytest.raises(ValueError, match="The text has 41 tokens"):
-        build()(input_ids=tokens(1, 41))
+    assert build()(input_ids=tokens(1, 41)).last_hidden_state.isfinite().all()  # positions are those of sentences
+    with pytest.raises(ValueError, match=r"has 41 sentences .* positions for 40; .*\(`max_position_embeddings`\)"):
+        build()(input_ids=tokens(1, 41), sentence_ids=torch.arange(41)[None])
     with pytest.raises(ValueError, match="takes no 4-D mask"):
         build()(input_ids=tokens(1, 4), attention_mask=torch.ones(1, 1, 4, 4, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"`sentence_ids` must be \[batch, length\] = \[1, 4\]"):
+        build()(input_ids=tokens(1, 4), sentence_ids=torch.zeros(1, 5).long())
