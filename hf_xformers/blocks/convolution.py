@@ -84,7 +84,7 @@ class ConvolutionBlockSpec(BlockSpec):
     kernel: int = 3
     groups: int = bounded(1, least=1)
     activation: str = "tanh"
-    layers: tuple[int, ...] = (0,)
+    layers: tuple[int, ...] = bounded((0,), least=0)
 
     def check_fields(self) -> None:
         if self.kernel < 1 or self.kernel % 2 == 0:
@@ -93,8 +93,6 @@ class ConvolutionBlockSpec(BlockSpec):
             raise ValueError(
                 f"block 'convolution': unknown activation {self.activation!r}; known: {', '.join(sorted(ACT2FN))}."
             )
-        if not self.layers or min(self.layers) < 0:
-            raise ValueError(f"block 'convolution' needs indices of layers under `layers`, got {self.layers}.")
 
     def check(self, config) -> None:
         if config.hidden_size % self.groups:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
 from ..core.call import Call, SublayerOutput
-from ..core.components import register
+from ..core.components import bounded, register
 from ..normalization.residual import PlainSum
 from .base import BlockSpec, SublayerPlan, XFormerLayer
 from .window_state import WindowCacheLayer, WindowSublayer, check_window_block
@@ -103,7 +103,7 @@ class CPEBlockSpec(BlockSpec):
     summary = "a depthwise convolution over neighbors after the first layer gives positions"
 
     kernel: int = 3
-    layers: tuple[int, ...] = (0,)
+    layers: tuple[int, ...] = bounded((0,), least=0)
     grid_size: tuple[int, ...] | None = None
     border: Literal["zeros", "circular"] = "zeros"
 

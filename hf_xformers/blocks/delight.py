@@ -45,7 +45,7 @@ def layer_sizes(width: int, depth: int, multiplier: float, max_groups: int, fact
     layers, inputs = [], narrow
     for index in range(depth):
         if index + 1 < depth:
-            multiple = max(groups[index], groups[index + 1], _MULTIPLE)
+            multiple = math.lcm(groups[index], groups[index + 1], _MULTIPLE)
             outputs[index] = math.ceil(outputs[index] / multiple) * multiple
         layers.append(GroupLayer(inputs, outputs[index], groups[index]))
         inputs = outputs[index] + narrow
@@ -248,10 +248,10 @@ class DelightBlockSpec(BlockSpec):
                 f" `aggregation`, got {config.attention.aggregation.type!r}; leave it out."
             )
         width = self.inner_width(config)
-        largest = max(sizes.groups for index in range(config.num_hidden_layers) for sizes in self.sizes(config, index))
-        if config.hidden_size % self.proj_factor or width % largest:
+        groups = {sizes.groups for index in range(config.num_hidden_layers) for sizes in self.sizes(config, index)}
+        if config.hidden_size % self.proj_factor or any(width % count for count in groups):
             raise ValueError(
-                f"block 'delight' deals out {config.hidden_size} / {self.proj_factor} channels to up to {largest}"
+                f"block 'delight' deals out {config.hidden_size} / {self.proj_factor} channels to up to {max(groups)}"
                 " groups, which cannot share them evenly; change `hidden_size`, `proj_factor` or `max_groups`."
             )
         check_reshaped("delight", config, self.attention_part(config))

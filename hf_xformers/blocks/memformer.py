@@ -16,8 +16,6 @@ from ..core.hand_overs import HandOver
 from ..core.prepared import State
 from .base import BlockSpec, SublayerPlan, XFormerLayer
 
-# The stream with the slots [B, k, D] that tokens read.
-
 
 class MemorySlots(State):
     """The slots of a memory besides the text, [B, k, D]."""

@@ -65,6 +65,15 @@ class Nesting:
         return F.pad(places, (0, 0, 0, 1)).gather(1, self.slot.unsqueeze(-1).expand(-1, -1, size))
 
 
+def check_sentence_ids(sentence_ids: Tensor | None, batch: int, length: int) -> None:
+    """Raises `ValueError` for anything but a number for each token, [B, T], or None."""
+    if sentence_ids is not None and sentence_ids.shape != (batch, length):
+        raise ValueError(
+            f"`sentence_ids` must be [batch, length] = {[batch, length]}, the number of each token's sentence, got"
+            f" {list(sentence_ids.shape)}."
+        )
+
+
 def make_nesting(like: Tensor, padding_mask: Tensor | None, sentence_ids: Tensor | None, width: int) -> Nesting:
     """Cuts texts into sentences of at most `width` words.
 
@@ -73,6 +82,7 @@ def make_nesting(like: Tensor, padding_mask: Tensor | None, sentence_ids: Tensor
     in it. Without them, sentences are `width` words long.
     """
     batch, length = like.shape[:2]
+    check_sentence_ids(sentence_ids, batch, length)
     device = like.device
     order = torch.arange(length, device=device)
     if padding_mask is None and sentence_ids is None:

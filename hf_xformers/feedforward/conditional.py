@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..core.call import Call, SublayerOutput, dropout_rate
+from ..core.call import Call, SublayerOutput, can_inspect, dropout_rate
 from ..core.components import bounded, register
 from ..core.gates import Gates, check_stack, gate_usage
 from ..core.initialization import start_projections
@@ -58,7 +58,7 @@ class ConditionalFeedForward(FeedForward):
 
     def transform(self, tokens: Tensor, gates: Tensor, **given: Tensor | None) -> Tensor:
         """tokens [B, T, D], gates [B, T, M] -> [B, T, D]; given: the mask for norms over tokens."""
-        if self.training or torch.compiler.is_compiling() or torch.jit.is_tracing():
+        if self.training or not can_inspect():
             parts = [part(tokens, **given) * gates[..., m, None] for m, part in enumerate(self.parts)]
             return torch.stack(parts).sum(0)
         flat, doors = tokens.flatten(0, -2), gates.flatten(0, -2)

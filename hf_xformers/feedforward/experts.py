@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from ..compat import grouped_mm, grouped_mm_fallback
-from ..core.call import dropout_rate
+from ..core.call import can_inspect, dropout_rate
 from ..core.components import aliased, bounded
 from ..core.distributed import process_number
 from ..ops.common.derivatives import first_derivative_only
@@ -119,7 +119,7 @@ class SlicedExperts(torch.autograd.Function):
 def counts_are_at_hand(tokens: Tensor, weight: Tensor) -> bool:
     """Whether a program may read how many rows each expert has: plain tensors on the CPU, no graph being recorded."""
     plain = type(tokens) in (Tensor, nn.Parameter) and type(weight.data) is Tensor
-    return plain and tokens.device.type == "cpu" and not (torch.compiler.is_compiling() or torch.jit.is_tracing())
+    return plain and tokens.device.type == "cpu" and can_inspect()
 
 
 def own_draws(device: torch.device) -> AbstractContextManager[None]:
@@ -329,15 +329,6 @@ class Router(nn.Module):
             tokens = tokens * torch.empty_like(tokens).uniform_(1.0 - self.jitter, 1.0 + self.jitter)
         with torch.autocast(device_type=tokens.device.type, enabled=False):
             return F.linear(tokens, self.weight.to(tokens.dtype), None if self.bias is None else self.bias.to(tokens))
-
-
-# ------------------------------------------------------------------------------------------------------- queues
-
-
-# ------------------------------------------------------------------------------------------------------- losses
-
-
-# ------------------------------------------------------------------------------------------------------- specs
 
 
 @dataclass(kw_only=True)

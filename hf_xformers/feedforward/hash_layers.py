@@ -294,7 +294,7 @@ class HashLayersSpec(ExpertsSpec):
     inputs: ClassVar[tuple[str, ...]] = ("input_ids",)
 
     num_experts: int = aliased(32, "experts")
-    layers: tuple[int, ...] | None = None
+    layers: tuple[int, ...] | None = bounded(None, least=0)
     hash: Literal["random", "balanced", "bigram", "previous", "position", "clustered", "dispersed"] = "random"
     multi_hash: int = bounded(1, least=1)
     seed: int = 42

@@ -222,7 +222,7 @@ class ProductKeyMemorySpec(DenseForm):
     tensor_parallel = False  # its batch norm's sums over processes are those of data parallelism
     unquantized = {"feedforward.query_proj": "it chooses rows of a memory, and a small change chooses others"}
 
-    layers: tuple[int, ...] | None = None
+    layers: tuple[int, ...] | None = bounded(None, least=0)
     num_heads: int = bounded(4, least=1)
     num_keys: int | None = bounded(None, least=1)
     topk: int | None = bounded(None, least=1)
@@ -267,9 +267,6 @@ class ProductKeyMemorySpec(DenseForm):
                 " unless set) is constant, so keys and queries would learn nothing; set `topk` to 2 or more, or"
                 " `num_keys` to 8 or more."
             )
-        for index in self.layers or ():
-            if not 0 <= index:
-                raise ValueError(f"product_key_memory: `layers` counts from 0, got {index}.")
 
     def build(self, config, **where) -> nn.Module:
         layers = (config.num_hidden_layers // 2,) if self.layers is None else self.layers

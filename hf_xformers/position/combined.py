@@ -9,6 +9,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from ..core.components import build_spec, register
+from ..core.hand_overs import HandOver
 from .base import Position, PositionSpec, PositionTerms, Rotation, ScoreBias
 
 _AT_INPUTS = frozenset({"input", "layer_input"})
@@ -96,6 +97,10 @@ class CombinedSpec(PositionSpec):
     @property
     def inputs(self) -> tuple[str, ...]:  # type: ignore[override]
         return tuple(dict.fromkeys(name for part in self.parts for name in part.inputs))
+
+    @property
+    def reads(self) -> frozenset[HandOver]:  # type: ignore[override]
+        return frozenset().union(*(part.reads for part in self.parts))
 
     @property
     def needs_causal(self) -> bool:  # type: ignore[override]

@@ -113,11 +113,17 @@ class GraphormerTerms(PositionTerms):
         if context.state(GraphTerms) is not None:
             return
         position: GraphormerPosition = context.prepared(PositionTables).module
-        lengths = context.inputs.get("spatial_pos")
+        lengths, tokens = context.inputs.get("spatial_pos"), context.key_index.shape[0]
         if lengths is not None:
-            context.start(GraphTerms(pairs=position.of_pairs(lengths, context.inputs.get("edge_paths"))))
+            pairs = position.of_pairs(lengths, context.inputs.get("edge_paths"))
+            if pairs.shape[-1] != tokens:
+                raise ValueError(
+                    f"`spatial_pos` {list(lengths.shape)} is not of the {tokens} tokens of this batch; give the path"
+                    f" lengths of all pairs of them, [batch, {tokens}, {tokens}]."
+                )
+            context.start(GraphTerms(pairs=pairs))
         else:
-            distance = distances_of_block(context, slice(None), context.key_index.shape[0])
+            distance = distances_of_block(context, slice(None), tokens)
             context.start(GraphTerms(line=position.of_path(distance)))
 
     def score_terms(self, attention: Any, scale: float, context: Call) -> SelfAttentionTerms:

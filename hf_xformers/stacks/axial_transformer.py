@@ -82,6 +82,11 @@ class AxialStack(PlainStack):
         held = self._state(run.past_key_values)
         known = held[0].state if held else {}
         tokens = torch.cat([known["embedded"], new], dim=1) if known else new
+        told = {
+            name: x for name, x in context.inputs.items() if isinstance(x, Tensor) and x.shape[:2] == new.shape[:2]
+        }
+        if known:
+            told = {name: torch.cat([known[name], x], dim=1) for name, x in told.items()}
         batch, total = tokens.shape[:2]
         real = context.padding_mask
         lead = new.new_zeros(1, dtype=torch.long) if real is None else row_spans(real)[0]
@@ -90,11 +95,11 @@ class AxialStack(PlainStack):
         if known and not recorded and can_inspect() and torch.equal(finished, known["finished"]):
             rows = F.pad(known["rows"], (0, 0, 0, total - known["rows"].shape[1]))
         else:
-            rows = self._outer(run, tokens, memories)
+            rows = self._outer(run, tokens, told, memories)
         for layer in held:
             layer.advance(new.shape[1])
         if held:
-            held[0].advance(0, embedded=tokens, rows=rows, finished=finished)
+            held[0].advance(0, embedded=tokens, rows=rows, finished=finished, **told)
         moved = F.pad(rows, (0, 0, self.columns, 0))[:, context.query_index]
         inside = context.query_index[None] - lead[:, None] >= self.columns
         return moved.masked_fill(~inside[..., None], 0.0)
@@ -111,8 +116,9 @@ class AxialStack(PlainStack):
             )
         return held
 
-    def _outer(self, run: Pass, tokens: Tensor, memories: Sequence[Tensor | None]) -> Tensor:
-        """u of all tokens [B, S, D] so far; of a row that is not finished it means nothing."""
+    def _outer(self, run: Pass, tokens: Tensor, told: dict[str, Tensor], memories: Sequence[Tensor | None]) -> Tensor:
+        """u of all tokens [B, S, D] so far, of which `told` are the inputs by token; of a row that is not finished it
+        means nothing."""
         context, index = run.context, torch.arange(tokens.shape[1], device=tokens.device)
         views = []
         for causal in (False, True):
@@ -124,6 +130,7 @@ class AxialStack(PlainStack):
                 fresh=True,
                 inputs_embeds=tokens,
                 position_ids=None,
+                inputs={**context.inputs, **told},
             )
             run.position.share(view, tokens)
             for layer in run.layers[causal : self.outer : 2]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..blocks.base import XFormerLayer
-from ..core.call import Call
+from ..core.call import Call, can_inspect
 from ..core.unpadding import Unpadding
 from ..position.base import Position
 from .base import StackSpec
@@ -117,12 +117,8 @@ class EarlyExitStack(PlainStack):
             run.layers = depth
             return super().forward(run)
         course = self.course(watch, context)
-        gathers = course.gathers and not (
-            context.output_hidden_states
-            or context.output_attentions
-            or torch.compiler.is_compiling()
-            or torch.jit.is_tracing()
-        )
+        recorded = context.output_hidden_states or context.output_attentions
+        gathers = course.gathers and not recorded and can_inspect()
         whole, rows = context, None
         final: Tensor | None = None
         run.begin(self.steps)

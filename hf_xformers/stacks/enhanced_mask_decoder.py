@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 
 from ..attention.shared.base import KeyStates
-from ..core.call import add_losses
+from ..core.call import add_losses, can_inspect
 from ..core.components import bounded, register
 from ..core.hand_overs import HandOver
 from ..core.prepared import one_state
@@ -30,13 +30,14 @@ class EnhancedMaskDecoder(PlainStack):
         self.passes = spec.passes
 
     def forward(self, run: Pass) -> StackOutput:
-        context, layers, hidden_states = run.context, run.layers, run.hidden_states
+        context, layers = run.context, run.layers
         table = context.inputs.get(ABSOLUTE_POSITIONS)
-        if table is None or not len(layers):
+        if table is None:
             return super().forward(run)
-        if hidden_states.shape[1] > table.shape[0]:
+        longest = int(context.positions.max()) + 1 if can_inspect() else 0
+        if longest > table.shape[0]:
             raise ValueError(
-                f"The sequence has {hidden_states.shape[1]} tokens, but the enhanced mask decoder knows"
+                f"The sequence has {longest} tokens, but the enhanced mask decoder knows"
                 f" {table.shape[0]} absolute positions (`max_position_embeddings`); shorten it or build a model with"
                 " more."
             )

@@ -73,7 +73,7 @@ class EntropyExits(EarlyExits):
     def logits(self, model: Classifier, layer: int, hidden_states: Tensor, padding_mask: Tensor | None) -> Tensor:
         return self.ramps[layer - 1](final_norm(model, hidden_states, padding_mask), padding_mask)
 
-    def rule(self, model: Classifier, batch: int):
+    def rule(self, model: Classifier):
         if not self.spec.exits_early or not self.ramps:
             return None
         if model.config.num_labels == 1 or model.config.problem_type in ("regression", "multi_label_classification"):

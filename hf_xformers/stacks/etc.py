@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ..blocks.nesting import check_sentence_ids
 from ..core.call import Call, can_inspect
 from ..core.components import bounded, register
 from ..core.hand_overs import HandOver
@@ -40,6 +41,7 @@ class EtcStack(PlainStack):
         """The number of each token's part [B or 1, T] (of padding any), and how many there are at most."""
         length, device = context.query_index.shape[0], context.query_index.device
         real, ids = context.padding_mask, context.inputs.get("sentence_ids")
+        check_sentence_ids(ids, batch, length)
         place = context.query_index[None] if real is None else real_places(real)
         if ids is None:
             return place // self.size, -(-length // self.size)
@@ -78,13 +80,20 @@ class EtcStack(PlainStack):
             real = mask
         positions = torch.cat([context.positions, number.expand(context.positions.shape[0], -1)], dim=1)
         index = torch.arange(length + count, device=device)
-        chosen = is_global.expand(batch, -1)
+        chosen, given = is_global.expand(batch, -1), context.inputs.get("global_attention_mask")
+        if given is not None:  # tokens of the text that the caller wants to be global, too
+            own = nn.functional.pad(given > 0, (0, count))
+            chosen = chosen | (own if order is None else own.gather(1, order))
+        inputs = {**context.inputs, "global_attention_mask": chosen}
+        most = 0 if given is None else inputs.get("max_global_tokens")
+        if most is not None:  # a bound on the text's own, which these join
+            inputs["max_global_tokens"] = most + count
         wider = context.derive(
             padding_mask=real,
             positions=positions if order is None else positions.expand(batch, -1).gather(1, order),
             query_index=index,
             key_index=index,
-            inputs={**context.inputs, "global_attention_mask": chosen, "max_global_tokens": count},
+            inputs=inputs,
         )
         wider.keep(TwoStreams(is_global, place, summary))
         run.position.share(wider, states)

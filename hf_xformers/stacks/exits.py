@@ -30,7 +30,7 @@ class EarlyExits(nn.Module):
         """[R, T, D] after layer 1, 2, ... -> [R, num_labels]."""
         raise NotImplementedError
 
-    def rule(self, model: Classifier, batch: int) -> Any | None:
+    def rule(self, model: Classifier) -> Any | None:
         """`rule(layer, logits [R, C], rows [R] or None) -> [R] boolean`, or None if no row can leave early."""
         raise NotImplementedError
 
@@ -53,8 +53,7 @@ class EarlyExits(nn.Module):
         if model.training and labels is not None:
             watch = _Collector()
         elif not model.training:
-            given = inputs["input_ids"] if inputs.get("input_ids") is not None else inputs["inputs_embeds"]
-            rule = self.rule(model, given.shape[0])
+            rule = self.rule(model)
             watch = None if rule is None else _Run(self, model, rule)
         frozen = watch is not None and model.training and not self.trunk_learns
         with torch.no_grad() if frozen else nullcontext():

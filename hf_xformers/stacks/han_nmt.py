@@ -146,6 +146,7 @@ class EmbedsFurtherTexts(CallFeature):
         real = torch.ones_like(ids) if mask is None else mask
         inner = tower.make_context(vectors, real.flatten(0, 1).long(), None)
         inner.padding_mask = real.flatten(0, 1) != 0
+        inner.inputs = {"input_ids": ids.flatten(0, 1)}
         hidden_states = tower.embedded(vectors, None, inner)
         tower.position.share(inner, hidden_states)
         context.keep(FurtherTexts(inner))
@@ -209,6 +210,12 @@ class HanStack(PlainStack):
             return kept.states["before"], kept.states["mask"]
         if before is None or inner is None:
             return None, None
+        if cache is not None and not isinstance(kept, ContextCacheLayer):
+            raise ValueError(
+                "Stack 'han_nmt' keeps the sentences before next to keys and values, which the given"
+                f" {type(cache).__name__} has no place for; leave `past_key_values` out, or make it with"
+                " `hf_xformers.core.cache.make_cache(config)`."
+            )
         own = run.within(before.flatten(0, 1), inner)
         if memory is not None:
             own.memory, inner.memory_padding_mask = memory

@@ -14,6 +14,7 @@ from ..core.pooling import TextPooler
 from ..core.reading_weights import weight_of
 from .base import StackSpec
 from .driver import Pass, StackOutput
+from .nested import check_outer_position, nesting_of
 from .plain import PlainStack
 
 
@@ -49,26 +50,17 @@ class HiStack(PlainStack):
         self.sentence_table = nn.Embedding(config.max_position_embeddings, config.hidden_size)
 
     def forward(self, run: Pass) -> StackOutput:
-        hidden_states, context = run.hidden_states, run.context
-        if context.explicit_mask is not None:
-            raise ValueError(
-                "stack 'hi_transformer' keeps words of different sentences apart by itself and takes no 4-D mask; give"
-                " a [batch, length] mask of real tokens, and `sentence_ids` for sentences."
-            )
-        width, most = self.spec.segment_length, self.sentence_table.num_embeddings
-        if hidden_states.shape[1] > most:
-            raise ValueError(
-                f"The text has {hidden_states.shape[1]} tokens, but there are positions for {most} sentences "
-                "(`max_position_embeddings`), which could be a word each; shorten it or raise that number."
-            )
-        nesting = make_nesting(hidden_states, context.padding_mask, context.inputs.get("sentence_ids"), width)
-        count = nesting.sentences
+        hidden_states, context, width = run.hidden_states, run.context, self.spec.segment_length
+        most = self.sentence_table.num_embeddings
+        nesting = nesting_of(
+            hidden_states, context, width, most, "max_position_embeddings", name="hi_transformer", part="sentence"
+        )
         if nesting.slot is None:
             place = context.query_index % width
         else:
             place = nesting.slot % width  # of padding as well, where it does not matter
         hidden_states = hidden_states + self.word_table(place)
-        context.start(SentencePositions(weight_of(self.sentence_table)[None, :count]))
+        context.start(SentencePositions(weight_of(self.sentence_table)[None, : nesting.sentences]))
         context.keep(Levels.of(context, nesting, run.position, hidden_states))
         run.hidden_states = hidden_states
         return super().forward(run)
@@ -91,11 +83,7 @@ class HiTransformerSpec(StackSpec):
     segment_length: int = bounded(32, least=1)
 
     def check(self, config) -> None:
-        if config.position.acts & {"score_bias", "layer_input"} or config.position.shares_tables:
-            raise ValueError(
-                f"position {config.position.type!r} acts inside layers on one sequence, which stack 'hi_transformer'"
-                " has not; use 'none' (the stack has positions of its own) or 'rotary'."
-            )
+        check_outer_position(config, "hi_transformer")
 
     def build_pooler(self, config) -> HierarchicalPooler:
         return HierarchicalPooler(config)

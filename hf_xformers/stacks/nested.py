@@ -10,9 +10,11 @@ from ..blocks.nesting import Nesting, make_nesting
 from ..core.call import Call
 
 
-def nesting_of(hidden_states: Tensor, context: Call, width: int, most: int, *, name: str, part: str) -> Nesting:
-    """How the tokens of a call stand in parts of at most `width`. most: parts that there are positions for; name: of
-    the stack; part: what it calls them.
+def nesting_of(
+    hidden_states: Tensor, context: Call, width: int, most: int, field: str = "max_sentences", *, name: str, part: str
+) -> Nesting:
+    """How the tokens of a call stand in parts of at most `width`. most: parts that there are positions for; field: by
+    which a model has more; name: of the stack; part: what it calls them.
 
     Raises:
         ValueError: a 4-D mask, or more parts than positions.
@@ -26,7 +28,7 @@ def nesting_of(hidden_states: Tensor, context: Call, width: int, most: int, *, n
     if nesting.sentences > most:
         raise ValueError(
             f"The text has {nesting.sentences} {part}s of at most {width} tokens, but stack {name!r} has positions for"
-            f" {most}; shorten the text, or build the model with more (`max_sentences`)."
+            f" {most}; shorten the text, or build the model with more (`{field}`)."
         )
     return nesting
 

@@ -40,7 +40,7 @@ class PatienceExits(EarlyExits):
             vector = pool(states, padding_mask, "first" if how == "auto" else how)
         return self.classifiers[layer - 1](model.dropout(vector))
 
-    def rule(self, model: Classifier, batch: int):
+    def rule(self, model: Classifier):
         patience = self.spec.resolved(model.config)
         if not patience or patience >= model.config.num_hidden_layers:
             return None

@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache
 from transformers.utils import logging
 
 from ..blocks.base import Names, Partner, SublayerPlan, XFormerLayer, flattened, unflattened
-from ..core.call import Call, add_losses
+from ..core.call import Call, add_losses, can_inspect
 from ..core.components import register
 from ..core.hand_overs import HandOver
 from ..core.prepared import States, one_state
@@ -71,7 +71,7 @@ class ReversibleStack(Stack):
 
     @staticmethod
     def _rebuilds(layers: Sequence[XFormerLayer], context: Call, past_key_values: Cache | None) -> bool:
-        if not torch.is_grad_enabled() or past_key_values is not None or torch.compiler.is_compiling():
+        if not torch.is_grad_enabled() or past_key_values is not None or not can_inspect():
             return False
         if context.output_attentions or context.output_hidden_states:
             return False
@@ -149,9 +149,9 @@ class _Reversible(torch.autograd.Function):
         memory, passed, _ = _split(run, extra)
         context = run.context.passing(passed)
         grads: dict[int, Tensor] = {}
-        loss_grads = dict(zip(run.loss_names, to_losses, strict=True))
+        loss_grads, states = dict(zip(run.loss_names, to_losses, strict=True)), reversed(run.states)
         for step, layer, entry in _backwards(run.layers, memory):
-            state = run.states.pop() if run.states else None
+            state = next(states, None)
             # The sublayer read what is now first, and added to what is now second.
             with torch.enable_grad(), _replayed(state, first.device), torch.autocast(**ctx.autocast):
                 read = first.detach().requires_grad_()

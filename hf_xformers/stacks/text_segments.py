@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,6 +49,15 @@ class TextSegments:
         order = self.order
         return states.gather(1, order.reshape(*order.shape, *[1] * (states.ndim - 2)).expand_as(states))
 
+    def _inputs(self, cut: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+        """What the model is given besides; of what it is given of each token, those that `cut` takes."""
+        return {
+            name: cut(self._aligned(value))
+            if isinstance(value, Tensor) and value.shape[1:2] == (self.total,)
+            else value
+            for name, value in self.context.inputs.items()
+        }
+
     def single(self) -> Tensor | None:
         """[B], True for rows that have one segment alone; None where no row is padded."""
         return None if self.real is None else self.real.sum(1) <= self.length
@@ -58,19 +68,13 @@ class TextSegments:
         for begin in range(0, self.total, self.length):
             part = slice(begin, min(begin + self.length, self.total))
             index = torch.arange(part.stop - begin, device=device)
-            inputs = {
-                name: self._aligned(value)[:, part]
-                if isinstance(value, Tensor) and value.shape[1:2] == (self.total,)
-                else value
-                for name, value in given.inputs.items()
-            }
             context = given.derive(
                 padding_mask=None if self.real is None else self.real[:, part],
                 positions=self._aligned(given.positions)[:, part],
                 query_index=index,
                 key_index=index,
                 fresh=True,
-                inputs=inputs,
+                inputs=self._inputs(lambda value, part=part: value[:, part]),
                 inputs_embeds=None,
                 position_ids=None,
             )

@@ -134,6 +134,11 @@ class TwoStreamSpec(StackSpec):
                 "stack 'two_stream' hides tokens in attention alone, and a target would learn of them through block"
                 f" {config.block.type!r}, which reads other tokens as well; set `block='vanilla'`, or `stack='plain'`."
             )
+        if config.feedforward.inputs:
+            raise ValueError(
+                "stack 'two_stream' has queries that must not know the tokens at their places, by which feedforward"
+                f" {config.feedforward.type!r} chooses; use another feed-forward, e.g. 'gelu'."
+            )
         if config.normalization.over_tokens:
             raise ValueError(
                 f"stack 'two_stream' hides tokens, over which normalization {config.normalization.type!r} takes"

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from ..core.call import Call, add_losses
+from ..core.call import add_losses, can_inspect
 from ..core.components import bounded, register
 from ..core.reading_weights import weight_of
 from ..position.sinusoidal_absolute import sinusoids
@@ -93,7 +93,8 @@ class UniversalStack(Stack):
         real = context.query_padding_mask if context.unpadding is None else None
         placed = self.position_signal(run.positions, hidden_states)
         ledger = None if self.halting is None else _Ledger(hidden_states, real, self.spec)
-        may_stop = run.past_key_values is None and not _leaves_a_trace(context)
+        recorded = context.output_attentions or context.output_hidden_states
+        may_stop = run.past_key_values is None and not recorded and can_inspect()
         for step in range(1, self.steps + 1):
             if ledger is not None and may_stop and step > 1 and not bool(ledger.running.any()):
                 break
@@ -157,12 +158,6 @@ class _Ledger:
         """Mean over real tokens of the number of steps plus the remainder (Graves 2016, section 2.1)."""
         count = self.real.sum().clamp(min=1)
         return (self.steps + self.remainder).sum() / count
-
-
-def _leaves_a_trace(context: Call) -> bool:
-    """Whether somebody wants what every step gives, or values must not steer the program."""
-    recorded = context.output_attentions or context.output_hidden_states
-    return recorded or torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
 @register("stack", "universal")

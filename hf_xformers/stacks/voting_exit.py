@@ -33,7 +33,7 @@ class VotingExits(PatienceExits):
     def __init__(self, config, spec: VotingExitSpec):
         super().__init__(config, spec)  # type: ignore[arg-type]
 
-    def rule(self, model: Classifier, batch: int):
+    def rule(self, model: Classifier):
         if self.kind(model.config) != "single_label_classification":
             return None  # numbers and sets of labels do not vote
         return _Votes(self.spec, self.spec.resolved(model.config))

@@ -41,7 +41,7 @@ INFO = VariantInfo(
     cost="time O(T W D + (T/W)^2 D) for sentences of W tokens",
     notes=(
         "The text's vector, for classification, pools words to sentences and sentences to the text by attention."
-        " Sentences come from `sentence_ids`, e.g. `hf_xformers.stacks.hi_transformer.sentence_ids_of(input_ids,"
+        " Sentences come from `sentence_ids`, e.g. `hf_xformers.blocks.nesting.sentence_ids_of(input_ids,"
         " separators)`, or are W tokens long."
     ),
     cite="wu2021hi",

@@ -112,3 +112,17 @@ def test_sentences():
     for row, parts in enumerate(([0, 0, 0, 1, 1, 1, 1, 2, 2], [0] * 9)):
         expected = by_hand(model, ids[row], parts)
         close(found[row, : len(expected)], expected)
+
+
+@torch.no_grad()
+def test_tokens_that_the_caller_chooses_are_global_too():
+    """In one layer the first token reads the last one then alone, whatever padding is before it."""
+    model, ids = build(), tokens(1, 24, high=50)
+    ids[0, 0] = 0
+    mask, changed = (ids != 0).long(), ids.clone()
+    changed[0, -1] = 5 + (ids[0, -1] - 4) % 40
+    for more in ({}, {"attention_mask": mask}):
+        for chosen in (0, 1):
+            given = {**more, "global_attention_mask": torch.eye(24).long()[[1]] * chosen}
+            one, other = (model(x, **given).last_hidden_state[0, 1] for x in (ids, changed))
+            assert torch.equal(one, other) == (not chosen)

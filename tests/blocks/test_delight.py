@@ -36,6 +36,12 @@ def test_tables(width, depth, expected, parameters):
         assert sum(layer.weight.numel() + layer.bias.numel() for layer in layers) == parameters
 
 
+@pytest.mark.parametrize("most", [3, 5, 6, 16])
+def test_any_number_of_groups_shares_the_channels(most):
+    for sizes in layer_sizes(480, 7, 2.0, most):
+        assert sizes.inputs % sizes.groups == sizes.outputs % sizes.groups == 0
+
+
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_groups_are_a_block_matrix(groups, shuffle):

@@ -7,11 +7,12 @@ REFUSED = [
     ("odd `kernel`, got 4", dict(block={"type": "convolution", "kernel": 4})),
     ("`hidden_size` 16 into", dict(hidden_size=16, num_attention_heads=4, block={"type": "convolution", "groups": 3})),
     ("unknown activation 'wavy'", dict(block={"type": "convolution", "activation": "wavy"})),
-    ("indices of layers", dict(block={"type": "convolution", "layers": ()})),
+    ("convolution needs `layers` >= 0", dict(block={"type": "convolution", "layers": ()})),
     ("no place for in a decoder", dict(block="convolution", attention="linear_transformer", is_decoder=True)),
     ("residual 'no_residual' would put in its place", dict(block="convolution", residual="no_residual")),
     ("convolution", dict(block="convolution", stack="reversible", residual="pre_ln")),
     # cpe
+    ("cpe needs `layers` >= 0", dict(block={"type": "cpe", "layers": (-1,)})),
     ("odd `kernel`", dict(block={"type": "cpe", "kernel": 4})),
     ("rows, columns", dict(block={"type": "cpe", "grid_size": (3,)})),
     ("images alone", dict(block={"type": "cpe", "border": "circular"})),

@@ -324,3 +324,25 @@ def test_multi_hash(kind, bias):
             close(output[b, t], torch.cat([down[m, k] @ inner + down_bias[m, k] for m, k in enumerate(chosen)]))
             different += chosen[0] != chosen[1]
     assert different
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"stack": "axial_transformer", "attention": {"type": "axial_transformer", "columns": 4}},
+        {"stack": {"type": "recurrent_windows", "window_size": 4}},
+    ],
+)
+@torch.no_grad()
+def test_ids_of_stacks_that_read_tokens_again_or_in_windows(fields):
+    spec = {"type": "hash_layers", "num_experts": 4, "layers": (0, 1, 2)}
+    torch.manual_seed(0)
+    config = XFormerConfig(**{**SIZES, "num_hidden_layers": 3}, is_decoder=True, feedforward=spec, **fields)
+    net, ids, mask = make_strong(XFormerForCausalLM(config).eval()), ids_of(2, 14), torch.ones(2, 14).long()
+    mask[0, :3] = 0
+    whole, cache, pieces = net(ids, attention_mask=mask, use_cache=False).logits, None, []
+    for begin, end in ((0, 5), (5, 6), (6, 11), (11, 14)):
+        result = net(ids[:, begin:end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True)
+        cache = result.past_key_values
+        pieces.append(result.logits)
+    close(torch.cat(pieces, 1)[mask.bool()], whole[mask.bool()], 1e-5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pkgutil
 import re
 from pathlib import Path
 
@@ -45,6 +46,12 @@ def test_map_shows_who_may_be_read(model_type):
     assert bool((weights.tril() > 0).any())
     empty = draw({"a": torch.zeros_like(weights)}).count("<rect")
     assert draw({"a": weights}).count("<rect") == empty + int((weights > 0).sum())
+
+
+def test_what_cards_name_is_there():
+    for path in CARDS.glob("*.md"):
+        for name in re.findall(r"`(hf_xformers(?:\.\w+)+)", path.read_text(encoding="utf-8")):
+            pkgutil.resolve_name(name)
 
 
 def test_stale_card_is_noticed():

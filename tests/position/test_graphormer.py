@@ -135,6 +135,10 @@ def test_padding_and_order_of_nodes():
         ({"spatial_pos": torch.zeros(1, 7, 6, dtype=torch.long)}, r"`spatial_pos` must be \[batch, length, length\]"),
         ({"spatial_pos": torch.full((1, 7, 7), -3)}, "got -3"),
         (
+            {"spatial_pos": torch.zeros(1, 9, 9).long(), "edge_paths": torch.zeros(1, 9, 9, 3).long()},
+            "is not of the 7 tokens",
+        ),
+        (
             {"edge_paths": torch.zeros(1, 7, 7, dtype=torch.long)},
             r"`edge_paths` must be \[batch, length, length, hops\]",
         ),

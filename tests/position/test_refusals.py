@@ -39,6 +39,10 @@ REFUSED = [
         ),
     ),
     (
+        "which stack 'plain' does not",
+        dict(position={"type": "combined", "parts": ("learned_absolute", "etc_relative")}),
+    ),
+    (
         "only works in a causal decoder",
         dict(position={"type": "combined", "parts": ("learned_absolute", "music_transformer")}),
     ),

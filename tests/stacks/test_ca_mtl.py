@@ -127,17 +127,11 @@ def test_tasks_of_a_batch():
         close(model(**inputs, tasks=torch.tensor([1, 0])).logits, model(**inputs, tasks=TASKS).logits)
 
 
-def test_checkpointing_and_generation_carry_the_task():
-    model, again = (tiny(**WHOLE).train() for _ in range(2))
-    again.gradient_checkpointing_enable({"use_reentrant": True})
-    inputs = batch()
-    for one in (model, again):
-        one(**inputs, tasks=TASKS).loss.backward()
-    for (_, first), (_, second) in zip(model.named_parameters(), again.named_parameters(), strict=True):
-        close(second.grad, first.grad, 1e-10)
+def test_generation_carries_the_task():
+    model, inputs = tiny(**WHOLE), batch()
     options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     ids = inputs["input_ids"][1:, :4]
-    cached = model.eval().generate(ids, tasks=TASKS[:1], **options)
+    cached = model.generate(ids, tasks=TASKS[:1], **options)
     assert torch.equal(cached, model.generate(ids, tasks=TASKS[:1], use_cache=False, **options))
 
 

@@ -64,5 +64,9 @@ def test_other_heads_have_no_table():
 
 def test_plain_stack_and_refusals():
     assert build(stack="plain").absolute_positions is None
-    with pytest.raises(ValueError, match="12 absolute positions"):
-        build()(tokens(1, 13, high=50))
+    model, ids = build(), tokens(1, 13, high=50)
+    for tokens_of, given in ((ids, {}), (ids[:, :4], {"position_ids": torch.arange(10, 14)[None]})):
+        with pytest.raises(ValueError, match="12 absolute positions"):
+            model(tokens_of, **given)
+    mask = torch.arange(13)[None] < 5
+    close(model(ids, attention_mask=mask.long()).logits[:, :5], model(ids[:, :5]).logits)  # padding has no position

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import DynamicCache, EncoderDecoderCache
 
 from hf_xformers import XFormerConfig, XFormerForSeq2SeqLM
 from hf_xformers.stacks.han_nmt import HierarchicalContext
@@ -118,7 +119,8 @@ def test_without_context_it_is_the_model_of_single_sentences(side):
 
 @pytest.mark.parametrize("side", ["encoder", "both"])
 def test_states_of_sentences_before_are_those_of_the_same_layers(side):
-    net, ids, given = build(side), tokens(2, 6), inputs(side)
+    experts = {"type": "hash_layers", "num_experts": 3} if side == "both" else "gelu"  # which read ids
+    net, ids, given = build(side, feedforward=experts), tokens(2, 6), inputs(side)
     trunk = net.model.trunk
     with torch.no_grad():
         output = trunk(input_ids=ids, **given).last_hidden_state[:, :6]
@@ -187,6 +189,9 @@ def test_sentences_of_another_batch_are_refused():
         net(input_ids=tokens(2, 6), labels=tokens(2, 3), **context(count=3))
     with pytest.raises(ValueError, match="does not belong to a batch of 2 texts"):
         net(input_ids=tokens(2, 6), labels=tokens(2, 3), context_input_ids=tokens(1, 2, 4))
+    given = {"input_ids": tokens(2, 6), "decoder_input_ids": tokens(2, 3), **inputs("both")}
+    with pytest.raises(ValueError, match="sentences before .* which the given DynamicCache has no place for"):
+        build("both")(**given, past_key_values=EncoderDecoderCache(DynamicCache(), DynamicCache()))
     memory = net.model.trunk(input_ids=tokens(2, 6))
     with pytest.raises(ValueError, match="was not made with `context_input_ids`"):
         net(encoder_outputs=memory, labels=tokens(2, 3), context_input_ids=tokens(2, 2, 4))

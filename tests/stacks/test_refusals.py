@@ -129,6 +129,7 @@ REFUSED = [
     ("learn of them through block 'cpe'", dict(stack="two_stream", attention="transformer_xl", block="cpe")),
     ("learn of them through block", dict(stack="two_stream", attention="transformer_xl", block="r_transformer")),
     ("learn of them through", dict(stack="two_stream", attention="transformer_xl", block="mask_attention_network")),
+    ("by which feedforward", dict(stack="two_stream", attention="transformer_xl", feedforward="hash_layers")),
     ("takes statistics", dict(stack="two_stream", attention="transformer_xl", normalization="power_norm")),
     # voting_exit
     ("never 2", dict(stack={"type": "voting_exit", "vote_lambda": 1, "vote_threshold": 2})),
