@@ -346,11 +346,18 @@ def _hold_out(dataset: Any, fraction: float, seed: int) -> tuple[Any, Any]:
     from datasets import Dataset
 
     if not isinstance(dataset, Dataset):
-        rule = {"fraction": fraction, "seed": seed}
-        return (
-            dataset.filter(_on_side, input_columns="text", fn_kwargs={**rule, "held_out": False}),
-            dataset.filter(_on_side, input_columns="text", fn_kwargs={**rule, "held_out": True}),
-        )
+        sides = [
+            dataset.filter(
+                _on_side, input_columns="text", fn_kwargs={"fraction": fraction, "seed": seed, "held_out": held_out}
+            )
+            for held_out in (False, True)
+        ]
+        if not all(_number_of(side, 1) for side in sides):
+            raise ValueError(
+                f"validation_fraction={fraction} leaves no document on one side of so short a stream; give rows for"
+                " validation, another fraction, or 0, or read the source without streaming"
+            )
+        return sides[0], sides[1]
     keys = [stable_fraction(text, seed) for batch in dataset.iter(1000) for text in batch["text"]]
     return divide_rows(dataset, keys, fraction)
 
