@@ -205,6 +205,7 @@ def test_stdlib(streaming):
 
 
 def bad_files(folder):
+    (folder / "cut.txt.gz").write_bytes(gzip.compress(b"line\n" * 5000)[:30])
     (folder / "empty.txt").touch()
     (folder / "blank.txt").write_text(" \n\n")
     (folder / "one.txt").write_text("single\n")
@@ -222,6 +223,7 @@ def bad_files(folder):
         ("blank.txt", {}, "holds no text"),
         ("latin.txt", {}, "could not be read as UTF-8 text .*0xe9"),
         ("broken.jsonl", {}, "could not be read as UTF-8 json"),
+        ("cut.txt.gz", {}, "could not be read as UTF-8 text"),
         ("none", {}, "folder 'none' holds no file with a known suffix"),
         ("absent.txt", {}, "no file or folder 'absent.txt'"),
         ("./absent", {}, "no file or folder './absent'"),
