@@ -6,6 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from datasets import DatasetDict
 from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoModelForMaskedImageModeling
 
 from hf_xformers.cli import main
@@ -183,6 +184,23 @@ def test_saved_datasets_and_parquet_are_images_too(digits, tmp_path):
         assert found["train"].column_names == ["image"] and found["train"][0]["image"].size == (8, 8)
     train, held = divide_images(rows, "image", 0.2)
     assert len(train) + len(held) == 20
+
+
+def test_folders_of_odd_names_and_with_a_run_in_them(tmp_path):
+    place = tmp_path / "photos [1]"
+    (place / "run").mkdir(parents=True)
+    (place / "run" / "training_summary.json").write_text("{}")
+    (place / "train.csv").write_text("id,label\n1,2\n")
+    for name in ("a.png", "b.png", f"run/{PICTURES_FILE}"):
+        Image.new("L", (8, 8)).save(place / name)
+    rows = load_image_dataset([str(place)], validation_fraction=0)["train"]
+    assert len(rows) == 2
+    with pytest.raises(ValueError, match="is that of a training run"):
+        load_image_dataset([str(place / "run")])
+    DatasetDict({"test": rows, "validation": rows}).save_to_disk(str(tmp_path / "saved"))
+    with pytest.raises(ValueError, match=r"no split 'train'; choose one of \['test', 'validation'\]"):
+        load_image_dataset([str(tmp_path / "saved")])
+    assert len(load_image_dataset([str(tmp_path / "saved")], split="test[:1]", validation_fraction=0)["train"]) == 1
 
 
 def test_hidden_patches_depend_on_seed_epoch_and_image_alone():
