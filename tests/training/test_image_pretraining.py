@@ -38,7 +38,8 @@ SHAPE = {
 # A saved model has its own.
 SAVED_SHAPE = dict.fromkeys(["hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"])
 KINDS = {
-    "patches": {"variant": "vision_transformer", "patch_size": 2, "num_channels": 1},
+    "patches": {"variant": "vision_transformer", "patch_size": 2, "num_channels": 1}
+    | {"eval_do_concat_batches": "false"},
     "colors": {"variant": "image_gpt"},
     "plane": {"variant": "image_transformer", "attention.local": "2d", "position.std": 0.02, "colors": 8}
     | {"attention.block_shape": "4,4", "attention.memory_flange": "4,4"},
