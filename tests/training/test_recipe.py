@@ -95,8 +95,9 @@ def test_what_does_not_go_together(text, tmp_path, capsys):
 
 
 def test_the_order_of_rows_may_be_drawn_by_zero(tmp_path):
-    """As every other number does, it stands for an order of its own."""
-    rows = [{"input_ids": [number] * 5, "labels": [number] * 5} for number in range(1, 20)]
+    """As every other number does, it stands for an order of its own. A column that the model does not read is no part
+    of a batch."""
+    rows = [{"input_ids": [number] * 5, "labels": [number] * 5, "more": [0] * number} for number in range(1, 20)]
     data = Dataset.from_list(rows)
     torch.manual_seed(0)
     model = XFormerForCausalLM(XFormerConfig(vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=1))
