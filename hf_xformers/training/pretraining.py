@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, Unpack, runtime_checkable
 
@@ -127,14 +126,11 @@ def is_finished(prepared: Prepared, args: TrainingArguments) -> bool:
     """Whether the checkpoint to resume from is the end of the run. (Trainer would take one step more.)"""
     if prepared.checkpoint is None:
         return False
-    if args.max_steps <= 0 and prepared.plan.get("recipe", {}).get(
-        "max_tokens"
-    ):  # how many batches there are is for the sampler to say
-        state = json.loads((prepared.checkpoint / STATE_FILE).read_text())
-        return state["global_step"] >= state["max_steps"]
-    return json.loads((prepared.checkpoint / STATE_FILE).read_text())["global_step"] >= planned_steps(
-        args, rows_of(prepared.train) or 0, whole_batches=prepared.plan["train_streams"] is not None
-    )
+    state = json.loads((prepared.checkpoint / STATE_FILE).read_text())
+    if args.max_steps > 0:
+        return state["global_step"] >= args.max_steps
+    # How many steps an epoch has is for the trainer to say: processes may share rows, and batches hold tokens.
+    return state["global_step"] >= state["max_steps"] and state["epoch"] > args.num_train_epochs - 1e-6
 
 
 def _token_counts(prepared: Prepared) -> Callable[[], Tensor] | None:
@@ -152,16 +148,6 @@ def _token_counts(prepared: Prepared) -> Callable[[], Tensor] | None:
         return counts
 
     return count
-
-
-def planned_steps(args: TrainingArguments, rows: int, *, whole_batches: bool = False) -> int:
-    """Optimizer steps of a whole run over that many rows; whole_batches: rows that do not fill a batch are left
-    out."""
-    if args.max_steps > 0:
-        return args.max_steps
-    batch = args.train_batch_size * args.world_size
-    batches = rows // batch if whole_batches or args.dataloader_drop_last else math.ceil(rows / batch)
-    return math.ceil(args.num_train_epochs * max(1, math.ceil(batches / args.gradient_accumulation_steps)))
 
 
 def start_model(

@@ -82,6 +82,9 @@ def test_batches_by_tokens_resume(text, tmp_path):
     shutil.copytree(output, tmp_path / "before")
     pretrain(text, output, "--resume_from_checkpoint", **options, save_strategy="steps", save_steps=1000)
     same_run(output, tmp_path / "before")
+    more = {**options, "num_train_epochs": 2, "save_strategy": "steps", "save_steps": 1000}
+    pretrain(text, output, "--resume_from_checkpoint", **more)
+    assert summary(output)["epochs"] == 2
 
 
 def test_what_does_not_go_together(text, tmp_path, capsys):
