@@ -14,6 +14,7 @@ from .checkpoints import misfit
 from .preparation import Further, ModelChoice, Preparation, Prepared, head_class, rows_of
 from .recipe import Recipe
 from .run import Run
+from .run_folder import saved_config
 from .text import TextData
 
 if TYPE_CHECKING:
@@ -156,6 +157,8 @@ def start_model(
     """Fresh weights under the run's seed, or the weights of `init_from`, or those of a finished run. adapted: its
     checkpoints hold adapters, too, and are read when these are there. partial: they hold a part of the model."""
     Run(args).seed()
+    import torch
+
     from ..conversion.quiet import quiet
 
     cls = head_class(prepared.config, prepared.objective)
@@ -163,7 +166,10 @@ def start_model(
     if is_finished(prepared, args) and not adapted and not partial:
         return cls.from_pretrained(prepared.checkpoint)
     if start is None or (prepared.checkpoint is not None and not partial):  # Trainer loads the weights of a checkpoint
-        return build_model(prepared.config, prepared.objective)
+        model = build_model(prepared.config, prepared.objective)
+        if prepared.checkpoint is not None:  # which the run has trained in this type
+            model.to(getattr(torch, saved_config(prepared.checkpoint).get("dtype") or "float32"))
+        return model
     try:
         with quiet():  # what does not fit is refused below
             model, report = cls.from_pretrained(
