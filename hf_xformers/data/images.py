@@ -15,7 +15,7 @@ import numpy as np
 from ..core.saved_files import holds_run
 from .local_files import SPLIT_WORDS, listed, refuse_run, split_of
 from .saved import load_saved
-from .sources import choose_train, hub_errors, read_files
+from .sources import choose_train, hub_errors, no_config, read_files
 from .splitting import check_fraction, divide_rows, stable_fraction
 
 if TYPE_CHECKING:
@@ -114,6 +114,8 @@ def _splits(names: Sequence[str], config_name: str | None) -> dict[str, Dataset]
     if not names:
         raise ValueError("there are no images to read; give a folder of them with --data")
     saved = load_saved(names)
+    if saved is not None or Path(names[0]).expanduser().exists():
+        no_config(config_name, names)
     if saved is not None:
         return saved
     parts: dict[str, list[Dataset]] = {}

@@ -12,7 +12,7 @@ from .delimited import text_lines
 from .local_files import SPLIT_WORDS, files_under, format_of, listed, split_of
 from .phrases import LANGUAGES, PHRASES_ID, phrase_pairs
 from .saved import load_saved
-from .sources import choose_train, hub_errors, read_files
+from .sources import choose_train, hub_errors, no_config, read_files
 from .splitting import check_fraction, divide_rows, stable_fraction
 from .stdlib_corpus import STDLIB_CORPUS_ID
 
@@ -70,6 +70,7 @@ def _splits(names: list[str], languages: tuple[str, ...], config_name: str | Non
     from datasets import Dataset
 
     if names == [PHRASES_ID]:
+        no_config(config_name, names)
         if set(languages) != set(LANGUAGES):
             raise ValueError(
                 f"{PHRASES_ID!r} is in {' and '.join(LANGUAGES)}, not in {' and '.join(languages)}; name other data"
@@ -83,8 +84,11 @@ def _splits(names: list[str], languages: tuple[str, ...], config_name: str | Non
         )
     files = _language_files(names, languages)
     if files:
+        no_config(config_name, names)
         return {split: _lines(found, languages) for split, found in files.items()}
     saved = load_saved(names)
+    if saved is not None or Path(names[0]).expanduser().is_file():
+        no_config(config_name, names)
     tables: Mapping[str, Any] = saved if saved is not None else _tables(names, config_name)
     return {SPLIT_WORDS.get(split.lower(), split): _columns(rows, languages, names) for split, rows in tables.items()}
 

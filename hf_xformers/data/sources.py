@@ -90,8 +90,7 @@ def load_text_dataset(
     else:
         splits = _load_hub(names[0], config_name, split, text_column, streaming, num_proc)
         split = config_name = None  # the Hub was asked for that part alone
-    if config_name is not None:
-        raise ValueError(f"config_name={config_name!r} is for Hub datasets; leave it out for {listed(names)}")
+    no_config(config_name, names)
 
     splits = choose_train(splits, split, names)
     for name in {"train", "validation"} & set(splits):
@@ -229,6 +228,12 @@ def _load_hub(
         _canonical(key, loaded): _text_only(part, features[key], text_column, [name], num_proc)
         for key, part in loaded.items()
     }
+
+
+def no_config(config_name: str | None, names: Sequence[str]) -> None:
+    """Raises ValueError for a configuration of what is no Hub dataset."""
+    if config_name is not None:
+        raise ValueError(f"config_name={config_name!r} is for Hub datasets; leave it out for {listed(names)}")
 
 
 @contextmanager

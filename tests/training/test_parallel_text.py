@@ -9,6 +9,7 @@ from hf_xformers.data.parallel import load_parallel_dataset
 from hf_xformers.data.phrases import phrase_pairs
 from hf_xformers.objectives import build_objective
 from hf_xformers.training.parallel_rows import parallel_rows
+from hf_xformers.training.text import TextData, load_splits
 from tests.training.runs import interrupted_and_resumed, pretrain, pretrain_flags, same_run, summary
 
 PAIRS = [*phrase_pairs(60), ("zero", "null")]
@@ -64,6 +65,11 @@ def test_what_has_no_pairs_is_refused(files, tmp_path):
     (tmp_path / "train.de").write_text("eins\n")
     with pytest.raises(ValueError, match="a line for each other's lines"):
         load_parallel_dataset(str(tmp_path / "train"), ("en", "de"))
+    for source in ("phrases", files / "lines", files / "columns.jsonl"):
+        with pytest.raises(ValueError, match="config_name='x' is for Hub datasets"):
+            load_parallel_dataset(str(source), ("en", "de"), config_name="x")
+    with pytest.raises(ValueError, match="--text_column is not for pairs"):
+        load_splits(TextData(text_column="en"), build_objective("tlm"))
 
 
 def test_streams_have_the_shares_of_their_languages(tmp_path):
