@@ -10,6 +10,7 @@ import csv
 import gzip
 import io
 import lzma
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,11 +19,14 @@ from pathlib import Path
 from typing import Any
 
 _OPENERS: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+DAMAGED = (OSError, EOFError, lzma.LZMAError, zlib.error)  # what a compressed file raises that is not whole
 _OTHER_DELIMITERS = {";": "semicolons", "\t": "tabs", "|": "bars", ",": "commas"}
 _BOM = "\ufeff"
 _UTF_8 = "utf-8"
 _encoding: ContextVar[str] = ContextVar("encoding", default=_UTF_8)
 _LONGEST_FIELD = 2**31 - 1  # the module `csv` stops at 128 KiB, and a text may be longer
+# Of the reader of tables: "NA" and "null" are texts as others are, and a spare field is no index.
+TABLE_OPTIONS = {"keep_default_na": False, "na_values": [""], "index_col": False}
 
 
 @contextmanager
@@ -85,8 +89,8 @@ def check_fields(path: Path, kind: str, *, column_names: Sequence[str] = (), quo
                 " at; save the file with \\n line ends"
             ) from error
         raise ValueError(
-            f"{str(path)!r} could not be read as UTF-8 {kind}: the row that begins at line {before + 1} is malformed "
-            f"({error}); close its quotes and double the quotes inside of them"
+            f"{str(path)!r} could not be read as {encoding().upper()} {kind}: the row that begins at line {before + 1}"
+            f" is malformed ({error}); close its quotes and double the quotes inside of them"
         ) from error
     finally:
         csv.field_size_limit(limit)
@@ -126,7 +130,7 @@ def decoded_lines(path: Path) -> Iterator[str]:
                 yield text.removeprefix(_BOM) if number == 1 else text
         except UnicodeError as error:
             raise ValueError(f"{str(path)!r} cannot be read as {encoding()} ({error}); correct --encoding") from error
-        except (OSError, EOFError, lzma.LZMAError) as error:
+        except DAMAGED as error:
             raise ValueError(f"{str(path)!r} is a damaged {path.suffix} file ({error}); compress it again") from error
 
 

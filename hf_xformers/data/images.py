@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import io
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .local_files import SPLIT_WORDS, listed
+from ..core.saved_files import holds_run
+from .local_files import SPLIT_WORDS, listed, refuse_run, split_of
 from .saved import load_saved
+from .sources import choose_train, hub_errors, no_config, read_files
 from .splitting import check_fraction, divide_rows, stable_fraction
 
 if TYPE_CHECKING:
@@ -47,6 +50,33 @@ def content_of(stored: Mapping[str, Any] | None) -> bytes:
     return stored["bytes"] if stored["bytes"] is not None else Path(stored["path"]).read_bytes()
 
 
+def image_folder(name: str | Path, *, alone: bool, **options: Any) -> dict[str, Dataset]:
+    """The images in a folder and the folders in it, by the splits that folders, or else files, are called after; but
+    for the pictures that training runs have drawn.
+
+    alone: not one of several folders, which may be called after a split itself. options: of the reader of `datasets`.
+    Raises ValueError where the folder itself is that of a run.
+    """
+    import datasets
+
+    place = Path(name).expanduser().resolve()
+    refuse_run(place)
+    # All as one split: left to itself, the reader takes `train.csv` next to the images for all of a split.
+    rows = datasets.load_dataset("imagefolder", data_files=f"{glob.escape(str(place))}/**", split="train", **options)
+    stored = rows.cast_column("image", datasets.Image(decode=False))["image"]
+    paths = [Path(image["path"]) for image in stored]
+    marks = [split_of(path.parent / "_", place) if path.is_relative_to(place) else None for path in paths]
+    if not any(marks):
+        marks = [split_of(path, None) for path in paths]
+    runs = {folder for folder in {path.parent for path in paths} if holds_run(folder)}
+    own = "train" if alone else SPLIT_WORDS.get(Path(name).name.lower(), "train")
+    splits: dict[str, list[int]] = {}
+    for row, (path, mark) in enumerate(zip(paths, marks)):
+        if path.parent not in runs:
+            splits.setdefault((mark or "train") if "train" in marks else own, []).append(row)
+    return {split: rows.select(found) for split, found in splits.items()}
+
+
 def load_image_dataset(
     names: Sequence[str],
     *,
@@ -58,8 +88,9 @@ def load_image_dataset(
     """The splits `train` and, unless `validation_fraction` is 0, `validation`, each with the one column `image`.
 
     names: folders with images (in folders by split and class, or not), folders that `save_to_disk` wrote, Parquet
-    files, or one id of a Hub dataset. split: the one to train on. column: of the images; default: the only one of
-    images. Where there is no validation split, images are held out by a hash of their files, equal ones on one side.
+    files, or one id of a Hub dataset. split: the one to train on, or a slice of one. column: of the images; default:
+    the only one of images. Where there is no validation split, images are held out by a hash of their files, equal
+    ones on one side.
 
     Raises:
         ValueError: no images there, no such split or column, or a file that is no image.
@@ -67,12 +98,7 @@ def load_image_dataset(
     need_pillow()
     check_fraction(validation_fraction)
     found = _splits(names, config_name)
-    splits = {name: _images_alone(rows, column, names) for name, rows in found.items()}
-    if split is not None and split not in splits:
-        raise ValueError(f"{listed(names)} has no split {split!r}; choose one of {sorted(splits)}")
-    if split is not None or "train" not in splits:
-        chosen = split or next(iter(splits))
-        splits = {"train": splits[chosen]}
+    splits = choose_train({name: _images_alone(rows, column, names) for name, rows in found.items()}, split, names)
     if not len(splits["train"]):
         raise ValueError(f"the training split of {listed(names)} holds no image; give one that does")
     if "validation" not in splits and validation_fraction > 0:
@@ -88,17 +114,18 @@ def _splits(names: Sequence[str], config_name: str | None) -> dict[str, Dataset]
     if not names:
         raise ValueError("there are no images to read; give a folder of them with --data")
     saved = load_saved(names)
+    if saved is not None or Path(names[0]).expanduser().exists():
+        no_config(config_name, names)
     if saved is not None:
         return saved
     parts: dict[str, list[Dataset]] = {}
     for name in names:
         path = Path(name).expanduser()
         if has_images(name):
-            loaded = datasets.load_dataset("imagefolder", data_dir=str(path.resolve()), drop_labels=True)
-            own = SPLIT_WORDS.get(path.name.lower(), "train") if len(names) > 1 else "train"
+            loaded: Mapping[str, Dataset] = image_folder(path, alone=len(names) == 1, drop_labels=True)
         elif path.is_file() and path.suffix.lower() == ".parquet":
-            loaded = {"train": datasets.load_dataset("parquet", data_files=str(path.resolve()), split="train")}
-            own = SPLIT_WORDS.get(path.stem.lower(), "train") if len(names) > 1 else "train"
+            own = "train" if len(names) == 1 else SPLIT_WORDS.get(path.stem.lower(), "train")
+            loaded = {own: read_files("parquet", [str(path)])[0]}
         elif path.exists() or len(names) > 1 or name == "stdlib":
             what = "a folder" if path.is_dir() else "no folder"
             raise ValueError(
@@ -107,26 +134,11 @@ def _splits(names: Sequence[str], config_name: str | None) -> dict[str, Dataset]
                 " a --variant that reads text"
             )
         else:
-            loaded, own = _from_hub(name, config_name), "train"
+            with hub_errors(name, config_name):
+                loaded = datasets.load_dataset(name, config_name)
         for split, rows in loaded.items():
-            found = own if len(loaded) == 1 else SPLIT_WORDS.get(str(split), str(split))
-            parts.setdefault(found, []).append(rows)
+            parts.setdefault(SPLIT_WORDS.get(str(split), str(split)), []).append(rows)
     return {split: rows[0] if len(rows) == 1 else datasets.concatenate_datasets(rows) for split, rows in parts.items()}
-
-
-def _from_hub(name: str, config_name: str | None) -> Any:
-    import datasets
-    from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalEntryNotFoundError
-
-    unreachable = (ConnectionError, TimeoutError, HTTPError, HfHubHTTPError, LocalEntryNotFoundError)
-    try:
-        return datasets.load_dataset(name, config_name)
-    except (datasets.exceptions.DatasetNotFoundError, *unreachable, OSError, ValueError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ValueError(
-            f"there is no folder {name!r}, and no dataset of that name could be loaded from the Hub ({reason}); give a"
-            " folder of images"
-        ) from error
 
 
 def _images_alone(rows: Dataset, column: str | None, names: Sequence[str]) -> Dataset:
@@ -236,6 +248,7 @@ __all__ = [
     "content_of",
     "divide_images",
     "has_images",
+    "image_folder",
     "load_image_dataset",
     "need_pillow",
     "one_size",

@@ -95,6 +95,15 @@ def holds_text(name: str) -> bool:
     return any(format_of(path) == "text" and path.stem.lower() not in _BESIDE for path in inside)
 
 
+def refuse_run(folder: Path) -> None:
+    """Raises ValueError for the folder of a training run."""
+    if holds_run(folder):
+        raise ValueError(
+            f"the folder {str(folder)!r} is that of a training run, whose predictions and settings are no data; name"
+            " the files to read, or keep them in a folder of their own"
+        )
+
+
 def files_under(folder: Path, wanted: Callable[[Path], bool]) -> list[Path]:
     """The files in a folder and the folders in it that are `wanted`, sorted; nothing hidden, and nothing that a
     training run has written: a folder of a run is left out, with a word about it.
@@ -102,11 +111,7 @@ def files_under(folder: Path, wanted: Callable[[Path], bool]) -> list[Path]:
     Raises:
         ValueError: the folder itself is that of a run.
     """
-    if holds_run(folder):
-        raise ValueError(
-            f"the folder {str(folder)!r} is that of a training run, whose predictions and settings are no data; name"
-            " the files to read, or keep them in a folder of their own"
-        )
+    refuse_run(folder)
     found: list[Path] = []
     others: list[Path] = []
     runs: list[str] = []

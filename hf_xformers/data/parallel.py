@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .delimited import encoding, text_lines
+from .delimited import text_lines
 from .local_files import SPLIT_WORDS, files_under, format_of, listed, split_of
 from .phrases import LANGUAGES, PHRASES_ID, phrase_pairs
 from .saved import load_saved
+from .sources import choose_train, hub_errors, no_config, read_files
 from .splitting import check_fraction, divide_rows, stable_fraction
 from .stdlib_corpus import STDLIB_CORPUS_ID
 
@@ -39,7 +40,7 @@ def load_parallel_dataset(
             and `data/train.en`); `.jsonl`, `.json`, `.csv`, `.tsv` or `.parquet`, folders of `save_to_disk`, or a Hub
             dataset, with a column for each language, or a column `translation` with both.
         languages: the two, as columns and files are named.
-        split: use only this split as the training text; validation text is then taken from it.
+        split: use only this split, or slice of one, as the training text; validation text is then taken from it.
         config_name: configuration of a Hub dataset.
         validation_fraction, seed: as of `load_text_dataset`; the pairs that are held out follow from a hash of both
             texts.
@@ -58,14 +59,7 @@ def load_parallel_dataset(
     if not names:
         raise ValueError(f"no parallel text is named; give files, a folder, a Hub dataset id, or {PHRASES_ID!r}")
     splits = {name: _filled(rows, names) for name, rows in _splits(names, tuple(languages), config_name).items()}
-    if split is not None:
-        if split not in splits:
-            raise ValueError(f"{listed(names)} has no split {split!r}; choose one of {sorted(splits)}")
-        splits = {"train": splits[split]}
-    elif "train" not in splits and len(splits) == 1:
-        splits = {"train": next(iter(splits.values()))}
-    if "train" not in splits:
-        raise ValueError(f"{listed(names)} has no split 'train'; choose one of {sorted(splits)} with split=...")
+    splits = choose_train(splits, split, names)
     if validation_fraction > 0 and "validation" not in splits:
         splits["train"], splits["validation"] = _hold_out(splits["train"], validation_fraction, seed, names)
     order = {"train": 0, "validation": 1}
@@ -76,6 +70,7 @@ def _splits(names: list[str], languages: tuple[str, ...], config_name: str | Non
     from datasets import Dataset
 
     if names == [PHRASES_ID]:
+        no_config(config_name, names)
         if set(languages) != set(LANGUAGES):
             raise ValueError(
                 f"{PHRASES_ID!r} is in {' and '.join(LANGUAGES)}, not in {' and '.join(languages)}; name other data"
@@ -89,8 +84,11 @@ def _splits(names: list[str], languages: tuple[str, ...], config_name: str | Non
         )
     files = _language_files(names, languages)
     if files:
+        no_config(config_name, names)
         return {split: _lines(found, languages) for split, found in files.items()}
     saved = load_saved(names)
+    if saved is not None or Path(names[0]).expanduser().is_file():
+        no_config(config_name, names)
     tables: Mapping[str, Any] = saved if saved is not None else _tables(names, config_name)
     return {SPLIT_WORDS.get(split.lower(), split): _columns(rows, languages, names) for split, rows in tables.items()}
 
@@ -131,56 +129,40 @@ def _lines(files: Mapping[str, Sequence[Path]], languages: Sequence[str]) -> Dat
 
 def _tables(names: list[str], config_name: str | None) -> Mapping[str, Dataset]:
     import datasets
-    from huggingface_hub.errors import HfHubHTTPError, HTTPError
 
     paths = [Path(name).expanduser() for name in names]
-    try:
-        if all(path.is_file() for path in paths):
-            kinds = {format_of(path) for path in paths}
-            if len(kinds) > 1 or kinds & {None, "text"}:
-                raise ValueError(
-                    f"{listed(names)} has no pairs of translations; give files that end in the languages"
-                    " (.de, .en), or a table with a column for each"
-                )
-            (kind,) = kinds
-            options: dict[str, Any] = {"sep": "\t"} if kind == "tsv" else {}
-            options |= {} if kind == "parquet" else {"encoding": encoding()}
-            files: dict[str, list[str]] = {}
-            for path in paths:
-                files.setdefault(split_of(path, None) or "train", []).append(str(path))
-            if "train" not in files:
-                files = {"train": [str(path) for path in paths]}
-            return datasets.load_dataset("csv" if kind == "tsv" else str(kind), data_files=files, **options)
-        if len(names) > 1 or paths[0].exists() or names[0].startswith((".", "/", "~")):
+    if all(path.is_file() for path in paths):
+        kinds = {format_of(path) for path in paths}
+        if len(kinds) > 1 or kinds & {None, "text"}:
             raise ValueError(
-                f"{listed(names)} names no parallel text; give files that end in the languages, a folder of them, a"
-                f" table, a Hub dataset id, or {PHRASES_ID!r}"
+                f"{listed(names)} has no pairs of translations; give files that end in the languages"
+                " (.de, .en), or a table with a column for each"
             )
+        (kind,) = kinds
+        files: dict[str, list[str]] = {}
+        for path in paths:
+            files.setdefault(split_of(path, None) or "train", []).append(str(path))
+        if "train" not in files:
+            files = {"train": [str(path) for path in paths]}
+        return {split: read_files(str(kind), found)[0] for split, found in files.items()}
+    if len(names) > 1 or paths[0].exists() or names[0].startswith((".", "/", "~")):
+        raise ValueError(
+            f"{listed(names)} names no parallel text; give files that end in the languages, a folder of them, a"
+            f" table, a Hub dataset id, or {PHRASES_ID!r}"
+        )
+    with hub_errors(names[0], config_name):
         return datasets.load_dataset(names[0], config_name)
-    except datasets.exceptions.DatasetGenerationError as error:
-        raise ValueError(
-            f"{listed(names)} could not be read ({error.__cause__ or error}); convert the file"
-        ) from error
-    except (
-        ConnectionError,
-        TimeoutError,
-        HTTPError,
-        HfHubHTTPError,
-        datasets.exceptions.DatasetNotFoundError,
-    ) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ValueError(
-            f"the Hub dataset {names[0]!r} could not be loaded ({reason}); give local files, or {PHRASES_ID!r}"
-        ) from error
 
 
 def _columns(rows: Dataset, languages: Sequence[str], names: Sequence[str]) -> Dataset:
+    from datasets import Features, Value
+
     flat = rows.flatten()
     for form in ("{}", "translation.{}"):
         wanted = [form.format(language) for language in languages]
         if all(name in flat.column_names for name in wanted):
-            kept = flat.select_columns(wanted)
-            return kept.rename_columns(dict(zip(wanted, (FIRST, SECOND))))
+            kept = flat.select_columns(wanted).rename_columns(dict(zip(wanted, (FIRST, SECOND))))
+            return kept.cast(Features(dict.fromkeys((FIRST, SECOND), Value("string"))))  # a table may hold numbers
     raise ValueError(
         f"{listed(list(names))} has no pair of columns {languages[0]!r} and {languages[1]!r} (nor 'translation' with"
         f" both); its columns are {', '.join(map(repr, rows.column_names))}"

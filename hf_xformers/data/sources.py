@@ -6,12 +6,13 @@ from __future__ import annotations
 import glob
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from .delimited import check_fields, encoding
+from .delimited import DAMAGED, TABLE_OPTIONS, check_fields, encoding
 from .local_files import SPLIT_WORDS, find_files, format_of, listed
 from .pieces import divide
 from .quiet import errors_told_elsewhere
@@ -89,10 +90,9 @@ def load_text_dataset(
     else:
         splits = _load_hub(names[0], config_name, split, text_column, streaming, num_proc)
         split = config_name = None  # the Hub was asked for that part alone
-    if config_name is not None:
-        raise ValueError(f"config_name={config_name!r} is for Hub datasets; leave it out for {listed(names)}")
+    no_config(config_name, names)
 
-    splits = _choose_train(splits, split, names)
+    splits = choose_train(splits, split, names)
     for name in {"train", "validation"} & set(splits):
         _refuse_empty(splits[name], name, names)
     if validation_fraction > 0 and "validation" not in splits:
@@ -149,18 +149,31 @@ def _load_format(
     kind: str, files: list[str], text_column: str | None, streaming: bool, sample_by: str, num_proc: int | None
 ) -> Any:
     """The texts of files of one format, in the order of the files."""
-    import datasets
-
-    options: dict[str, Any] = {"text": {"sample_by": sample_by}, "tsv": {"sep": "\t"}}.get(kind, {})
-    options |= {} if kind == "parquet" else {"encoding": encoding()}
     for file in files:
-        if kind in ("csv", "tsv"):
-            check_fields(Path(file), kind)
-        elif kind == "text" and sample_by == "document" and os.path.getsize(file) > _LARGEST_DOCUMENT:
+        if kind == "text" and sample_by == "document" and os.path.getsize(file) > _LARGEST_DOCUMENT:
             raise ValueError(
                 f"{file!r} of {os.path.getsize(file) / 2**30:.1f} GiB is too long for one document; take "
                 "sample_by='paragraph' or 'line', or divide the file"
             )
+    options = {"sample_by": sample_by} if kind == "text" else {}
+    loaded, features = read_files(kind, files, streaming=streaming, num_proc=num_proc, **options)
+    return _text_only(loaded, features, text_column, files, num_proc)
+
+
+def read_files(
+    kind: str, files: Sequence[str], *, streaming: bool = False, num_proc: int | None = None, **options: Any
+) -> tuple[Dataset | IterableDataset, Features | None]:
+    """The rows of files of one format, in the order of the files, and their columns (None: a stream without rows).
+
+    Raises ValueError for files that cannot be read as that.
+    """
+    import datasets
+
+    options |= {} if kind == "parquet" else {"encoding": encoding()}
+    if kind in ("csv", "tsv"):
+        for file in files:
+            check_fields(Path(file), kind)
+        options |= {**TABLE_OPTIONS, "sep": "\t" if kind == "tsv" else ","}
     try:
         with errors_told_elsewhere():
             loaded = datasets.load_dataset(
@@ -171,14 +184,13 @@ def _load_format(
                 num_proc=None if streaming else num_proc,
                 **options,
             )
-            features = loaded.features or _first_features(loaded)
-    except (datasets.exceptions.DatasetGenerationError, ValueError) as error:  # ValueError: decoding and parsing
+            return loaded, loaded.features or _first_features(loaded)
+    except (datasets.exceptions.DatasetGenerationError, ValueError, *DAMAGED) as error:  # decoding and parsing, too
         form = kind if kind == "parquet" else f"{encoding().upper()} {kind}"
         raise ValueError(
             f"{listed(files)} could not be read as {form} ({_first_line(error.__cause__ or error)}); "
             "name its --encoding, or give it the suffix of its format"
         ) from error
-    return _text_only(loaded, features, text_column, files, num_proc)
 
 
 def _from_saved(
@@ -205,16 +217,35 @@ def _load_hub(
 ) -> dict[str, Any]:
     import datasets
 
-    # HTTPError is whatever the installed huggingface_hub's HTTP client raises; it is not always an OSError.
-    from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalEntryNotFoundError
-
-    try:
+    with hub_errors(name, config_name, split):
         loaded = datasets.load_dataset(
             name, config_name, split=split, streaming=streaming, num_proc=None if streaming else num_proc
         )
         if not isinstance(loaded, dict):
             loaded = {"train": loaded}
         features = {key: part.features or _first_features(part) for key, part in loaded.items()}
+    return {
+        _canonical(key, loaded): _text_only(part, features[key], text_column, [name], num_proc)
+        for key, part in loaded.items()
+    }
+
+
+def no_config(config_name: str | None, names: Sequence[str]) -> None:
+    """Raises ValueError for a configuration of what is no Hub dataset."""
+    if config_name is not None:
+        raise ValueError(f"config_name={config_name!r} is for Hub datasets; leave it out for {listed(names)}")
+
+
+@contextmanager
+def hub_errors(name: str, config_name: str | None, split: str | None = None) -> Iterator[None]:
+    """Raises ValueError with the remedy for what goes wrong in the block, which loads a dataset of the Hub."""
+    import datasets
+
+    # HTTPError is whatever the installed huggingface_hub's HTTP client raises; it is not always an OSError.
+    from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalEntryNotFoundError
+
+    try:
+        yield
     except datasets.exceptions.DatasetNotFoundError as error:
         raise ValueError(
             f"the Hub has no dataset {name!r} that you may read, and there is no such local file or folder; check the "
@@ -223,17 +254,14 @@ def _load_hub(
     except (ConnectionError, TimeoutError, HTTPError, HfHubHTTPError, LocalEntryNotFoundError) as error:
         raise ValueError(
             f"the Hub dataset {name!r} could not be reached ({_first_line(error)}) and is not in the local cache; "
-            f"give a local file, folder or glob, use {STDLIB_CORPUS_ID!r}, or enable the network "
-            "(unset HF_HUB_OFFLINE)"
+            "give a local file or folder, or enable the network (unset HF_HUB_OFFLINE)"
         ) from error
-    except ValueError as error:  # an unknown or missing configuration or split; `datasets` lists the valid ones
+    # An unknown configuration or split, of which `datasets` lists the valid ones; a script; no files, or damaged ones.
+    except (ValueError, RuntimeError, FileNotFoundError, datasets.exceptions.DatasetsError) as error:
         raise ValueError(
-            f"the Hub dataset {name!r} could not be loaded with config_name={config_name!r}, split={split!r}: {error}"
+            f"the Hub dataset {name!r} could not be loaded with config_name={config_name!r}, split={split!r}: "
+            f"{error.__cause__ or error}"
         ) from error
-    return {
-        _canonical(key, loaded): _text_only(part, features[key], text_column, [name], num_proc)
-        for key, part in loaded.items()
-    }
 
 
 def _canonical(split: str, siblings: Iterable[str]) -> str:
@@ -249,7 +277,11 @@ def _split_order(split: str) -> tuple[int, str]:
     return ({"train": 0, "validation": 1}.get(split, 2), split)
 
 
-def _choose_train(splits: dict[str, Any], split: str | None, names: Sequence[str]) -> dict[str, Any]:
+def choose_train(splits: dict[str, Any], split: str | None, names: Sequence[str]) -> dict[str, Any]:
+    """The splits with the one to train on as `train`: all of them, or `split`, a name or a slice, alone.
+
+    Raises ValueError where there is no such split, or none to train on.
+    """
     if split is not None:
         base, bracket, bounds = split.partition("[")
         name = _canonical(base, splits)
@@ -346,11 +378,18 @@ def _hold_out(dataset: Any, fraction: float, seed: int) -> tuple[Any, Any]:
     from datasets import Dataset
 
     if not isinstance(dataset, Dataset):
-        rule = {"fraction": fraction, "seed": seed}
-        return (
-            dataset.filter(_on_side, input_columns="text", fn_kwargs={**rule, "held_out": False}),
-            dataset.filter(_on_side, input_columns="text", fn_kwargs={**rule, "held_out": True}),
-        )
+        sides = [
+            dataset.filter(
+                _on_side, input_columns="text", fn_kwargs={"fraction": fraction, "seed": seed, "held_out": held_out}
+            )
+            for held_out in (False, True)
+        ]
+        if not all(_number_of(side, 1) for side in sides):
+            raise ValueError(
+                f"validation_fraction={fraction} leaves no document on one side of so short a stream; give rows for"
+                " validation, another fraction, or 0, or read the source without streaming"
+            )
+        return sides[0], sides[1]
     keys = [stable_fraction(text, seed) for batch in dataset.iter(1000) for text in batch["text"]]
     return divide_rows(dataset, keys, fraction)
 

@@ -34,6 +34,7 @@ LIST_OPERATORS = ("MAX", "MIN", "MED", "SM")
 FIRST_OPERATOR_ID = FIRST_SYMBOL_ID + DIGITS
 CLOSE_ID = FIRST_OPERATOR_ID + len(LIST_OPERATORS)
 LIST_VOCAB_SIZE = CLOSE_ID + 1
+_EXPRESSIONS = 100_000  # that are drawn for a row of list operations
 
 
 def copy_task(num_examples: int, length: int, vocab_size: int, seed: int = 0) -> Dataset:
@@ -195,7 +196,8 @@ def list_operations(
     Columns: `input_ids` [length], `attention_mask` [length] (0 where filled up), `labels` (0 to 9).
 
     Raises:
-        ValueError: `length` below 4 (an operator, two digits, the end), or a setting out of range.
+        ValueError: `length` below 4 (an operator, two digits, the end), a setting out of range, or operations that
+            hardly ever are half as long as a row.
     """
     _at_least("num_examples", num_examples, 1)
     _at_least("length", length, 4)
@@ -206,9 +208,15 @@ def list_operations(
     mask = np.zeros((num_examples, length), dtype=np.int32)
     labels = np.zeros(num_examples, dtype=np.int32)
     for row in range(num_examples):
-        found: list[int] = []
-        while len(found) < length / 2:  # a small tree; another one
+        for _ in range(_EXPRESSIONS):
             found, value = _expression(random, length, max_depth, max_arguments)
+            if len(found) >= length / 2:  # else a small tree; another one
+                break
+        else:
+            raise ValueError(
+                f"operations of max_depth={max_depth} on at most max_arguments={max_arguments} do not fill half of"
+                f" length={length}; raise these, or take shorter rows"
+            )
         input_ids[row, : len(found)], mask[row, : len(found)], labels[row] = found, 1, value
     return _dataset(input_ids, labels, attention_mask=mask)
 

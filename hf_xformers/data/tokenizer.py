@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from ..core.saved_files import read_object
 from .vocabulary import RereadableTexts, train_bpe, train_unigram, train_wordpiece
 
 if TYPE_CHECKING:
@@ -29,7 +30,9 @@ _GPT_TOKENS = {"eos": "<|endoftext|>", "pad": "<|pad|>", "unk": "<|unk|>"}
 _T5_TOKENS = {"pad": "<pad>", "eos": "</s>", "unk": "<unk>"}
 _USUAL_TEMPLATE: dict[str, Template] = {"bert": "cls_sep", "gpt": "between", "t5": "eos"}
 _CHECKED_ROLES = ("pad", "bos", "eos", "cls", "sep", "mask")
-_TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "vocab.json", "tokenizer.model", "spiece.model")
+_TOKENIZER_FILES = (
+    *("tokenizer.json", "vocab.txt", "vocab.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
+)
 
 
 def train_tokenizer(
@@ -143,7 +146,8 @@ def load_tokenizer(
     if unknown:
         raise ValueError(f"add_missing holds {unknown[0]!r}; it takes roles among {', '.join(addable)}")
     folder = Path(name_or_path).expanduser()
-    if folder.is_dir() and not any((folder / file).is_file() for file in _TOKENIZER_FILES):
+    known = any((folder / file).is_file() for file in _TOKENIZER_FILES) or _has_no_vocabulary(folder)
+    if folder.is_dir() and not known:
         raise ValueError(
             f"the folder {str(name_or_path)!r} holds no tokenizer (none of {', '.join(_TOKENIZER_FILES)}); "
             "write one there with tokenizer.save_pretrained(...)"
@@ -164,6 +168,15 @@ def load_tokenizer(
             {"extra_special_tokens": _sentinel_names(num_sentinels)}, replace_extra_special_tokens=False
         )
     return tokenizer
+
+
+def _has_no_vocabulary(folder: Path) -> bool:
+    """Whether a folder has a tokenizer that needs no file, as those of bytes do."""
+    import transformers
+
+    path = folder / "tokenizer_config.json"
+    name = read_object(path).get("tokenizer_class") if path.is_file() else None
+    return getattr(getattr(transformers, str(name), None), "vocab_files_names", None) == {}
 
 
 def sentinel_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:

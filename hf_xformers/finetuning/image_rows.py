@@ -5,11 +5,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..data.images import UNREADABLE, checked_size, divide_images, has_images, need_pillow
-from ..data.local_files import SPLIT_WORDS
+from ..data.images import UNREADABLE, checked_size, divide_images, has_images, image_folder, need_pillow
 from ..data.splitting import check_fraction
 from .origin import RowNames, with_origins
 from .sources import load_rows
@@ -55,13 +53,10 @@ def _of_folder(name: str, one_of_several: bool) -> dict[str, Dataset]:
     split."""
     import datasets
 
-    loaded = datasets.load_dataset("imagefolder", data_dir=str(Path(name).expanduser().resolve()))
-    own = SPLIT_WORDS.get(Path(name).name.lower(), "train") if one_of_several else "train"
     splits = {}
-    for split, rows in loaded.items():
+    for split, rows in image_folder(name, alone=not one_of_several).items():
         paths = [stored["path"] for stored in rows.cast_column("image", datasets.Image(decode=False))["image"]]
-        found = own if len(loaded) == 1 else SPLIT_WORDS.get(str(split), "train")
-        splits[found] = with_origins(rows, [repr(path) for path in paths])
+        splits[split] = with_origins(rows, [repr(path) for path in paths])
     return splits
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ..data.delimited import reading_as, text_lines
 from ..data.local_files import SPLIT_WORDS, files_under, find_files, format_of, listed
 from ..data.saved import load_saved
+from ..data.sources import hub_errors
 from ..data.splitting import check_fraction, divide_rows, stable_fraction
 from .origin import ORIGIN, columns_of, with_origins
 from .tables import TABLE_SUFFIXES, read_table, squad_rows
@@ -234,23 +235,9 @@ def _parallel(paths: Sequence[Path], languages: tuple[str, str]) -> Dataset:
 
 def _from_hub(name: str, config_name: str | None) -> dict[str, Dataset]:
     import datasets
-    from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalEntryNotFoundError
 
-    try:
+    with hub_errors(name, config_name):
         loaded = datasets.load_dataset(name, config_name)
-    except datasets.exceptions.DatasetNotFoundError as error:
-        raise ValueError(
-            f"the Hub has no dataset {name!r} that you may read, and there is no such local file or folder; check the "
-            "id, log in with `hf auth login` if it is private or gated, or give a local path"
-        ) from error
-    except (ConnectionError, TimeoutError, HTTPError, HfHubHTTPError, LocalEntryNotFoundError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ValueError(
-            f"the Hub dataset {name!r} could not be reached ({reason}) and is not in the local cache; give local"
-            " files, or enable the network (unset HF_HUB_OFFLINE)"
-        ) from error
-    except ValueError as error:  # an unknown or missing configuration; `datasets` lists the valid ones
-        raise ValueError(f"the Hub dataset {name!r} could not be loaded: {error}") from error
     return {split: _nested(as_stored(rows)) for split, rows in _usual_splits(loaded).items()}
 
 

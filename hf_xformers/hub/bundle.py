@@ -119,8 +119,8 @@ def bundle(checkpoint: Any, directory: str | Path, *, all_heads: bool = False) -
     from transformers import PreTrainedModel
 
     target = Path(directory).expanduser()
-    own = checkpoint if isinstance(checkpoint, (str, Path)) else getattr(checkpoint, "name_or_path", None) or "."
-    _refuse_full(target, Path(own).expanduser())
+    own = checkpoint if isinstance(checkpoint, (str, Path)) else getattr(checkpoint, "name_or_path", None)
+    _refuse_full(target, Path(own).expanduser() if own else None)
     if isinstance(checkpoint, (str, Path)):
         source = Path(checkpoint).expanduser()
         files = checkpoint_files(source)
@@ -154,10 +154,10 @@ def bundle(checkpoint: Any, directory: str | Path, *, all_heads: bool = False) -
     return target
 
 
-def _refuse_full(target: Path, own: Path) -> None:
+def _refuse_full(target: Path, own: Path | None) -> None:
     """Raises ValueError for a folder with other things in it than the checkpoint itself or an earlier bundle."""
     held = sorted(path.name for path in target.glob("[!.]*")) if target.is_dir() else []
-    if not held or target.resolve() == own.resolve():
+    if not held or (own is not None and target.resolve() == own.resolve()):
         return
     if CONFIG not in held or "auto_map" not in read_object(target / CONFIG):
         raise ValueError(

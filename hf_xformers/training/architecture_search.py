@@ -183,6 +183,8 @@ def search(
         )
     if searching.derived_layers is not None and searching.derived_layers < 1:
         raise ValueError(f"--derived_layers must be 1 or more, got {searching.derived_layers}")
+    if source.streaming:
+        raise ValueError("a search draws held-out rows, of which a stream has no number; leave --streaming out")
     given = dict(further.get("components") or {})
     block = given.get("block", {})
     block = {"type": block} if isinstance(block, str) else dict(block)

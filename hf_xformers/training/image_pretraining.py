@@ -315,7 +315,7 @@ class ImagePreparation(Request):
             )
         plain = {**dataclasses.asdict(TextData()), **dataclasses.asdict(ModelChoice())}
         given = {**dataclasses.asdict(self.source), **dataclasses.asdict(self.choice)}
-        about_text = ("text_column", "sample_by", "streaming", "block_size", "tokenizer", "tokenizer_type")
+        about_text = ("text_column", "sample_by", "encoding", "streaming", "block_size", "tokenizer", "tokenizer_type")
         for name in (*about_text, "segment_streams"):
             if given[name] != plain[name]:
                 raise ValueError(f"--{name} is about text, and this run reads images; leave it out")

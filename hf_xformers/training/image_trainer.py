@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers.trainer_utils import EvalPrediction
 
 from .trainer import XFormerTrainer
+from .trainer_evaluation import all_rows
 
 
 def patches_of(images: Tensor, patch: tuple[int, int]) -> Tensor:
@@ -56,7 +57,7 @@ class MaskedImageTrainer(XFormerTrainer):
         return loss, rows, torch.zeros_like(rows[:, 0])  # Trainer wants labels besides predictions
 
     def _summarise(self, prediction: EvalPrediction) -> dict[str, float]:
-        rows = np.asarray(prediction.predictions, dtype=np.float64)
+        rows = all_rows(prediction).astype(np.float64)
         count = max(rows[:, 2].sum(), 1.0)
         figures = {"loss": rows[:, 0].sum() / count, "baseline_loss": rows[:, 1].sum() / count}
         further = {name: rows[:, 3 + place].mean() for place, name in enumerate(self._eval_names)}

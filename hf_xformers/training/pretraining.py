@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, Unpack, runtime_checkable
 
@@ -15,6 +14,7 @@ from .checkpoints import misfit
 from .preparation import Further, ModelChoice, Preparation, Prepared, head_class, rows_of
 from .recipe import Recipe
 from .run import Run
+from .run_folder import saved_config
 from .text import TextData
 
 if TYPE_CHECKING:
@@ -127,14 +127,11 @@ def is_finished(prepared: Prepared, args: TrainingArguments) -> bool:
     """Whether the checkpoint to resume from is the end of the run. (Trainer would take one step more.)"""
     if prepared.checkpoint is None:
         return False
-    if args.max_steps <= 0 and prepared.plan.get("recipe", {}).get(
-        "max_tokens"
-    ):  # how many batches there are is for the sampler to say
-        state = json.loads((prepared.checkpoint / STATE_FILE).read_text())
-        return state["global_step"] >= state["max_steps"]
-    return json.loads((prepared.checkpoint / STATE_FILE).read_text())["global_step"] >= planned_steps(
-        args, rows_of(prepared.train) or 0, whole_batches=prepared.plan["train_streams"] is not None
-    )
+    state = json.loads((prepared.checkpoint / STATE_FILE).read_text())
+    if args.max_steps > 0:
+        return state["global_step"] >= args.max_steps
+    # How many steps an epoch has is for the trainer to say: processes may share rows, and batches hold tokens.
+    return state["global_step"] >= state["max_steps"] and state["epoch"] > args.num_train_epochs - 1e-6
 
 
 def _token_counts(prepared: Prepared) -> Callable[[], Tensor] | None:
@@ -154,22 +151,14 @@ def _token_counts(prepared: Prepared) -> Callable[[], Tensor] | None:
     return count
 
 
-def planned_steps(args: TrainingArguments, rows: int, *, whole_batches: bool = False) -> int:
-    """Optimizer steps of a whole run over that many rows; whole_batches: rows that do not fill a batch are left
-    out."""
-    if args.max_steps > 0:
-        return args.max_steps
-    batch = args.train_batch_size * args.world_size
-    batches = rows // batch if whole_batches or args.dataloader_drop_last else math.ceil(rows / batch)
-    return math.ceil(args.num_train_epochs * max(1, math.ceil(batches / args.gradient_accumulation_steps)))
-
-
 def start_model(
     prepared: Prepared, args: TrainingArguments, *, adapted: bool = False, partial: bool = False
 ) -> PreTrainedModel:
     """Fresh weights under the run's seed, or the weights of `init_from`, or those of a finished run. adapted: its
     checkpoints hold adapters, too, and are read when these are there. partial: they hold a part of the model."""
     Run(args).seed()
+    import torch
+
     from ..conversion.quiet import quiet
 
     cls = head_class(prepared.config, prepared.objective)
@@ -177,7 +166,10 @@ def start_model(
     if is_finished(prepared, args) and not adapted and not partial:
         return cls.from_pretrained(prepared.checkpoint)
     if start is None or (prepared.checkpoint is not None and not partial):  # Trainer loads the weights of a checkpoint
-        return build_model(prepared.config, prepared.objective)
+        model = build_model(prepared.config, prepared.objective)
+        if prepared.checkpoint is not None:  # which the run has trained in this type
+            model.to(getattr(torch, saved_config(prepared.checkpoint).get("dtype") or "float32"))
+        return model
     try:
         with quiet():  # what does not fit is refused below
             model, report = cls.from_pretrained(

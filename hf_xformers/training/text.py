@@ -92,8 +92,9 @@ def load_splits(source: TextData, objective: Objective | None = None) -> Dataset
     if isinstance(objective, Multilingual):
         from ..data.parallel import load_parallel_dataset
 
-        if source.streaming:
-            raise ValueError("parallel text is not streamed; leave --streaming out")
+        for name in ("streaming", "text_column"):
+            if getattr(source, name):
+                raise ValueError(f"--{name} is not for pairs of translations; leave --{name} out")
         with reading_as(source.encoding):
             return load_parallel_dataset(
                 source.data,

@@ -179,7 +179,7 @@ class XFormerTrainer(MeasuringTrainer):
             world_size=self.args.world_size,
         )
         loader = torch.utils.data.DataLoader(
-            self.train_dataset,  # type: ignore[arg-type]
+            self._remove_unused_columns(self.train_dataset, description="training"),
             batch_sampler=sampler,
             collate_fn=self.data_collator,
             num_workers=self.args.dataloader_num_workers,
@@ -301,7 +301,8 @@ class XFormerTrainer(MeasuringTrainer):
             return
         whole = self.args.dataloader_drop_last or not self.accelerator.gradient_state.end_of_dataloader
         readers = self._readers
-        if readers.count == 1 or self.segments is not None or whole:
+        grouped = self.recipe.max_tokens is not None  # in batches of every row once
+        if readers.count == 1 or self.segments is not None or grouped or whole:
             return
         rows = self._train_batch_size
         left_over = len(self.train_dataset) % (rows * readers.count)

@@ -39,6 +39,12 @@ FURTHER_LABELS = {
 }
 
 
+def all_rows(prediction: EvalPrediction) -> np.ndarray:
+    """What `prediction_step` gives in place of predictions, of all batches, [N, columns]."""
+    rows = prediction.predictions
+    return np.concatenate(rows) if isinstance(rows, list) else np.asarray(rows)
+
+
 class MeasuringTrainer(KeepingTrainer):
     """Trainer that evaluates as [`XFormerTrainer`] says."""
 
@@ -180,9 +186,7 @@ class MeasuringTrainer(KeepingTrainer):
             for kind, counts in self._eval_targets.items()
             for name, value in frequency_baseline(counts).items()
         }
-        rows = prediction.predictions
-        rows = np.concatenate(rows) if isinstance(rows, list) else np.asarray(rows)  # a list of batches
-        return {**summarise(rows, self._eval_names, self._eval_kinds), **baselines}
+        return {**summarise(all_rows(prediction), self._eval_names, self._eval_kinds), **baselines}
 
 
-__all__ = ["FURTHER_LABELS", "MeasuringTrainer"]
+__all__ = ["FURTHER_LABELS", "MeasuringTrainer", "all_rows"]

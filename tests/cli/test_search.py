@@ -60,6 +60,7 @@ def test_refusals(text, tmp_path, capsys):
         ({"derived_layers": 0}, "1 or more"),
         ({"block": "vanilla"}, "a search is for block 'dartsformer'"),
         ({"validation_fraction": 0}, "--validation_fraction above 0"),
+        ({"streaming": True}, "leave --streaming out"),
     ):
         given = arguments(text, tmp_path / "out", **options)
         given = given if "block" not in options else given[: -len(CANDIDATES)]

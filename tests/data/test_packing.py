@@ -263,18 +263,6 @@ def test_tokenize_splits_of_unknown_columns(tokenizer):
     ]
 
 
-def test_whole_words_of_a_row_are_distinct(tokenizer):
-    """Two documents in a row both have a word 0; the packed row must not call them one word."""
-    dataset = Dataset.from_dict({"text": ["string value", "string value"]})
-    tokens = tokenize_dataset(dataset, tokenizer, word_ids=True)
-    (row,) = pack(tokens, 100, tokenizer=tokenizer, word_ids=True, keep_remainder=True)
-    words = row["word_ids"]
-    half = len(words) // 2
-    assert row["input_ids"][:half] == row["input_ids"][half:]
-    assert not set(words[: half - 1]) & set(words[half:-1])
-    assert words[half - 1] == words[-1] == -1
-
-
 def test_document_lengths():
     ids, _ = random_documents(8)
     dataset = dataset_of(ids).select(range(59, -1, -1))

@@ -146,6 +146,8 @@ def test_few_documents_still_give_both_sides(tmp_path):
     for fraction in (0.001, 0.999):
         splits = load_text_dataset(tmp_path / "two.txt", validation_fraction=fraction)
         assert [part.num_rows for part in splits.values()] == [1, 1]
+        with pytest.raises(ValueError, match="leaves no document on one side of so short a stream; give rows"):
+            load_text_dataset(tmp_path / "two.txt", validation_fraction=fraction, streaming=True)
 
 
 def test_what_a_document_is_and_blank_ones(tmp_path):
@@ -163,10 +165,12 @@ def test_what_a_document_is_and_blank_ones(tmp_path):
 def test_text_column(tmp_path, streaming):
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"id": i, "body": f"b{i}", "n": {"x": 1}}) + "\n" for i in range(4)))
-    assert all_texts(load_text_dataset(path, streaming=streaming)) == ["b0", "b1", "b2", "b3"]
+    assert all_texts(load_text_dataset(path, streaming=streaming, validation_fraction=0)) == ["b0", "b1", "b2", "b3"]
     path.write_text('{"a": "x", "b": "y"}\n{"a": "z", "b": null}\n')
     options = {"streaming": streaming, "validation_fraction": 0}
     assert all_texts(load_text_dataset(path, text_column="b", **options)) == ["y"]
+    (tmp_path / "b.csv").write_text("text,label\nNA,1\nnull,2\n,3\n")  # words that tables often stand for nothing
+    assert all_texts(load_text_dataset(tmp_path / "b.csv", **options)) == ["NA", "null"]
     with pytest.raises(ValueError, match=r"no column 'text'; choose one with text_column=.*'a' \(string\), 'b'"):
         load_text_dataset(path, **options)
     with pytest.raises(ValueError, match="no column of strings 'c'; its columns are 'a'"):
@@ -201,6 +205,7 @@ def test_stdlib(streaming):
 
 
 def bad_files(folder):
+    (folder / "cut.txt.gz").write_bytes(gzip.compress(b"line\n" * 5000)[:30])
     (folder / "empty.txt").touch()
     (folder / "blank.txt").write_text(" \n\n")
     (folder / "one.txt").write_text("single\n")
@@ -218,6 +223,7 @@ def bad_files(folder):
         ("blank.txt", {}, "holds no text"),
         ("latin.txt", {}, "could not be read as UTF-8 text .*0xe9"),
         ("broken.jsonl", {}, "could not be read as UTF-8 json"),
+        ("cut.txt.gz", {}, "could not be read as UTF-8 text"),
         ("none", {}, "folder 'none' holds no file with a known suffix"),
         ("absent.txt", {}, "no file or folder 'absent.txt'"),
         ("./absent", {}, "no file or folder './absent'"),

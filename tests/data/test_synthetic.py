@@ -149,6 +149,7 @@ def test_refusals(tmp_path):
         (lambda: associative_recall(1, 9, 2, 20, skew=0), "skew=0 must be greater than 0"),
         (lambda: list_operations(1, 3), "length=3 is too small; take at least 4"),
         (lambda: list_operations(1, 9, max_arguments=1), "max_arguments=1"),
+        (lambda: list_operations(1, 100, max_depth=1), "max_depth=1 .* do not fill half of length=100"),
         (lambda: needle_retrieval(1, 3), "length=3"),
         (lambda: needle_retrieval(1, 9, num_values=1), "num_values=1 is too small; take at least 2"),
         (lambda: two_hop_recall(1, 0, 20), "num_pairs=0"),

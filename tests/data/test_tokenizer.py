@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 from datasets import Dataset
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedConfig, PreTrainedTokenizerFast
 
 from hf_xformers.data import check_tokenizer, load_tokenizer, sentinel_ids, train_tokenizer, vocabulary_fields
 from tests.forks import forks
@@ -292,6 +292,8 @@ def test_loading_refusals(tmp_path):
             load_tokenizer(name)
     with pytest.raises(ValueError, match="add_missing holds 'bos'"):
         load_tokenizer(tmp_path, add_missing=["pad", "bos"])
+    ByT5Tokenizer().save_pretrained(tmp_path)  # which has no vocabulary to save
+    assert load_tokenizer(tmp_path)("a")["input_ids"] == [ord("a") + 3, 1]
 
 
 # --- refusals ------------------------------------------------------------------------------------------------------

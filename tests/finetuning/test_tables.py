@@ -183,7 +183,7 @@ def test_folders_of_save_to_disk(tmp_path):
 def test_saved_folders_as_text(streaming, tmp_path):
     texts = [f"text {n}" for n in range(9)]
     Dataset.from_dict({"text": texts, "n": range(9)}).save_to_disk(str(tmp_path / "one"))
-    splits = load_text_dataset(tmp_path / "one", streaming=streaming)
+    splits = load_text_dataset(tmp_path / "one", streaming=streaming, validation_fraction=0.5)
     assert sorted(row["text"] for part in splits.values() for row in part) == texts
     both = {split: Dataset.from_dict({"text": [text]}) for split, text in (("train", "a"), ("valid", "b"))}
     DatasetDict(both).save_to_disk(str(tmp_path / "two"))

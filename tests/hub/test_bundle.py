@@ -320,7 +320,7 @@ def test_import_statements():
             flattener.add(["mine"])
 
 
-def test_refusals(tmp_path):
+def test_refusals(tmp_path, monkeypatch):
     from transformers import BertConfig, BertModel
 
     sizes = {
@@ -346,6 +346,9 @@ def test_refusals(tmp_path):
         with pytest.raises(ValueError, match=match):
             bundle(what, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+    monkeypatch.chdir(tmp_path)  # which is nothing that a model without a name was loaded from
+    with pytest.raises(ValueError, match="holds other files"):
+        bundle(family("bert")["Model"](config_class("bert")(**tiny_fields(config_class("bert"), "encoder"))), ".")
 
 
 def test_modules_of_a_room_share_files():

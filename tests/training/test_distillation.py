@@ -10,7 +10,6 @@ from hf_xformers.training.distillation import (
     Distillation,
     DistillationTrainer,
     open_teacher,
-    prediction_divergence,
     state_error,
 )
 from tests.training.runs import plain_sgd, same_parameters, stacked, step_by_hand
@@ -54,28 +53,6 @@ def train(model, teacher, folder, settings, data=None, **arguments):
     )
     trainer.train()
     return trainer
-
-
-def divergence_by_loops(student, teacher, labels, temperature, shift):
-    total, count = 0.0, 0
-    for b in range(labels.shape[0]):
-        for t in range(labels.shape[1] - shift):
-            if labels[b, t + shift] != -100:
-                p = torch.softmax(teacher[b, t].double() / temperature, 0)
-                q = torch.softmax(student[b, t].double() / temperature, 0)
-                total, count = total + float((p * (p / q).log()).sum()) * temperature**2, count + 1
-    return total, count
-
-
-@pytest.mark.parametrize("shift", [0, 1])
-@pytest.mark.parametrize("temperature", [1.0, 2.5])
-def test_divergence(shift, temperature):
-    torch.manual_seed(0)
-    student, teacher = torch.randn(3, 6, VOCAB), torch.randn(3, 6, VOCAB)
-    labels = stacked(rows())["labels"][:3, :6]
-    found = prediction_divergence(student, teacher, labels, temperature, next_token=bool(shift))
-    expected = divergence_by_loops(student, teacher, labels, temperature, shift)
-    assert float(found[0]) == pytest.approx(expected[0], rel=1e-5) and int(found[1]) == expected[1]
 
 
 def test_state_error():

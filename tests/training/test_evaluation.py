@@ -1,6 +1,5 @@
 import math
 
-import numpy as np
 import pytest
 import torch
 
@@ -56,24 +55,6 @@ def test_no_target_at_all():
 
 def test_a_length_of_one_has_no_next_token():
     assert token_statistics(torch.randn(1, 1, 5), torch.ones(1, 1).long(), next_token=True).tolist() == [[0.0] * 3]
-
-
-def test_tokens_weigh_the_same_in_any_batch(batch):
-    logits, labels = batch
-    whole = token_statistics(logits, labels, next_token=False)
-    parts = torch.cat([token_statistics(logits[i : i + 2], labels[i : i + 2], next_token=False) for i in (0, 2, 4)])
-    assert summarise(parts) == pytest.approx(summarise(whole))
-    rows = literal(logits, labels, 0)
-    expected = float(rows[:, 0].sum() / rows[:, 1].sum())
-    assert summarise(whole)["loss"] == pytest.approx(expected)
-    assert summarise(whole)["perplexity"] == pytest.approx(math.exp(expected))
-    assert summarise(whole)["accuracy"] == pytest.approx(float(rows[:, 2].sum() / rows[:, 1].sum()))
-    assert summarise(whole)["tokens"] == int(rows[:, 1].sum())
-
-
-def test_further_columns_are_averaged():
-    rows = np.array([[2.0, 1, 1, 0.5], [4.0, 1, 0, 1.5]])
-    assert summarise(rows, ("aux_balance",))["aux_balance"] == 1.0
 
 
 def test_what_is_predicted_beside_tokens_counts_where_it_is_labelled():

@@ -6,6 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from datasets import DatasetDict
 from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoModelForMaskedImageModeling
 
 from hf_xformers.cli import main
@@ -37,7 +38,8 @@ SHAPE = {
 # A saved model has its own.
 SAVED_SHAPE = dict.fromkeys(["hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"])
 KINDS = {
-    "patches": {"variant": "vision_transformer", "patch_size": 2, "num_channels": 1},
+    "patches": {"variant": "vision_transformer", "patch_size": 2, "num_channels": 1}
+    | {"eval_do_concat_batches": "false"},
     "colors": {"variant": "image_gpt"},
     "plane": {"variant": "image_transformer", "attention.local": "2d", "position.std": 0.02, "colors": 8}
     | {"attention.block_shape": "4,4", "attention.memory_flange": "4,4"},
@@ -185,6 +187,25 @@ def test_saved_datasets_and_parquet_are_images_too(digits, tmp_path):
     assert len(train) + len(held) == 20
 
 
+def test_folders_of_odd_names_and_with_a_run_in_them(tmp_path):
+    place = tmp_path / "photos [1]"
+    (place / "run").mkdir(parents=True)
+    (place / "run" / "training_summary.json").write_text("{}")
+    (place / "train.csv").write_text("id,label\n1,2\n")
+    for name in ("a.png", "b.png", f"run/{PICTURES_FILE}"):
+        Image.new("L", (8, 8)).save(place / name)
+    rows = load_image_dataset([str(place)], validation_fraction=0)["train"]
+    assert len(rows) == 2
+    with pytest.raises(ValueError, match="is that of a training run"):
+        load_image_dataset([str(place / "run")])
+    with pytest.raises(ValueError, match="config_name='x' is for Hub datasets"):
+        load_image_dataset([str(place)], config_name="x")
+    DatasetDict({"test": rows, "validation": rows}).save_to_disk(str(tmp_path / "saved"))
+    with pytest.raises(ValueError, match=r"no split 'train'; choose one of \['test', 'validation'\]"):
+        load_image_dataset([str(tmp_path / "saved")])
+    assert len(load_image_dataset([str(tmp_path / "saved")], split="test[:1]", validation_fraction=0)["train"]) == 1
+
+
 def test_hidden_patches_depend_on_seed_epoch_and_image_alone():
     objective = build_objective({"type": "masked_image", "mask_ratio": 0.5, "mask_size": 2})
     processor = patch_processor((8, 16), 1)
@@ -227,7 +248,7 @@ def test_what_is_refused(digits, runs, tmp_path, capsys, text):
     assert "the model reads 8 x 8; give --resize 8 8" in said(init_from=runs["colors"], resize=4, **SAVED_SHAPE)
     assert "have 17 colors, fewer than 40 clusters" in said(**colors, colors=40)
     assert "reads patches" in said(**patches, colors=4)
-    assert "is about text" in said(**colors, block_size=8)
+    assert "is about text" in said(**colors, block_size=8) and "is about text" in said(**colors, encoding="latin-1")
     assert "follows from the colors" in said(**colors, vocab_size=8)
     assert "positions for 9" in said(**colors, max_position_embeddings=9)
     assert "mask_size 3 x 3" in said(digits, "--objective.mask_size", "3", **patches)

@@ -9,9 +9,10 @@ from hf_xformers.data.parallel import load_parallel_dataset
 from hf_xformers.data.phrases import phrase_pairs
 from hf_xformers.objectives import build_objective
 from hf_xformers.training.parallel_rows import parallel_rows
+from hf_xformers.training.text import TextData, load_splits
 from tests.training.runs import interrupted_and_resumed, pretrain, pretrain_flags, same_run, summary
 
-PAIRS = phrase_pairs(60)
+PAIRS = [*phrase_pairs(60), ("zero", "null")]
 OPTIONS = {"variant": "bert", "objective": "tlm", "block_size": 64, "vocab_size": 400, "max_steps": 4}
 
 
@@ -25,11 +26,13 @@ def files(tmp_path_factory):
     (folder / "columns.jsonl").write_text("".join(json.dumps({"en": a, "de": b}) + "\n" for a, b in PAIRS))
     both = "".join(json.dumps({"translation": {"de": b, "en": a}}) + "\n" for a, b in PAIRS)
     (folder / "both.jsonl").write_text(both)
+    (folder / "columns[1].csv").write_text("en,de\n" + "".join(f"{a},{b}\n" for a, b in PAIRS))
     return folder
 
 
 @pytest.mark.parametrize(
-    "name", ["lines", "lines/train", "lines/train.en lines/train.de", "columns.jsonl", "both.jsonl"]
+    "name",
+    ["lines", "lines/train", "lines/train.en lines/train.de", "columns.jsonl", "both.jsonl", "columns[1].csv"],
 )
 def test_every_source_gives_the_same_pairs(files, name):
     splits = load_parallel_dataset([str(files / part) for part in name.split()], ("en", "de"), validation_fraction=0.1)
@@ -37,13 +40,20 @@ def test_every_source_gives_the_same_pairs(files, name):
     assert sides[0] | sides[1] == set(PAIRS) and not sides[0] & sides[1] and list(splits) == ["train", "validation"]
     table = load_parallel_dataset(str(files / "columns.jsonl"), ("en", "de"), validation_fraction=0.1)["validation"]
     assert sides[1] == set(zip(table["text"], table["translation"]))
+    part = load_parallel_dataset(str(files / "columns.jsonl"), ("en", "de"), split="train[:3]", validation_fraction=0)
+    assert list(zip(part["train"]["text"], part["train"]["translation"])) == PAIRS[:3]
 
 
 def test_what_has_no_pairs_is_refused(files, tmp_path):
     (tmp_path / "text.txt").write_text("a line\nanother\n")
+    (tmp_path / "numbers.csv").write_text("en,de\n1,2\n")
+    numbers = load_parallel_dataset(str(tmp_path / "numbers.csv"), ("en", "de"), validation_fraction=0)["train"]
+    assert numbers[0] == {"text": "1", "translation": "2"}
+    (tmp_path / "quotes.tsv").write_text('en\tde\n"A" start\tEin Anfang\n')
     for source, languages, message in (
         ("stdlib", ("en", "de"), "'stdlib' has no pairs of translations; give parallel text, or 'phrases'"),
         (tmp_path / "text.txt", ("en", "de"), "no pairs of translations"),
+        (tmp_path / "quotes.tsv", ("en", "de"), "the row that begins at line 2 is malformed"),
         (files / "columns.jsonl", ("en", "fr"), "no pair of columns 'en' and 'fr'"),
         (files / "lines", ("en", "fr"), "no file that ends in .fr"),
         ("phrases", ("en", "fr"), "'phrases' is in en and de"),
@@ -55,6 +65,11 @@ def test_what_has_no_pairs_is_refused(files, tmp_path):
     (tmp_path / "train.de").write_text("eins\n")
     with pytest.raises(ValueError, match="a line for each other's lines"):
         load_parallel_dataset(str(tmp_path / "train"), ("en", "de"))
+    for source in ("phrases", files / "lines", files / "columns.jsonl"):
+        with pytest.raises(ValueError, match="config_name='x' is for Hub datasets"):
+            load_parallel_dataset(str(source), ("en", "de"), config_name="x")
+    with pytest.raises(ValueError, match="--text_column is not for pairs"):
+        load_splits(TextData(text_column="en"), build_objective("tlm"))
 
 
 def test_streams_have_the_shares_of_their_languages(tmp_path):

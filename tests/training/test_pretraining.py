@@ -1,6 +1,7 @@
 import json
 import math
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,8 +23,8 @@ from hf_xformers.training.building import (
     longest_input,
     longest_sequence,
 )
-from hf_xformers.training.preparation import ModelChoice, Preparation
-from hf_xformers.training.pretraining import planned_steps
+from hf_xformers.training.preparation import ModelChoice, Preparation, Prepared
+from hf_xformers.training.pretraining import is_finished
 from hf_xformers.training.text import TextData, load_splits, make_rows
 from hf_xformers.variants import config_class, family
 from tests.training.runs import SHAPE, flags, history, pretrain, same_run, summary, weights, write_text
@@ -227,17 +228,22 @@ def test_a_text_shorter_than_a_row_is_trained_on_all_the_same(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "settings, expected",
+    "step, options, done",
     [
-        ({"max_steps": 7}, 7),
-        ({"num_train_epochs": 3, "per_device_train_batch_size": 4}, 9),  # 10 rows: 4, 4, 2
-        ({"num_train_epochs": 3, "per_device_train_batch_size": 4, "dataloader_drop_last": True}, 6),
-        ({"num_train_epochs": 1.5, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}, 5),
+        (8, {}, True),
+        (8, {"num_train_epochs": 3}, False),
+        (5, {}, False),
+        (5, {"max_steps": 5}, True),
     ],
 )
-def test_planned_steps_are_trainers(settings, expected, tmp_path):
-    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **settings)
-    assert planned_steps(args, 10) == expected
+def test_the_end_of_a_run_is_that_of_its_epochs(step, options, done, tmp_path):
+    """However many steps these have: processes may read the same rows."""
+    (tmp_path / "trainer_state.json").write_text(
+        json.dumps({"global_step": step, "max_steps": 8, "epoch": step / 4, "num_train_epochs": 2})
+    )
+    prepared = Prepared(None, None, None, range(8), None, {"sequence_parallel": True}, tmp_path)
+    given = {"max_steps": -1, "num_train_epochs": 2, **options}
+    assert is_finished(prepared, SimpleNamespace(**given)) is done
 
 
 def test_default_rows_fit_the_positions():

@@ -82,6 +82,9 @@ def test_batches_by_tokens_resume(text, tmp_path):
     shutil.copytree(output, tmp_path / "before")
     pretrain(text, output, "--resume_from_checkpoint", **options, save_strategy="steps", save_steps=1000)
     same_run(output, tmp_path / "before")
+    more = {**options, "num_train_epochs": 2, "save_strategy": "steps", "save_steps": 1000}
+    pretrain(text, output, "--resume_from_checkpoint", **more)
+    assert summary(output)["epochs"] == 2
 
 
 def test_what_does_not_go_together(text, tmp_path, capsys):
@@ -95,8 +98,9 @@ def test_what_does_not_go_together(text, tmp_path, capsys):
 
 
 def test_the_order_of_rows_may_be_drawn_by_zero(tmp_path):
-    """As every other number does, it stands for an order of its own."""
-    rows = [{"input_ids": [number] * 5, "labels": [number] * 5} for number in range(1, 20)]
+    """As every other number does, it stands for an order of its own. A column that the model does not read is no part
+    of a batch."""
+    rows = [{"input_ids": [number] * 5, "labels": [number] * 5, "more": [0] * number} for number in range(1, 20)]
     data = Dataset.from_list(rows)
     torch.manual_seed(0)
     model = XFormerForCausalLM(XFormerConfig(vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=1))

@@ -4,8 +4,10 @@ that die."""
 import shutil
 
 import pytest
+import torch
+from transformers import AutoModelForMaskedLM
 
-from tests.training.runs import history, pretrain, same_run, summary
+from tests.training.runs import SHAPE, cut_after, history, pretrain, same_run, summary, weights
 
 # Micro-batches of 4 rows, two to a step; the last step of an epoch has what is left. Dropout is on.
 COMMON = {
@@ -58,6 +60,18 @@ def test_resume_of_a_finished_run_changes_nothing(text, tmp_path):
     (output / "model.safetensors").unlink()  # as if killed between the last checkpoint and the final save
     pretrain(text, output, "--resume_from_checkpoint", **options)
     same_run(output, tmp_path / "before")
+
+
+def test_a_model_in_half_precision_goes_on_in_it(text, tmp_path):
+    start = pretrain(text, tmp_path / "start", variant="bert", max_steps=1)
+    AutoModelForMaskedLM.from_pretrained(start).bfloat16().save_pretrained(start)
+    saves = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    options = {**dict.fromkeys(SHAPE), "init_from": start, **saves}
+    whole = pretrain(text, tmp_path / "whole", **options)
+    cut = cut_after(2, whole, tmp_path / "cut")
+    pretrain(text, cut, "--resume_from_checkpoint", **options)
+    assert {tensor.dtype for tensor in weights(cut).values()} == {torch.bfloat16}
+    same_run(cut, whole)
 
 
 def test_masks_and_dropout_are_alive(text, undisturbed):

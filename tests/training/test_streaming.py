@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import shutil
 
-import pytest
-
 import hf_xformers.cli
 from hf_xformers.objectives import build_objective
 from hf_xformers.training.text import TextData, load_splits, make_rows, train_tokenizer_for
@@ -41,7 +39,6 @@ def test_refusals(text, tmp_path, capsys):
     assert "--streaming" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("variant", ["bert", "t5"])
-def test_other_objectives_stream(text, tmp_path, variant):
-    folder = pretrain(text, tmp_path / "run", variant=variant, streaming=True, max_steps=2, vocab_size=420)
+def test_spans_stream(text, tmp_path):
+    folder = pretrain(text, tmp_path / "run", variant="t5", streaming=True, max_steps=2, vocab_size=420)
     assert (folder / "model.safetensors").is_file()

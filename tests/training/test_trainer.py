@@ -11,6 +11,7 @@ from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerForMaskedLM
 from hf_xformers.core.losses import step_share, with_aux_losses
 from hf_xformers.training.callbacks import ExactSaves
 from hf_xformers.training.readers import Readers
+from hf_xformers.training.recipe import Recipe
 from hf_xformers.training.trainer import XFormerTrainer
 from tests.training.runs import plain_sgd, same_parameters, stacked, step_by_hand
 
@@ -297,3 +298,6 @@ def test_rows_that_fill_up_the_last_batch_count_nowhere(tmp_path, monkeypatch):
         assert (batches[0]["labels"] != -100).any(1).all()
         assert (batches[1]["labels"] != -100).any(1).tolist() == [row < real for row in range(4)]
         assert batches[1]["attention_mask"].all(1).tolist() == [row < real for row in range(4)]
+    trainer.recipe, batches = Recipe(max_tokens=36), [stacked(rows(4))]
+    trainer._leave_out_repeats(batches)  # batches by tokens have every row once
+    assert (batches[0]["labels"] != -100).any(1).all()
