@@ -355,6 +355,11 @@ def label_name(value: Any, declared: Sequence[str] | None, option: str, where: R
     return str(int(value)) if isinstance(value, (bool, float)) else str(value).strip()
 
 
+def inner_feature(feature: Any) -> Any:
+    """The feature of the entries of a list column."""
+    return getattr(feature, "feature", feature)
+
+
 def is_hidden(values: Sequence[Any]) -> bool:
     """Whether a test split keeps its answers back: all are missing, or -1 as in GLUE."""
     return all(value is None or value == -1 or value == "" for value in values)

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..names import TAGS, TAGS_OF_ALIAS, WORDS
 from ..origin import RowNames
-from .base import Encoded, Labels, Task, Trivial, check_columns, is_hidden, most_frequent
+from .base import Encoded, Labels, Task, Trivial, check_columns, inner_feature, is_hidden, most_frequent
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -41,7 +41,7 @@ class TokenClassification(Task):
         rows = splits["train"]
         self.find_columns(rows)
         check_columns(splits, [self.text_column, self.label_column], optional_in_test=[self.label_column])
-        feature = _inner(rows.features[self.label_column])
+        feature = inner_feature(rows.features[self.label_column])
         where = RowNames(rows, "train")
         pairs = [
             (tag, row)
@@ -129,7 +129,7 @@ class TokenClassification(Task):
         texts = [[f" {word}" for word in row] for row in words] if _wants_space(tokenizer) else words
         encoded = tokenizer(texts, is_split_into_words=True, truncation=True, max_length=self.max_length)
         columns = {name: list(values) for name, values in encoded.items()}
-        feature = _inner(rows.features[self.label_column]) if given else None
+        feature = inner_feature(rows.features[self.label_column]) if given else None
         kept: list[dict[str, Any]] = []
         places, all_labels = [], []
         for row in range(len(words)):
