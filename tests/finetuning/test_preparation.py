@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from datasets import ClassLabel, Dataset, Features, Value
 
 from hf_xformers.configuration_xformer import XFormerConfig
@@ -72,6 +73,16 @@ def test_words_that_were_cut_off_are_outside(tokenizer):
     assert len(rows[0]["prediction"]) == 3 and rows[0]["prediction"][0] == "B-X"
     assert rows[0]["prediction"][-1] == "O"
     task.score(rows)
+
+
+def test_the_side_of_padding_moves_no_tag(tokenizer):
+    tokenizer.padding_side = "left"  # of what it was trained for
+    task = settled("token-classification", ROWS)
+    split = task.encode(ROWS, tokenizer, "train")
+    batch = task.collator(tokenizer, None, 0)(list(split.features))
+    logits = torch.eye(len(task.labels.names))[batch["labels"].clamp(min=0)]
+    kept = [part.numpy() for part in task.reduce({"logits": logits}, batch, False)]
+    assert [row["prediction"] for row in task.predictions(kept, split)] == list(ROWS["tags"])
 
 
 # ------------------------------------------------------------------------------------------------ labels

@@ -119,6 +119,7 @@ class TokenClassification(Task):
             raise ValueError(
                 f"{type(tokenizer).__name__} is a slow tokenizer, which does not say what word a piece is of"
             )
+        tokenizer.padding_side = "right"  # tags are read from the first token on
         where = RowNames(rows, split)
         words = self._words(rows, where)
         given = list(rows[self.label_column]) if self.label_column in rows.column_names else []
@@ -168,7 +169,7 @@ class TokenClassification(Task):
         from transformers import DataCollatorForTokenClassification
 
         plain = DataCollatorForTokenClassification(tokenizer)
-        return _WithTagMask(plain, tokenizer.padding_side) if self.marks_words else plain
+        return _WithTagMask(plain) if self.marks_words else plain
 
     def reduce(self, outputs: Any, inputs: Mapping[str, Any], next_token: bool) -> tuple[Tensor, ...]:
         import torch
@@ -221,8 +222,8 @@ class TokenClassification(Task):
 class _WithTagMask:
     """A collator of `tag_mask` besides what `plain` makes of the rest of a row."""
 
-    def __init__(self, plain: Any, padding_side: str) -> None:
-        self.plain, self.padding_side = plain, padding_side
+    def __init__(self, plain: Any) -> None:
+        self.plain = plain
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> Any:
         import torch
@@ -230,15 +231,9 @@ class _WithTagMask:
         batch = self.plain([{name: value for name, value in row.items() if name != "tag_mask"} for row in rows])
         masks = torch.zeros(batch["input_ids"].shape, dtype=torch.long)
         for mask, row in zip(masks, rows):
-            own = torch.tensor(row["tag_mask"])
-            mask[slice(len(mask) - len(own), None) if self.padding_side == "left" else slice(len(own))] = own
+            mask[: len(row["tag_mask"])] = torch.tensor(row["tag_mask"])
         batch["tag_mask"] = masks
         return batch
-
-
-def _inner(feature: Any) -> Any:
-    """The feature of the entries of a list column."""
-    return getattr(feature, "feature", feature)
 
 
 def _wants_space(tokenizer: PreTrainedTokenizerBase) -> bool:
