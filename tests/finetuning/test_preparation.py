@@ -131,6 +131,11 @@ def test_choices_and_their_labels():
     assert collated["input_ids"].shape[:2] == (2, 2) and collated["labels"].tolist() == [1, 0]
     with pytest.raises(ValueError, match="it must be the number of the right choice, 0 to 1, or its letter"):
         task._label("C", None, "train", 0)
+    rows = Dataset.from_list([{"sent1": None, **{f"ending{n}": f"e{n}" for n in range(12)}, "label": 2}])
+    task = settled("multiple-choice", rows)
+    assert task.choice_columns == [f"ending{n}" for n in range(12)]
+    with pytest.raises(ValueError, match="row 0 of the train split has no text in column 'sent1'"):
+        task.encode(rows, tokenizer, "train")
 
 
 # ------------------------------------------------------------------------------------------------ files
