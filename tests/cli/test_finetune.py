@@ -152,6 +152,7 @@ def test_an_empty_split(empty, data, tmp_path, capsys):
         ([{"text": "a", "label": "x"}, {"text": "b", "label": "x"}], "the one label 'x'; a classifier needs two"),
         ([{"text": "a", "label": 0.5}, {"text": "b", "label": 1.0}], "0.5 is no class label"),
         ([{"text": "a", "label": None}, {"text": "b", "label": 1}], "None is no class label"),
+        ([{"text": "a", "label": " "}, {"text": "b", "label": "x"}], "' ' is no class label"),
         ([{"text": None, "label": 0}, {"text": "b", "label": 1}], "row 0 of the train split has no text"),
         (
             [{"text": {"body": "a"}, "label": 0}, {"text": {"body": "b"}, "label": 1}],

@@ -335,7 +335,7 @@ class Labels:
 def label_name(value: Any, declared: Sequence[str] | None, option: str, where: RowNames, row: int) -> str:
     """A label of the data as text: the name of a Hub label, 1 and 1.0 as '1'. Raises ValueError for what is no
     label."""
-    if value is None or value == "" or (isinstance(value, float) and value != value):
+    if value is None or value != value or not str(value).strip():
         raise ValueError(
             f"{where[row]} has no label ({value!r} is no class label); fill it in or remove the row, or correct"
             f" --{option}"
