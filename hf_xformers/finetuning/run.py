@@ -172,6 +172,12 @@ class FineTuning(TaskRequest):
                 "--early_stopping_patience needs validation rows; raise --validation_fraction above 0, or give "
                 "--validation_data"
             )
+        test = encoded.get("test")
+        if self.task.generates and test is not None and not (test.labelled or self.args.predict_with_generate):
+            raise ValueError(
+                "the test rows have no targets to measure with, and without --predict_with_generate none are written;"
+                " give targets, or leave one of the two options out"
+            )
 
     # ------------------------------------------------------------------------------------------------ training
 

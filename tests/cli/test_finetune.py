@@ -18,6 +18,7 @@ from tests.finetuning.task_data import (
     finetune,
     pretrained,
     sentences,
+    summarization,
     tagging,
     translation,
     write_lines,
@@ -205,6 +206,14 @@ def test_a_stride_that_leaves_no_room(tmp_path, capsys):
     options = {"validation_fraction": 0, "max_length": 16, "doc_stride": 16}
     message = refused(capsys, "finetune", *command("question-answering", [str(path)], tmp_path / "run", **options))
     assert "--doc_stride 16 of them are shared; take a smaller stride or longer windows" in message
+
+
+def test_rows_that_nothing_could_be_said_of(tmp_path, capsys):
+    test = write_lines(tmp_path / "test.jsonl", [{"document": "a day"}])
+    options = {"test_data": test, "predict_with_generate": "false", "metric_for_best_model": "loss"}
+    argv = command("summarization", summarization(tmp_path), tmp_path / "run", **options)
+    assert "the test rows have no targets to measure with" in refused(capsys, "finetune", *argv)
+    assert not (tmp_path / "run").exists()
 
 
 # ------------------------------------------------------------------------------------------------ models
