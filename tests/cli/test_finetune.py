@@ -101,6 +101,14 @@ REQUESTS = {
     "unknown option": ({"lerning_rate": 1}, ["Did you mean --learning_rate?"]),
     "missing file": ({"validation_data": "nowhere.csv"}, ["there is no file or folder 'nowhere.csv'"]),
     "sampling of one": ({"sampling": "sqrt"}, ["--sampling says how often each of several tasks comes"]),
+    "no text to learn from": (
+        {"task": "language-modeling", "max_train_rows": 0},
+        ["--max_train_rows 0 must be at least 1"],
+    ),
+    "names of the columns of texts": (
+        {"task": "language-modeling", "column_names": "text"},
+        ["from the header line of a file", "leave --column_names out"],
+    ),
     "smoothed regression": (
         {"task": "regression", "label_smoothing_factor": 0.1},
         ["--label_smoothing_factor spreads probability over classes"],

@@ -193,6 +193,12 @@ def test_split_in_time(trained):
     assert prepared.config.embedding.time_features == 4 and prepared.task.season == 24
 
 
+def test_limits_are_of_each_part(tmp_path):
+    source = TaskData(data=[write(tmp_path / "hours.csv")], max_eval_rows=8)
+    rows = Forecasting(TaskOptions(task="forecasting")).load(source)
+    assert len(rows["train"]) == 216 and len(rows["validation"]) == 216 + 8  # after their past
+
+
 def test_better_than_the_floor(trained):
     _, run, _, summary = trained
     floor = summary["baseline_validation"]
