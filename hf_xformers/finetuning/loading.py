@@ -295,6 +295,11 @@ def check_lengths(task: Task, config: PreTrainedConfig, given: int | None, reser
     if limit is None:
         return
     limit -= reserved
+    if limit < 1:
+        raise ValueError(
+            f"--peft.num_virtual_tokens {reserved} leaves no position for text, of the {limit + reserved} that the model"
+            " has; take fewer"
+        )
     wanted = {"max_length": given, "max_target_length": task.options.max_target_length if task.generates else None}
     for name, length in wanted.items():
         if length is not None and length > limit:

@@ -298,6 +298,8 @@ def test_a_component_of_a_saved_model(bert, data, tmp_path, capsys):
             ["--peft", "lora", "--peft.target_modules", "q_proj,query"],
             ["names 'query', which no linear map of the model is called", "q_proj, up_proj, v_proj"],
         ),
+        (["--peft", "lora", "--peft.target_modules", "*proj"], ["'*proj' is no regular expression"]),
+        (["--peft", "prompt", "--peft.num_virtual_tokens", "64"], ["leaves no position for text, of the 64"]),
         (["--peft", "lora", "--peft.rank", "4"], ["--peft lora has no field 'rank'"]),
         (["--peft", "lora", "--peft.r", "many"], ["--peft.r: 'many' is no valid value; it takes a whole number"]),
     ],
