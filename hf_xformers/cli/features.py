@@ -53,7 +53,7 @@ def run(argv: Sequence[str]) -> int:
     }
     if figures is not None:
         facts["probe of"] = f"{figures['label']}, {figures['classes']} classes"
-        for split in made.texts:
+        for split in filter(figures.__contains__, made.texts):
             for layer, value in figures[split]["accuracy"].items():
                 baseline = share_text(figures[split]["baseline"])
                 facts[f"accuracy of {layer} ({split})"] = f"{share_text(value)} (baseline {baseline})"
