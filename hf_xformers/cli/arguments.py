@@ -336,14 +336,18 @@ def parse_fields(config_class: type[XFormerConfig], namespace: Any) -> dict[str,
     for key, text in vars(namespace or argparse.Namespace()).items():
         name = key.removeprefix("field:")
         if name == "per_layer_config":
-            layers = parse(text, dict[str, Any], f"--{name}")
-            fields[name] = {int(layer): changes for layer, changes in layers.items()}
+            fields[name] = parse_layers(text, f"--{name}")
         elif name != key:
             fields[name] = parse(text, annotation(config_class, name), f"--{name}")
     return fields
 
 
-# ------------------------------------------------------------------------------------------------ YAML files
+def parse_layers(text: Any, option: str) -> dict[int, Any]:
+    """What single layers have instead, JSON by layer. Raises ValueError for a key that is no number of a layer."""
+    layers = parse(text, dict[str, Any], option)
+    if not all(layer.isdecimal() for layer in layers):
+        raise ValueError(f'{option} {text!r} is keyed by layer: {{"0": {{...}}}}')
+    return {int(layer): changes for layer, changes in layers.items()}
 
 
 # ------------------------------------------------------------------------------------------------ everything at once

@@ -19,6 +19,12 @@ def test_help_names_every_command(argv, capsys):
     assert all(name in out for name in COMMANDS)
 
 
+def test_help_after_an_import(monkeypatch, capsys):
+    monkeypatch.setattr("hf_xformers.cli._import_modules", lambda arguments: arguments[2:])
+    for rest in ([], ["--help"]):
+        assert main(["--import", "my_parts", *rest]) == 0 and "usage: hf-xformers" in capsys.readouterr().out
+
+
 def test_version(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"hf-xformers {hf_xformers.__version__}\n"
