@@ -47,6 +47,10 @@ class Prepared:
     plan: dict[str, Any]
     checkpoint: Path | None
 
+    @property
+    def sizes(self) -> str:
+        return ", ".join(f"{len(split.rows):,} {name}" for name, split in self.splits.items())
+
 
 class FineTuning(TaskRequest):
     """Checks a request, then prepares its data, and trains. What can be refused without reading data is refused first,
