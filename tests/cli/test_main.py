@@ -44,8 +44,7 @@ def explained(capsys, *argv, flag="--help"):
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("columns", [80, 120])
-@pytest.mark.parametrize("command", list(COMMANDS))
+@pytest.mark.parametrize("command, columns", [*((command, 80) for command in COMMANDS), ("finetune", 120)])
 def test_every_command_explains_itself(command, columns, capsys, monkeypatch):
     """Within the width of the terminal, and every option."""
     monkeypatch.setenv("COLUMNS", str(columns))
