@@ -113,6 +113,14 @@ REQUESTS = {
         {"task": "regression", "label_smoothing_factor": 0.1},
         ["--label_smoothing_factor spreads probability over classes"],
     ),
+    "smoothed forecasts": (
+        {"task": "forecasting", "variant": "informer", "label_smoothing_factor": 0.1},
+        ["of which one is right, and forecasting has none"],
+    ),
+    "no token to write": (
+        {"task": "summarization", "variant": "bart", "generation_max_length": 1},
+        ["--generation_max_length 1 counts the token that begins a text"],
+    ),
 }
 
 
