@@ -39,7 +39,7 @@ class AdapterConfig:
         init_scale: standard deviation of the fresh maps, so that a fresh adapter hardly changes anything.
         train_norms: train the layers' norms along; None: as the paper of `kind`.
 
-    Raises ValueError for an unknown type or activation, and for a width below 1.
+    Raises ValueError for an unknown type or activation, a width below 1, and an `init_scale` that is not above 0.
     """
 
     kind: str = "houlsby"
@@ -61,6 +61,8 @@ class AdapterConfig:
                 f"an adapter's width must be at least 1; got bottleneck={self.bottleneck}, "
                 f"reduction_factor={self.reduction_factor}"
             )
+        if not self.init_scale > 0:
+            raise ValueError(f"`init_scale` of an adapter must be above 0, or nothing learns; got {self.init_scale}")
 
     @property
     def activation(self) -> str:

@@ -108,9 +108,9 @@ def add_fusion(model: Any, name: str, adapters: Sequence[str | Path]) -> Any:
 def _check_name(state: AdapterState, name: str) -> None:
     if name in state.configs:
         raise ValueError(f"the model has an adapter {name!r} already; remove it first, or take another name")
-    if not name.isidentifier():
+    if not name.isidentifier() or hasattr(nn.ModuleDict(), name):
         raise ValueError(
-            f"an adapter's name is a part of tensor names, so {name!r} cannot be one; use letters and digits"
+            f"an adapter's name is a part of tensor names, so {name!r} cannot be one; use other letters and digits"
         )
 
 
@@ -271,8 +271,9 @@ def _free_name(state: AdapterState, member: str, name: str) -> str:
 
 def _renamed(key: str, names: Mapping[str, str]) -> str:
     for old, new in names.items():
-        if belongs(key, old):
-            return key.replace(f".{old}.", f".{new}.", 1)
+        for room in HOLDERS:
+            if f".{room}.{old}." in key:
+                return key.replace(f".{room}.{old}.", f".{room}.{new}.")
     return key
 
 

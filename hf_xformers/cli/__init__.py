@@ -60,25 +60,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = os.environ.get(DEBUG_VARIABLE, "") not in ("", "0")
     while arguments and arguments[0] == "--debug":
         debug, arguments = True, arguments[1:]
-    if not arguments or arguments[0] in ("-h", "--help", "help"):
-        lines = "\n".join(
-            textwrap.fill(
-                text,
-                max(40, shutil.get_terminal_size().columns),
-                initial_indent=f"  {name:<10} ",
-                subsequent_indent=" " * 13,
-            )
-            for name, (_, text) in COMMANDS.items()
-        )
-        print(_USAGE.format(commands=lines, debug=DEBUG_VARIABLE))
-        return 0
-    if arguments[0] == "--version":
-        from .. import __version__
-
-        print(f"hf-xformers {__version__}")
-        return 0
     try:
         arguments = _import_modules(arguments)
+        if not arguments or arguments[0] in ("-h", "--help", "help"):
+            return _help()
+        if arguments[0] == "--version":
+            from .. import __version__
+
+            print(f"hf-xformers {__version__}")
+            return 0
         return _command(arguments[0])(arguments[1:])
     except BrokenPipeError:  # whoever reads the output has seen enough of it, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -97,6 +87,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print("\n" + ": ".join(filter(None, ["hf-xformers: interrupted", str(stopped)])), file=sys.stderr)
         return 130
+
+
+def _help() -> int:
+    lines = "\n".join(
+        textwrap.fill(
+            text,
+            max(40, shutil.get_terminal_size().columns),
+            initial_indent=f"  {name:<10} ",
+            subsequent_indent=" " * 13,
+        )
+        for name, (_, text) in COMMANDS.items()
+    )
+    print(_USAGE.format(commands=lines, debug=DEBUG_VARIABLE))
+    return 0
 
 
 def _import_modules(arguments: Sequence[str]) -> list[str]:

@@ -60,6 +60,7 @@ class Parser(RefusingParser, HfArgumentParser):
         kinds: the command's dataclasses, each a group of options.
         trainer: the class of Trainer's arguments, read last (None: the command reads none).
         read: those of its options that the command reads (None: all); there are no others then.
+        folder: what --output_dir is for, which the command needs.
         usage: what follows the command's name.
         brief: the options that the help explains, where all of the command's own are more than a screen.
     """
@@ -70,6 +71,7 @@ class Parser(RefusingParser, HfArgumentParser):
         trainer: type | None = None,
         *,
         read: Collection[str] | None = None,
+        folder: str | None = None,
         brief: Collection[str] = (),
         **kwargs: Any,
     ) -> None:
@@ -82,6 +84,8 @@ class Parser(RefusingParser, HfArgumentParser):
         for action in self._actions:
             if action.dest == "objective" and action.help:
                 action.help = action.help.replace("{objectives}", _objectives())
+            if action.dest == "output_dir" and folder is not None:
+                action.required, action.help, action.metavar = True, folder, "DIR"
         if self._read is None:
             self.add_argument(
                 "--help-all", nargs=0, action=_HelpAll, help="also explain the options of Trainer and model"
@@ -336,14 +340,18 @@ def parse_fields(config_class: type[XFormerConfig], namespace: Any) -> dict[str,
     for key, text in vars(namespace or argparse.Namespace()).items():
         name = key.removeprefix("field:")
         if name == "per_layer_config":
-            layers = parse(text, dict[str, Any], f"--{name}")
-            fields[name] = {int(layer): changes for layer, changes in layers.items()}
+            fields[name] = parse_layers(text, f"--{name}")
         elif name != key:
             fields[name] = parse(text, annotation(config_class, name), f"--{name}")
     return fields
 
 
-# ------------------------------------------------------------------------------------------------ YAML files
+def parse_layers(text: Any, option: str) -> dict[int, Any]:
+    """What single layers have instead, JSON by layer. Raises ValueError for a key that is no number of a layer."""
+    layers = parse(text, dict[str, Any], option)
+    if not all(layer.isdecimal() for layer in layers):
+        raise ValueError(f'{option} {text!r} is keyed by layer: {{"0": {{...}}}}')
+    return {int(layer): changes for layer, changes in layers.items()}
 
 
 # ------------------------------------------------------------------------------------------------ everything at once

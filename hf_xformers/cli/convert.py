@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from ..core.components import SLOTS
-from .arguments import parse_changes, split_dotted
+from .arguments import parse_changes, parse_layers, split_dotted
 from .console import in_options, print_facts, say
 from .parser import CommandParser
-from .values import parse
 
 _DESCRIPTION = """Convert a saved model of one of transformers' families into this package's variant of it, or into
 freely mixed components, with its tokenizer; or a model of this package back. The direction follows from the model.
@@ -141,10 +140,7 @@ def _swap(arguments: argparse.Namespace, dotted: Mapping[str, Mapping[str, str]]
     if arguments.num_key_value_heads is not None:
         changes["num_key_value_heads"] = arguments.num_key_value_heads
     if arguments.per_layer_config is not None:
-        layers = parse(arguments.per_layer_config, dict[str, Any], "--per-layer-config")
-        if not all(layer.isdigit() for layer in layers):
-            raise ValueError(f'--per-layer-config {arguments.per_layer_config!r} is keyed by layer: {{"0": {{...}}}}')
-        changes["per_layer_config"] = {int(layer): entry for layer, entry in layers.items()}
+        changes["per_layer_config"] = parse_layers(arguments.per_layer_config, "--per-layer-config")
     sample = None
     if arguments.text is not None:
         try:

@@ -12,7 +12,7 @@ from ..core.changes import components_of
 from ..core.components import SLOTS
 from .arguments import Parser, annotation, parse_command, parse_component, parse_fields_of, parse_objective
 from .console import print_facts, print_table, say
-from .pretrain import quiet_libraries
+from .pretrain import quiet_libraries, size_of
 from .values import parse
 
 _DESCRIPTION = """Train a small model, the student, to do what a trained one does, the teacher: on the rows of the
@@ -142,8 +142,7 @@ def make_parser(first_look: Mapping[str, Any]) -> Parser:
     from ..compression.report import Measuring, MeasuringOfTask
     from ..finetuning.options import TaskData, TaskOptions
     from ..finetuning.presets import finetuning_defaults
-    from ..training.presets import nearest_size, training_defaults
-    from ..training.run_folder import saved_config
+    from ..training.presets import training_defaults
     from ..training.text import TextData
 
     teacher, task = first_look.get("teacher"), first_look.get("task")
@@ -152,6 +151,7 @@ def make_parser(first_look: Mapping[str, Any]) -> Parser:
     parser = Parser(
         [Distilling, *kinds],
         Seq2SeqTrainingArguments if task or known else TrainingArguments,
+        folder="Folder for the student, the run, and the table compression.json.",
         prog="hf-xformers distill",
         usage=(
             "hf-xformers distill [FILE.yaml] --teacher MODEL --data FILE\n"
@@ -165,17 +165,10 @@ def make_parser(first_look: Mapping[str, Any]) -> Parser:
         parser.set_defaults(**{**fields, "task": task or known.get("task")})
         parser.set_defaults(**finetuning_defaults(task or known.get("task"), teacher, None, None))
     else:
-        try:
-            size = "tiny" if teacher is None else nearest_size(saved_config(teacher).get("hidden_size"))
-        except ValueError:  # a Hub id, or what is refused with a better word when it is opened
-            size = "tiny"
-        parser.set_defaults(**training_defaults(size))
+        parser.set_defaults(**training_defaults(size_of(teacher)))
     parser.set_defaults(disable_tqdm=not sys.stderr.isatty())
     for action in parser._actions:
-        if action.dest == "output_dir":
-            action.required, action.metavar = True, "DIR"
-            action.help = "Folder for the student, the run, and the table compression.json."
-        elif action.dest == "task":
+        if action.dest == "task":
             action.required = False
             action.help = f"{action.help} Default: the teacher's."
     import argparse

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from ..core.saved_files import write_json
 from .arguments import Parser, parse_command
 from .console import is_main_process, print_facts, say, share_text
 
@@ -19,7 +21,9 @@ it was. For example:
 
 
 def run(argv: Sequence[str]) -> int:
+    import datasets
     from rich.progress import Progress
+    from transformers.utils.logging import disable_progress_bar
 
     from ..finetuning.features import extract, prepare
     from ..finetuning.probe import probe
@@ -27,7 +31,8 @@ def run(argv: Sequence[str]) -> int:
     from .console import error_console
 
     options, source = parse_command(argv, (), make_parser).dataclasses
-    _quiet(options.progress)
+    datasets.disable_progress_bars()
+    disable_progress_bar()
     made = prepare(options, source)
     if not is_main_process():
         return 0
@@ -53,7 +58,7 @@ def run(argv: Sequence[str]) -> int:
     }
     if figures is not None:
         facts["probe of"] = f"{figures['label']}, {figures['classes']} classes"
-        for split in made.texts:
+        for split in filter(figures.__contains__, made.texts):
             for layer, value in figures[split]["accuracy"].items():
                 baseline = share_text(figures[split]["baseline"])
                 facts[f"accuracy of {layer} ({split})"] = f"{share_text(value)} (baseline {baseline})"
@@ -61,25 +66,9 @@ def run(argv: Sequence[str]) -> int:
         if "mix" in figures:
             facts["weights of the mix"] = ", ".join(f"{value:.3f}" for value in figures["mix"]["weights"])
             facts["its scores"] = "--mix_scores " + " ".join(f"{value:g}" for value in figures["mix"]["scores"])
-        _write(options.output, figures)
+        write_json(Path(options.output).expanduser() / "probe.json", figures)
     print_facts("features", {**facts, "saved in": options.output})
     return 0
-
-
-def _write(folder: str, figures: Mapping[str, Any]) -> None:
-    from pathlib import Path
-
-    from ..core.saved_files import write_json
-
-    write_json(Path(folder).expanduser() / "probe.json", dict(figures))
-
-
-def _quiet(progress: bool) -> None:
-    import datasets
-    from transformers.utils.logging import disable_progress_bar
-
-    datasets.disable_progress_bars()
-    disable_progress_bar()
 
 
 def make_parser(first_look: Mapping[str, Any]) -> Parser:

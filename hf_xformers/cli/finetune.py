@@ -67,8 +67,7 @@ def run(argv: Sequence[str], callbacks: Sequence[Any] = ()) -> int:
     made = FineTuning(model, source, task, options, args, **given)
     with made.this_run.lock():
         prepared = made.prepare()
-        sizes = ", ".join(f"{len(split.rows):,} {name}" for name, split in prepared.splits.items())
-        say(f"{prepared.config.model_type}, {prepared.task.id}: {sizes} rows {prepared.task.extent()}")
+        say(f"{prepared.config.model_type}, {prepared.task.id}: {prepared.sizes} rows {prepared.task.extent()}")
         if prepared.checkpoint is not None:
             say(f"resuming from {prepared.checkpoint}")
         summary = made.train(prepared, callbacks)
@@ -88,6 +87,7 @@ def make_parser(first_look: Mapping[str, Any]) -> Parser:
     parser = Parser(
         [ModelOptions, TaskData, TaskOptions, RunOptions, IntermediateOptions, MultiTaskOptions],
         Seq2SeqTrainingArguments,
+        folder=OUTPUT_HELP,
         prog="hf-xformers finetune",
         usage=(
             "hf-xformers finetune [FILE.yaml] --task TASK --model MODEL\n"
@@ -99,9 +99,6 @@ def make_parser(first_look: Mapping[str, Any]) -> Parser:
     look = first_look.get
     parser.set_defaults(**finetuning_defaults(look("task"), look("model"), look("size"), look("peft")))
     parser.set_defaults(disable_tqdm=not sys.stderr.isatty())
-    for action in parser._actions:
-        if action.dest == "output_dir":
-            action.required, action.help, action.metavar = True, OUTPUT_HELP, "DIR"
     add_model_options(parser, _config_class(look("variant"), look("model")))
     methods = parser.add_argument_group("PEFT", "fields of the method's configuration in peft")
     methods.add_argument("--peft.FIELD", metavar="VALUE", default=None, help="such as --peft.r 16")
@@ -116,8 +113,6 @@ def _config_class(variant: str | None, model: str | None) -> Any:
 
 def _saved_variant(model: str | None) -> str | None:
     """The variant of a saved model; None for a model of another family and for one that is not in a folder."""
-    from pathlib import Path
-
     from ..training.run_folder import saved_config
     from ..variants import model_types
 

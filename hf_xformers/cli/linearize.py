@@ -9,7 +9,7 @@ from typing import Any
 
 from .arguments import Parser, parse_changes, parse_command, parse_objective
 from .console import in_options, print_facts, say, show
-from .pretrain import quiet_libraries
+from .pretrain import quiet_libraries, size_of
 
 _DESCRIPTION = """Turn a trained model with softmax attention into one whose state for generation has a constant size,
 in stages: the new attention takes the projections of the old one (attention transfer: each layer learns what its own
@@ -69,13 +69,13 @@ def make_parser(first_look: Mapping[str, Any]) -> Parser:
     from transformers import TrainingArguments
 
     from ..training.linearizing import Linearizing
-    from ..training.presets import nearest_size, training_defaults
-    from ..training.run_folder import saved_config
+    from ..training.presets import training_defaults
     from ..training.text import TextData
 
     parser = Parser(
         [Linearizing, TextData],
         TrainingArguments,
+        folder="Folder for the stages, the report linearization.json, and the resulting model.",
         prog="hf-xformers linearize",
         usage=(
             "hf-xformers linearize [FILE.yaml] --model MODEL --attention NAME\n"
@@ -83,11 +83,7 @@ def make_parser(first_look: Mapping[str, Any]) -> Parser:
         ),
         description=_DESCRIPTION,
     )
-    start = first_look.get("model")
-    try:
-        size = "tiny" if start is None else nearest_size(saved_config(start).get("hidden_size"))
-    except ValueError:  # a Hub id, or what is refused with a better word when it is opened
-        size = "tiny"
+    size = size_of(first_look.get("model"))
     parser.set_defaults(**training_defaults(size), disable_tqdm=not sys.stderr.isatty())
     swap = parser.add_argument_group("attention")
     swap.add_argument(
@@ -97,8 +93,4 @@ def make_parser(first_look: Mapping[str, Any]) -> Parser:
         help="what takes the place of softmax attention; fields as --attention.FIELD VALUE (see `hf-xformers list"
         " --components attention`)",
     )
-    for action in parser._actions:
-        if action.dest == "output_dir":
-            action.required, action.metavar = True, "DIR"
-            action.help = "Folder for the stages, the report linearization.json, and the resulting model."
     return parser

@@ -219,7 +219,7 @@ def _show_components(where: str, words: Sequence[str], as_json: bool) -> None:
             f"--components {slot!r} is a variant and no slot; `hf-xformers list {slot} --components` shows its"
             " components"
         )
-    if slot != "all" and slot not in SLOTS:
+    if slot not in SLOTS and (slot != "all" or name):
         raise ValueError(f"there is no slot {slot!r}.{did_you_mean(slot, SLOTS)} The slots are {', '.join(SLOTS)}")
     if words:
         entries, explain = _of_variants(words, slot), True

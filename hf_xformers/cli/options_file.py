@@ -7,14 +7,10 @@ import dataclasses
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 from transformers import HfArgumentParser
-
-if TYPE_CHECKING:
-    pass
-
 
 _YAML_SUFFIXES = (".yaml", ".yml", ".json")
 
@@ -33,6 +29,8 @@ def take_file(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         raise ValueError(
             f"the configuration file {argv[0]!r} cannot be read: {error.strerror}; correct the path"
         ) from None
+    except UnicodeDecodeError:
+        raise ValueError(f"the configuration file {argv[0]!r} is not UTF-8; save it in that encoding") from None
     except yaml.YAMLError as error:
         raise ValueError(f"the configuration file {argv[0]!r} is no valid YAML: {error}") from None
     if content is None:

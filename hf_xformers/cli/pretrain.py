@@ -137,6 +137,7 @@ def make_parser(first_look: Mapping[str, Any]) -> Parser:
     parser = Parser(
         [ModelChoice, TextData, ImageData, Recipe, DeviceOptions],
         TrainingArguments,
+        folder=OUTPUT_HELP,
         prog="hf-xformers pretrain",
         usage="hf-xformers pretrain [FILE.yaml] --output_dir DIR [OPTION VALUE ...]",
         description=_DESCRIPTION,
@@ -144,9 +145,6 @@ def make_parser(first_look: Mapping[str, Any]) -> Parser:
     look = first_look.get
     choice = ModelChoice(variant=look("variant"), init_from=look("init_from"), size=look("size"))
     parser.set_defaults(**training_defaults(chosen_size(choice)), disable_tqdm=not sys.stderr.isatty())
-    for action in parser._actions:
-        if action.dest == "output_dir":
-            action.required, action.help, action.metavar = True, OUTPUT_HELP, "DIR"
     add_model_options(parser, _config_class(choice))
     return parser
 
@@ -196,6 +194,18 @@ def quiet_libraries(args: Any) -> None:
     logging.disable_progress_bar()  # of loading and saving, which would break that of training
     if args.disable_tqdm or not args.should_save:
         datasets.disable_progress_bars()
+
+
+def size_of(model: str | None) -> str:
+    """The size whose settings suit a saved model; tiny for a Hub id, and for what is refused with a better word when
+    it is opened."""
+    from ..training.presets import nearest_size
+    from ..training.run_folder import saved_config
+
+    try:
+        return "tiny" if model is None else nearest_size(saved_config(model).get("hidden_size"))
+    except ValueError:
+        return "tiny"
 
 
 def report(

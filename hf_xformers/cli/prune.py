@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .arguments import Parser, named_option, parse_command
 from .console import print_table, say, show
-from .pretrain import quiet_libraries
+from .pretrain import quiet_libraries, size_of
 
 _DESCRIPTION = """Remove attention heads, layers or weights from a trained model, fine-tuned or pretrained, and save
 what is left, with a table of size, time and quality before and after.
@@ -62,12 +63,13 @@ def make_parser(first_look: Mapping[str, Any]) -> Parser:
     from ..compression.report import Measuring
     from ..finetuning.presets import finetuning_defaults
     from ..finetuning.trained import does_a_task
-    from ..training.presets import nearest_size, training_defaults
-    from ..training.run_folder import read_summary, saved_config
+    from ..training.presets import training_defaults
+    from ..training.run_folder import read_summary
 
     parser = Parser(
         [Pruning, Measuring],
         Seq2SeqTrainingArguments,
+        folder="Folder for the smaller model, with compression.json, the table before and after.",
         prog="hf-xformers prune",
         usage=(
             "hf-xformers prune [FILE.yaml] --model MODEL --method METHOD\n"
@@ -76,21 +78,12 @@ def make_parser(first_look: Mapping[str, Any]) -> Parser:
         description=_DESCRIPTION,
     )
     model = first_look.get("model")
-    defaults: dict[str, Any] = {}
-    try:
+    defaults = training_defaults(size_of(model))
+    with contextlib.suppress(ValueError):  # what is refused with a better word when it is opened
         if model is not None and does_a_task(model):
             defaults = finetuning_defaults(read_summary(model).get("task"), model, None, None)
-        else:
-            width = None if model is None else saved_config(model).get("hidden_size")
-            defaults = training_defaults("tiny" if width is None else nearest_size(width))
-    except ValueError:  # a Hub id, or what is refused with a better word when it is opened
-        defaults = training_defaults("tiny")
     parser.set_defaults(**defaults, disable_tqdm=not sys.stderr.isatty())
     parser.set_defaults(load_best_model_at_end=False)
-    for action in parser._actions:
-        if action.dest == "output_dir":
-            action.required, action.metavar = True, "DIR"
-            action.help = "Folder for the smaller model, with compression.json, the table before and after."
     return parser
 
 

@@ -74,6 +74,7 @@ def make_parser(first_look: Mapping[str, Any]) -> Parser:
         [Quantizing, *([TaskData, TaskOptions, MeasuringOfTask] if trains else [Measuring])],
         Seq2SeqTrainingArguments,
         read=None if trains else ("output_dir", "use_cpu"),
+        folder="Folder for the quantized model and the table compression.json.",
         prog="hf-xformers quantize",
         usage=(
             "hf-xformers quantize [FILE.yaml] --model MODEL --output_dir DIR\n"
@@ -88,10 +89,7 @@ def make_parser(first_look: Mapping[str, Any]) -> Parser:
         parser.set_defaults(**finetuning_defaults(task, model, None, None))
         parser.set_defaults(disable_tqdm=not sys.stderr.isatty())
     for action in parser._actions:
-        if action.dest == "output_dir":
-            action.required, action.metavar = True, "DIR"
-            action.help = "Folder for the quantized model and the table compression.json."
-        elif action.dest == "task":
+        if action.dest == "task":
             action.required = False
             action.help = f"{action.help} Default: the model's."
     return parser

@@ -69,6 +69,7 @@ def make_parser(first_look: Mapping[str, Any]) -> Parser:
     parser = Parser(
         [Searching, ModelChoice, TextData],
         TrainingArguments,
+        folder=OUTPUT_HELP,
         prog="hf-xformers search",
         usage="hf-xformers search [FILE.yaml] --output_dir DIR [OPTION VALUE ...]",
         description=_DESCRIPTION,
@@ -76,9 +77,6 @@ def make_parser(first_look: Mapping[str, Any]) -> Parser:
     look = first_look.get
     size = chosen_size(ModelChoice(init_from=look("init_from"), size=look("size")))
     parser.set_defaults(**training_defaults(size), disable_tqdm=not sys.stderr.isatty())
-    for action in parser._actions:
-        if action.dest == "output_dir":
-            action.required, action.help, action.metavar = True, OUTPUT_HELP, "DIR"
     add_model_options(parser, config_class(look("variant") or "dartsformer"))
     return parser
 

@@ -34,8 +34,12 @@ def split_file(options: Mapping[str, Any]) -> dict[str, dict[str, Any]] | None:
 
 
 def _check_name(name: str, given: str) -> None:
-    if not name.isidentifier():
-        raise ValueError(f"{given}: {name!r} is to be the name of a folder; use letters and digits")
+    from torch import nn
+
+    if not name.isidentifier() or hasattr(nn.ModuleDict(), name):  # which has the heads by their tasks' names
+        raise ValueError(
+            f"{given}: {name!r} is to be the name of a folder and of a head; use other letters and digits"
+        )
 
 
 def split_tasks(argv: Sequence[str], known: Iterable[str] = ()) -> dict[str, list[str]] | None:

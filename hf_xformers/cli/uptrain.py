@@ -86,6 +86,7 @@ def make_parser(first_look: Mapping[str, Any]) -> Parser:
     parser = Parser(
         [Uptraining, Distillation, TextData, DeviceOptions],
         TrainingArguments,
+        folder=OUTPUT_HELP,
         prog="hf-xformers uptrain",
         usage=(
             "hf-xformers uptrain [FILE.yaml] --model DIR --output_dir DIR\n"
@@ -96,7 +97,4 @@ def make_parser(first_look: Mapping[str, Any]) -> Parser:
     start = first_look.get("model")
     parser.set_defaults(disable_tqdm=not sys.stderr.isatty(), eval_on_start=True)
     parser.set_defaults(**training_defaults("tiny" if start is None else chosen_size(ModelChoice(init_from=start))))
-    for action in parser._actions:
-        if action.dest == "output_dir":
-            action.required, action.help, action.metavar = True, OUTPUT_HELP, "DIR"
     return parser

@@ -210,6 +210,9 @@ class Reader:
         """texts: of each row its text, or its two."""
         columns = [list(column) for column in zip(*texts)]
         made = self.tokenizer(*columns, truncation=True, max_length=self.max_length, padding=True, return_tensors="pt")
+        if not made["input_ids"].numel():  # no text has a token, where a tokenizer adds none: rows of padding
+            nothing = torch.zeros(len(texts), 1, dtype=torch.long)
+            made = {"input_ids": nothing + self.tokenizer.pad_token_id, "attention_mask": nothing}
         return {name: value.to(self.model.device) for name, value in made.items()}
 
     def states(self, batch: Mapping[str, Tensor]) -> tuple[list[Tensor], Tensor]:

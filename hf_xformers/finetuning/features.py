@@ -69,8 +69,8 @@ def prepare(options: FeatureOptions, source: TaskData) -> Extraction:
         splits, texts = _read_texts(options, source)
     folder = Path(options.output).expanduser()
     about = _request(options, texts)
-    before = read_object(folder / ABOUT_FILE) if (folder / ABOUT_FILE).is_file() else None
-    if before is not None and before.get("request") != about["request"] and not options.overwrite:
+    there = folder / ABOUT_FILE
+    if not options.overwrite and there.is_file() and read_object(there).get("request") != about["request"]:
         raise ValueError(
             f"--output {str(folder)!r} holds features of another request (other data, model, layers or sizes); take"
             " --overwrite to replace them, or another folder"
@@ -84,7 +84,7 @@ def prepare(options: FeatureOptions, source: TaskData) -> Extraction:
         ]
         for name, rows in texts.items()
     }
-    if options.overwrite and (before is None or before.get("request") != about["request"]):
+    if options.overwrite:
         _remove(folder)
     return Extraction(options, reader, splits, texts, files, about)
 

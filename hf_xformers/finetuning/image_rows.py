@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..data.images import UNREADABLE, checked_size, divide_images, has_images, image_folder, need_pillow
 from ..data.splitting import check_fraction
 from .origin import RowNames, with_origins
-from .sources import load_rows
+from .sources import limited, load_rows
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -68,17 +68,11 @@ def _joined(parts: list[Dataset]) -> Dataset:
 
 def hold_out(splits: Mapping[str, Dataset], column: str, source: TaskData) -> dict[str, Dataset]:
     """`validation_fraction` of the training rows as validation, where there is none: by a hash of the image, so that
-    equal ones are on one side. Then at most as many rows as the options say."""
+    equal ones are on one side; and they are [`limited`]."""
     found = dict(splits)
     if "validation" not in found and source.validation_fraction > 0:
         found["train"], found["validation"] = divide_images(found["train"], column, source.validation_fraction)
-    limits = {"train": source.max_train_rows, "validation": source.max_eval_rows, "test": source.max_eval_rows}
-    for split, limit in limits.items():
-        if limit is not None and split in found:
-            if limit < 1:
-                raise ValueError(f"--max_{'train' if split == 'train' else 'eval'}_rows {limit} must be at least 1")
-            found[split] = found[split].select(range(min(limit, len(found[split]))))
-    return {split: found[split] for split in ("train", "validation", "test") if split in found}
+    return limited(found, source)
 
 
 def check_image(stored: Mapping[str, Any] | None, where: RowNames, row: int) -> tuple[int, int]:

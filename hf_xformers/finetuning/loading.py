@@ -33,7 +33,8 @@ def open_config(name: str) -> PreTrainedConfig:
 
     from ..training.scoring import load_config
 
-    if not Path(name).expanduser().is_dir():
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
         try:
             validate_repo_id(name)
         except HFValidationError as error:
@@ -41,10 +42,11 @@ def open_config(name: str) -> PreTrainedConfig:
                 f"--model {name!r} is neither a folder nor a repository id of the Hub (owner/name); give one of these,"
                 " or --variant to start from random weights"
             ) from error
-    elif (Path(name).expanduser() / "adapter_config.json").is_file():
+    bare = not (folder / "config.json").is_file()
+    if (folder / "adapter_config.json").is_file() or (bare and (folder / "bottleneck_config.json").is_file()):
         raise ValueError(
-            f"--model {name!r} holds an adapter alone; give the model that it adapts, or merge the two and save the"
-            " result"
+            f"--model {name!r} holds an adapter alone; give the model that it adapts, or merge the two (LoRA, IA3) and"
+            " save the result"
         )
     return load_config(name)
 
@@ -295,6 +297,11 @@ def check_lengths(task: Task, config: PreTrainedConfig, given: int | None, reser
     if limit is None:
         return
     limit -= reserved
+    if limit < 1:
+        raise ValueError(
+            f"--peft.num_virtual_tokens {reserved} leaves no position for text, of the {limit + reserved} that the model"
+            " has; take fewer"
+        )
     wanted = {"max_length": given, "max_target_length": task.options.max_target_length if task.generates else None}
     for name, length in wanted.items():
         if length is not None and length > limit:

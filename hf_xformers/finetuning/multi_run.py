@@ -315,8 +315,7 @@ def run_tasks(
     """Prepares and trains, and says how many rows there are."""
     prepared = made.prepare()
     for name, one in prepared.items():
-        sizes = ", ".join(f"{len(split.rows):,} {split_name}" for split_name, split in one.splits.items())
-        say(f"{name}: {one.config.model_type}, {one.task.id}: {sizes} rows {one.task.extent()}")
+        say(f"{name}: {one.config.model_type}, {one.task.id}: {one.sizes} rows {one.task.extent()}")
     if made.checkpoint is not None:
         say(f"resuming from {made.checkpoint}")
     return made.train(prepared, callbacks)

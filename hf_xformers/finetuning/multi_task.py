@@ -5,7 +5,6 @@ the order in which they are read."""
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ..core.given_options import changed
 from .uncertainty import CANDIDATES, UNCERTAINTY
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class MultiTaskOptions:
 
     def chosen(self) -> bool:
         """Whether anything differs from the defaults."""
-        return any(getattr(self, entry.name) != entry.default for entry in dataclasses.fields(self))
+        return bool(changed(self))
 
     @property
     def exponent(self) -> float:

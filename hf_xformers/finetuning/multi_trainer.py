@@ -5,30 +5,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..training.randomness import data_seed, preserved_randomness
 from .class_balance import BalancedLoss
-from .multi_task import (
-    TASK,
-    MultiTaskOptions,
-    NamedRows,
-    TaskBatchSampler,
-)
+from .multi_task import TASK, MultiTaskOptions, NamedRows, TaskBatchSampler
 from .tasks import Encoded, Task
 from .tasks.multilabel import MultiLabelClassification
 from .trainer import TaskTrainer
 from .uncertainty import CANDIDATES, UNCERTAINTY, CandidateSampler, most_uncertain, rows_of, uncertainty
 
-if TYPE_CHECKING:
-    pass
-
 MEAN = "mean"  # of the tasks' main metrics
-
-
 ANSWERS = ("labels", "start_positions", "end_positions")
 
 

@@ -131,8 +131,7 @@ def targets(model: nn.Module, method: str, given: list[str] | str | None) -> lis
         if given == "all-linear":
             return given
         if isinstance(given, str):
-            found = [name for name in leaves if re.fullmatch(given, name)]
-            missing = [] if found else [given]
+            missing = [] if any(map(_pattern(given).fullmatch, leaves)) else [given]
         else:
             missing = [t for t in given if not any(name == t or name.endswith(f".{t}") for name in leaves)]
         if missing or not given:
@@ -142,6 +141,15 @@ def targets(model: nn.Module, method: str, given: list[str] | str | None) -> lis
             )
         return given
     return _mixing_maps(model, leaves) if method == "lora" else _rescaled_maps(model, names)
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise ValueError(
+            f"--peft.target_modules {text!r} is no regular expression ({error}); write '.*' for any beginning"
+        ) from error
 
 
 def _mixing_maps(model: nn.Module, leaves: Iterable[str]) -> list[str]:

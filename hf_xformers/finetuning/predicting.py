@@ -152,7 +152,8 @@ def predict(wanted: Prediction, *, answers: bool = False) -> Predicted:
     found = {name: metrics[f"test_{name}"] for name in ("loss", *task.metric_names) if f"test_{name}" in metrics}
     trivial = (trained.trivial or task.trivial(encoded)) if encoded.labelled else None
     baseline = task.baseline(trivial, predicted, encoded) if trivial is not None else {}
-    kept = [name for name in _NAMES_OF_ROWS if name in columns_of(rows)]
+    own = len(predicted) == len(rows)  # windows of a series are no rows
+    kept = [name for name in _NAMES_OF_ROWS if own and name in columns_of(rows)]
     predicted = [{**{name: rows[name][n] for name in kept}, **row} for n, row in enumerate(predicted)]
     rule = None if trivial is None else trivial.rule if trained.trivial else f"{trivial.rule}, by these rows"
     return Predicted(trained, predicted, split, found if encoded.labelled else {}, baseline, rule)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .features import Extraction, read_features
-from .tasks.base import label_name
+from .tasks.base import is_hidden, label_name
 
 MAX_STEPS = 200
 
@@ -76,18 +76,20 @@ def mixed_states(states: Tensor, scores: Tensor) -> Tensor:
 
 
 def probe(made: Extraction) -> dict[str, Any]:
-    """By split the accuracy of each column's probe, and `baseline`, that of the training rows' most frequent label.
+    """By split the accuracy of each column's probe, and `baseline`, that of the training rows' most frequent label; a
+    test split that keeps its labels back is left out.
 
     Raises ValueError for rows without labels and for a single label.
     """
     column, folder = str(made.options.probe), Path(made.options.output).expanduser()
-    names = {split: _labels(made.splits[split], column, split) for split in made.splits}
+    splits = {split: rows for split, rows in made.splits.items() if split != "test" or not is_hidden(rows[column])}
+    names = {split: _labels(rows, column, split) for split, rows in splits.items()}
     known = sorted(set(names["train"]))
     if len(known) < 2:
         raise ValueError(f"--probe {column}: the training rows have the one label {known[0]!r}; two are needed")
     ids = {name: index for index, name in enumerate(known)}
     most = Counter(names["train"]).most_common(1)[0][0]
-    tables = {split: dict(_table(folder, split)) for split in made.splits}
+    tables = {split: dict(_table(folder, split)) for split in splits}
     figures: dict[str, Any] = {"label": column, "classes": len(known), "baseline_rule": f"always {most!r}"}
     targets = torch.tensor([ids[name] for name in names["train"]])
     if made.options.learn_mix:

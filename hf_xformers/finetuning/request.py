@@ -16,7 +16,14 @@ from ..training.run_folder import read_summary
 from . import loading
 from .options import ModelOptions, RunOptions, TaskData, TaskOptions
 from .peft_methods import check_method, virtual_tokens
-from .tasks import LanguageModeling, MultiLabelClassification, Regression, build_task
+from .tasks import (
+    Forecasting,
+    LanguageModeling,
+    MultiLabelClassification,
+    Regression,
+    SpeechRecognition,
+    build_task,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, Seq2SeqTrainingArguments
@@ -121,6 +128,11 @@ class TaskRequest:
                 f"--generation_num_beams {args.generation_num_beams} searches with an encoder-decoder, and"
                 f" a For{self.task.head} class writes the likeliest token each time; leave it out"
             )
+        if self.task.generates and args.generation_max_length is not None and args.generation_max_length < 2:
+            raise ValueError(
+                f"--generation_max_length {args.generation_max_length} counts the token that begins a text; take at"
+                " least 2"
+            )
         if run.early_stopping_patience is None:
             refuse_alone(run, ("early_stopping_threshold",), "--early_stopping_patience")
         if run.early_stopping_patience is not None and run.early_stopping_patience < 1:
@@ -141,10 +153,11 @@ class TaskRequest:
                 f"--metric_for_best_model {wanted!r} is not measured; choose one of "
                 f"{', '.join(known if generating else ('loss',))}"
             )
-        if isinstance(self.task, (Regression, MultiLabelClassification)) and args.label_smoothing_factor:
+        without = (Regression, MultiLabelClassification, Forecasting, SpeechRecognition)
+        if isinstance(self.task, without) and args.label_smoothing_factor:
             raise ValueError(
-                f"--label_smoothing_factor spreads probability over classes, of which one is right; a {self.task.id}"
-                " has none"
+                "--label_smoothing_factor spreads probability over classes, of which one is right, and"
+                f" {self.task.id} has none; leave it out"
             )
         if args.label_smoothing_factor and run.peft == "prompt":
             raise ValueError(

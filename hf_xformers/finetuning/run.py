@@ -47,6 +47,10 @@ class Prepared:
     plan: dict[str, Any]
     checkpoint: Path | None
 
+    @property
+    def sizes(self) -> str:
+        return ", ".join(f"{len(split.rows):,} {name}" for name, split in self.splits.items())
+
 
 class FineTuning(TaskRequest):
     """Checks a request, then prepares its data, and trains. What can be refused without reading data is refused first,
@@ -171,6 +175,12 @@ class FineTuning(TaskRequest):
             raise ValueError(
                 "--early_stopping_patience needs validation rows; raise --validation_fraction above 0, or give "
                 "--validation_data"
+            )
+        test = encoded.get("test")
+        if self.task.generates and test is not None and not (test.labelled or self.args.predict_with_generate):
+            raise ValueError(
+                "the test rows have no targets to measure with, and without --predict_with_generate none are written;"
+                " give targets, or leave one of the two options out"
             )
 
     # ------------------------------------------------------------------------------------------------ training

@@ -74,16 +74,20 @@ def _load_rows(
 
 
 def divided(splits: Mapping[str, Dataset], source: TaskData) -> dict[str, Dataset]:
-    """The splits with some of the training rows held out, where none is for validation, and of each the first rows, as
-    many as are asked for."""
+    """[`limited`] splits with some of the training rows held out, where none is for validation."""
     found = dict(splits)
     if "validation" not in found and source.validation_fraction > 0:
         found["train"], found["validation"] = hold_out_rows(found["train"], source.validation_fraction)
+    return limited(found, source)
+
+
+def limited(splits: Mapping[str, Dataset], source: TaskData) -> dict[str, Dataset]:
+    """The usual splits, of each the first rows, as many as are asked for."""
     limits = {"train": source.max_train_rows, "validation": source.max_eval_rows, "test": source.max_eval_rows}
     return {
-        split: first_rows(found[split], limits[split], f"--max_{'train' if split == 'train' else 'eval'}_rows")
+        split: first_rows(splits[split], limits[split], f"--max_{'train' if split == 'train' else 'eval'}_rows")
         for split in _SPLITS
-        if split in found
+        if split in splits
     }
 
 

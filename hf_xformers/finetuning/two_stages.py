@@ -210,7 +210,7 @@ class TwoStages:
         if self.first is not None:
             prepared = self.first.prepare()
             self._target(dataclasses.replace(self.model, new_head=True), None, **self.options).prepare()
-            say(f"stage 1 of 2: {prepared.task.id}, {_sizes(prepared)}")
+            say(f"stage 1 of 2: {prepared.task.id}, {prepared.sizes} rows")
             if prepared.checkpoint is not None:
                 say(f"resuming from {prepared.checkpoint}")
             if self.args.should_save and prepared.checkpoint is None:
@@ -224,7 +224,7 @@ class TwoStages:
         second = self._target(model, self._resume_second, **peft)
         prepared = second.prepare()
         prepared.plan["intermediate"] = _figures(read_summary(self.first_folder))
-        say(f"stage 2 of 2: {prepared.task.id}, {_sizes(prepared)}")
+        say(f"stage 2 of 2: {prepared.task.id}, {prepared.sizes} rows")
         if prepared.checkpoint is not None:
             say(f"resuming from {prepared.checkpoint}")
         return second.train(prepared, callbacks)
@@ -257,10 +257,6 @@ def _figures(summary: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in summary.items()
         if name in kept or name.startswith(("eval_", "test_", "baseline_"))
     }
-
-
-def _sizes(prepared: Any) -> str:
-    return ", ".join(f"{len(split.rows):,} {name}" for name, split in prepared.splits.items()) + " rows"
 
 
 __all__ = ["IntermediateOptions", "TwoStages", "save_encoder"]

@@ -124,30 +124,32 @@ def test_what_is_trained_and_how_much(kind, places):
 def test_switching_restores_each_task_and_the_base(tmp_path):
     model = make()
     tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    results = {None: logits(model)}
-    for seed, (name, kind) in enumerate({"a": "houlsby", "b": "pfeiffer", "c": "houlsby"}.items()):
+    results = {None: logits(model)}  # "layers": parts of the model have an adapter's name, too
+    for seed, (name, kind) in enumerate({"layers": "houlsby", "b": "pfeiffer", "c": "houlsby"}.items()):
         add_adapter(model, name, kind)
         shake(model, seed)
         results[name] = logits(model)
     assert len({tuple(found.flatten().tolist()) for found in results.values()}) == 4
-    for name in ("b", None, "a", "c", "b", None):
+    for name in ("b", None, "layers", "c", "b", None):
         activate(model, name)
         assert active_adapter(model) == name
         assert torch.equal(logits(model), results[name])
     assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in tensors.items())
     assert all(p.requires_grad for n, p in model.named_parameters() if "_adapters." not in n)
-    save_adapter(model, tmp_path / "a", "a")
-    remove_adapter(model, "a")
+    save_adapter(model, tmp_path / "layers", "layers")
+    remove_adapter(model, "layers")
     assert adapter_names(model) == ["b", "c"] and torch.equal(logits(model), results[None])
     activate(model, "b")
     remove_adapter(model, "b")
     assert active_adapter(model) is None and torch.equal(logits(model), results[None])
     other = make()
-    assert load_adapter(other, tmp_path / "a") == "a" and torch.equal(logits(aligned(other)), results["a"])
-    assert load_adapter(other, tmp_path / "a", "again") == "again" and torch.equal(
-        logits(aligned(other)), results["a"]
+    assert load_adapter(other, tmp_path / "layers") == "layers" and torch.equal(
+        logits(aligned(other)), results["layers"]
     )
-    saved = {path.name: path.stat().st_size for path in (tmp_path / "a").iterdir()}
+    assert load_adapter(other, tmp_path / "layers", "again") == "again" and torch.equal(
+        logits(aligned(other)), results["layers"]
+    )
+    saved = {path.name: path.stat().st_size for path in (tmp_path / "layers").iterdir()}
     assert set(saved) == {"bottleneck.safetensors", "bottleneck_config.json"}
 
 
@@ -166,12 +168,14 @@ def test_what_is_refused(tmp_path):
     for call, words in (
         (lambda: add_adapter(model, "task"), "has an adapter 'task' already"),
         (lambda: add_adapter(model, "a.b"), "'a.b' cannot be one"),
+        (lambda: add_adapter(model, "train"), "'train' cannot be one"),
         (lambda: activate(model, "other"), "no adapter 'other'; its adapters are: task"),
         (lambda: remove_adapter(model, "other"), "no adapter 'other'"),
         (lambda: save_adapter(model, tmp_path, "other"), "no adapter 'other' to save"),
         (lambda: load_adapter(model, tmp_path), "holds no bottleneck adapter"),
         (lambda: AdapterConfig("housby"), "choose one of houlsby, pfeiffer"),
         (lambda: AdapterConfig(bottleneck=0), "width must be at least 1"),
+        (lambda: AdapterConfig(init_scale=0), "`init_scale` of an adapter must be above 0"),
         (lambda: add_adapter(nn.Linear(2, 2), "x"), "Linear has no layers of this package"),
     ):
         with pytest.raises(ValueError, match=words):

@@ -25,8 +25,9 @@ def with_adapters(count=3, **fields):
     return model
 
 
-@pytest.mark.parametrize("count", [2, 3])
-@pytest.mark.parametrize("variant, head", [("bert", "ForSequenceClassification"), ("gpt2", "ForCausalLM")])
+@pytest.mark.parametrize(
+    "count, variant, head", [(2, "bert", "ForSequenceClassification"), (3, "gpt2", "ForCausalLM")]
+)
 def test_equal_adapters_are_one(count, variant, head, tmp_path):
     """W_v is the identity at first, and whatever the weights, they sum to 1."""
     model = make(variant, head)

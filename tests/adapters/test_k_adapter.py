@@ -40,8 +40,7 @@ def test_a_fresh_one_changes_nothing(variant):
     assert torch.equal(logits(model), before)
 
 
-@pytest.mark.parametrize("layers", [[0, 1, 2], [1], [0, 2], None])
-@pytest.mark.parametrize("silent", ["downs", "ups"])
+@pytest.mark.parametrize("layers, silent", [([0, 1, 2], "downs"), ([1], "ups"), ([0, 2], "ups"), (None, "downs")])
 def test_without_its_encoders_it_is_a_sum_of_states(layers, silent):
     """With Up = 0 (or Down = 0 and no biases): a_last = the sum of the states that are read."""
     model = make()

@@ -53,6 +53,7 @@ CASES = {
     ),
     "no positions": (["--max_position_embeddings", "0"], ["`max_position_embeddings` >= 1, got 0"]),
     "missing file": (["--data", "nowhere.txt"], ["there is no file or folder 'nowhere.txt'", "give the path"]),
+    "layers without numbers": (["--per_layer_config", '{"first": {}}'], ["--per_layer_config", "is keyed by layer"]),
     "unknown option": (
         ["--lerning_rate", "1"],
         ["there is no option --lerning_rate. Did you mean --learning_rate?"],
@@ -93,6 +94,9 @@ def test_pretrain(case, text, tmp_path, capsys):
 def test_empty_file_and_empty_folder(tmp_path, text, capsys):
     assert "--output_dir" in refused(capsys, "pretrain", "--data", text)
     assert "configuration file 'nowhere.yaml' cannot be read" in refused(capsys, "pretrain", "nowhere.yaml")
+    latin = tmp_path / "latin.yaml"
+    latin.write_bytes(b"data: caf\xe9")
+    assert "latin.yaml' is not UTF-8" in refused(capsys, "pretrain", latin)
     empty = tmp_path / "empty.txt"
     empty.write_text("")
     folder = tmp_path / "folder"

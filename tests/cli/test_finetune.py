@@ -18,6 +18,7 @@ from tests.finetuning.task_data import (
     finetune,
     pretrained,
     sentences,
+    summarization,
     tagging,
     translation,
     write_lines,
@@ -100,9 +101,25 @@ REQUESTS = {
     "unknown option": ({"lerning_rate": 1}, ["Did you mean --learning_rate?"]),
     "missing file": ({"validation_data": "nowhere.csv"}, ["there is no file or folder 'nowhere.csv'"]),
     "sampling of one": ({"sampling": "sqrt"}, ["--sampling says how often each of several tasks comes"]),
+    "no text to learn from": (
+        {"task": "language-modeling", "max_train_rows": 0},
+        ["--max_train_rows 0 must be at least 1"],
+    ),
+    "names of the columns of texts": (
+        {"task": "language-modeling", "column_names": "text"},
+        ["from the header line of a file", "leave --column_names out"],
+    ),
     "smoothed regression": (
         {"task": "regression", "label_smoothing_factor": 0.1},
         ["--label_smoothing_factor spreads probability over classes"],
+    ),
+    "smoothed forecasts": (
+        {"task": "forecasting", "variant": "informer", "label_smoothing_factor": 0.1},
+        ["of which one is right, and forecasting has none"],
+    ),
+    "no token to write": (
+        {"task": "summarization", "variant": "bart", "generation_max_length": 1},
+        ["--generation_max_length 1 counts the token that begins a text"],
     ),
 }
 
@@ -152,6 +169,7 @@ def test_an_empty_split(empty, data, tmp_path, capsys):
         ([{"text": "a", "label": "x"}, {"text": "b", "label": "x"}], "the one label 'x'; a classifier needs two"),
         ([{"text": "a", "label": 0.5}, {"text": "b", "label": 1.0}], "0.5 is no class label"),
         ([{"text": "a", "label": None}, {"text": "b", "label": 1}], "None is no class label"),
+        ([{"text": "a", "label": " "}, {"text": "b", "label": "x"}], "' ' is no class label"),
         ([{"text": None, "label": 0}, {"text": "b", "label": 1}], "row 0 of the train split has no text"),
         (
             [{"text": {"body": "a"}, "label": 0}, {"text": {"body": "b"}, "label": 1}],
@@ -204,6 +222,14 @@ def test_a_stride_that_leaves_no_room(tmp_path, capsys):
     options = {"validation_fraction": 0, "max_length": 16, "doc_stride": 16}
     message = refused(capsys, "finetune", *command("question-answering", [str(path)], tmp_path / "run", **options))
     assert "--doc_stride 16 of them are shared; take a smaller stride or longer windows" in message
+
+
+def test_rows_that_nothing_could_be_said_of(tmp_path, capsys):
+    test = write_lines(tmp_path / "test.jsonl", [{"document": "a day"}])
+    options = {"test_data": test, "predict_with_generate": "false", "metric_for_best_model": "loss"}
+    argv = command("summarization", summarization(tmp_path), tmp_path / "run", **options)
+    assert "the test rows have no targets to measure with" in refused(capsys, "finetune", *argv)
+    assert not (tmp_path / "run").exists()
 
 
 # ------------------------------------------------------------------------------------------------ models
@@ -280,6 +306,8 @@ def test_a_component_of_a_saved_model(bert, data, tmp_path, capsys):
             ["--peft", "lora", "--peft.target_modules", "q_proj,query"],
             ["names 'query', which no linear map of the model is called", "q_proj, up_proj, v_proj"],
         ),
+        (["--peft", "lora", "--peft.target_modules", "*proj"], ["'*proj' is no regular expression"]),
+        (["--peft", "prompt", "--peft.num_virtual_tokens", "64"], ["leaves no position for text, of the 64"]),
         (["--peft", "lora", "--peft.rank", "4"], ["--peft lora has no field 'rank'"]),
         (["--peft", "lora", "--peft.r", "many"], ["--peft.r: 'many' is no valid value; it takes a whole number"]),
     ],

@@ -140,6 +140,7 @@ def test_component_tables(capsys, monkeypatch):
         (["nonsense"], "no variant is called 'nonsense', or mentions it"),
         (["longfromer"], "Did you mean 'longformer'?"),
         (["--components", "atention"], "there is no slot 'atention'. Did you mean 'attention'?"),
+        (["--components", "all.dense"], "there is no slot 'all'. The slots are"),
         (["--components", "longformer"], "`hf-xformers list longformer --components`"),
         (["--components", "attention.dens"], "Did you mean 'dense'?"),
         (["deberta", "--shape", "decoder"], "no variant fits"),

@@ -19,6 +19,12 @@ def test_help_names_every_command(argv, capsys):
     assert all(name in out for name in COMMANDS)
 
 
+def test_help_after_an_import(monkeypatch, capsys):
+    monkeypatch.setattr("hf_xformers.cli._import_modules", lambda arguments: arguments[2:])
+    for rest in ([], ["--help"]):
+        assert main(["--import", "my_parts", *rest]) == 0 and "usage: hf-xformers" in capsys.readouterr().out
+
+
 def test_version(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"hf-xformers {hf_xformers.__version__}\n"
@@ -38,8 +44,7 @@ def explained(capsys, *argv, flag="--help"):
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("columns", [80, 120])
-@pytest.mark.parametrize("command", list(COMMANDS))
+@pytest.mark.parametrize("command, columns", [*((command, 80) for command in COMMANDS), ("finetune", 120)])
 def test_every_command_explains_itself(command, columns, capsys, monkeypatch):
     """Within the width of the terminal, and every option."""
     monkeypatch.setenv("COLUMNS", str(columns))

@@ -70,6 +70,7 @@ def test_evaluate_gives_the_figures_of_the_run(task, runs, capsys, tmp_path):
     floor = figures["baseline"]
     assert floor.pop("rule") == summary["trivial"]["rule"] and floor == summary["baseline_validation"]
     rows = [json.loads(line) for line in (tmp_path / "p.jsonl").read_text().splitlines()]
+    assert len(rows) == summary["validation_rows"] and summary["best_checkpoint"]
     for row, before in zip(rows, predictions(folder), strict=True):
         same = pytest.approx(before["prediction"], abs=1e-5) if task == "regression" else before["prediction"]
         assert row["prediction"] == same and row["reference"] == before["reference"]
@@ -149,9 +150,10 @@ def test_the_floor_of_other_tasks(runs):
     assert summary["baseline_validation"]["f1"] == 0
     _, _, summary = runs("translation")
     assert summary["trivial"]["rule"] == "the text to translate, copied" and summary["baseline_validation"]["bleu"] < 5
-    _, _, summary = runs("language-modeling")
+    folder, _, summary = runs("language-modeling")
+    assert len(predictions(folder)) == summary["validation_rows"]
     assert 0 < summary["baseline_validation"]["accuracy"] < 0.5
-    tokenizer = AutoTokenizer.from_pretrained(runs("language-modeling")[0])
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     token = summary["trivial"]["answer"]
     assert summary["trivial"]["rule"] == f"always the token {tokenizer.convert_ids_to_tokens(token)!r}"
     assert token not in tokenizer.all_special_ids

@@ -375,10 +375,15 @@ def test_the_base_is_named_by_its_id(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "reference",
-    ["{secret}/settings.C", "../settings.C", "a/../../settings.C", "{secret}--settings.C", "./x--settings.C"],
+    "reference, file",
+    [
+        ("{secret}/settings.C", "config.json"),
+        ("../settings.C", "tokenizer_config.json"),
+        ("a/../../settings.C", "config.json"),
+        ("{secret}--settings.C", "config.json"),
+        ("./x--settings.C", "tokenizer_config.json"),
+    ],
 )
-@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
 def test_code_outside_the_folder(reference, file, tmp_path):
     secret = tmp_path / "secret"
     secret.mkdir()

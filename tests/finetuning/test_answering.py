@@ -61,6 +61,21 @@ def test_labels_lead_back_to_the_characters(tokenizer, answer):
     assert found
 
 
+@pytest.mark.parametrize(
+    "given, begin",
+    [
+        ({"answers": 1998}, 3),  # what a CSV makes of texts of digits
+        ({"answers": "1998", "answer_start": 12.0}, 12),  # and of numbers beside rows without one
+        ({"answers": {"text": "1998", "answer_start": 12}}, 12),
+        ({"answers": {"text": ["", "1998"], "answer_start": [0, 12]}}, 12),
+    ],
+)
+def test_forms_of_answers(given, begin, tokenizer):
+    _, split = encoded(tokenizer, [{"question": "which word is it", "context": "in 1998 and 1998", **given}])
+    (window,), (start,) = split.notes, split.features["start_positions"]
+    assert window.spans[start][0] == begin
+
+
 def test_the_best_window_answers(tokenizer):
     task, split = encoded(tokenizer, [row("w5"), row("w44 w45")], doc_stride=12)
     length = max(map(len, split.features["input_ids"]))
@@ -82,6 +97,12 @@ def test_rows_without_an_answer(tokenizer):
     assert [entry["prediction"] for entry in task.predictions((starts, starts), split)] == ["", ""]
     task.options.null_threshold = 7.0
     assert all(entry["prediction"] for entry in task.predictions((starts, starts), split))
+    starts, ends = np.zeros((2, len(split.notes), 48))
+    for index, window in enumerate(split.notes):  # the best start stands behind the best end
+        inside = np.flatnonzero(window.spans[:, 1] > 0)
+        starts[index, inside[-1]] = ends[index, inside[0]] = 1.0
+    task.options.n_best = 1
+    assert [entry["null_score"] for entry in task.predictions((starts, ends), split)] == [None, None]
 
 
 def test_best_span_by_hand():

@@ -42,9 +42,8 @@ def tokenizer():
     return train_tokenizer([" ".join(SENTENCES)] * 3, vocab_size=300, num_sentinels=0)
 
 
-@pytest.mark.parametrize("side", ["right", "left"])
-def test_labels_and_predictions(tokenizer, side):
-    tokenizer.padding_side = side
+def test_labels_and_predictions(tokenizer):
+    tokenizer.padding_side = "left"  # of what it was trained for
     task = ExtractiveSummarization(TaskOptions(task="extractive-summarization"))
     rows = Dataset.from_list([*rows_of(1), {"document": "Dogs bark. A red cat sat.", "summary": "A red cat sat."}])
     task.settle({"train": rows}, None)
@@ -64,7 +63,6 @@ def test_labels_and_predictions(tokenizer, side):
     assert [row["chosen"] for row in predicted] == [[0, 2], [0, 1]]
     assert predicted[0]["prediction"] == "A red cat sat.\nThe moon is high."
     assert kept[1][:, 1].tolist() == [4, 2]
-    tokenizer.padding_side = "right"
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,15 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModel
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModel, PreTrainedTokenizerFast
 
 import hf_xformers.cli
 from hf_xformers.data import load_tokenizer
 from hf_xformers.finetuning import features as module
 from hf_xformers.finetuning.features import LayerChoice, ScalarMix, read_features
 from hf_xformers.finetuning.probe import learned_mix, linear_probe, mixed_states
-from tests.finetuning.task_data import classification, pretrained, sentences
+from tests.finetuning.task_data import classification, pretrained, sentences, write_lines
 from tests.training.runs import flags
 
 LAYERS = ["embedding", "1", "last", "last4", "mix"]
@@ -72,6 +73,19 @@ def test_an_encoder_decoder_is_read_by_its_encoder(places, tmp_path):
     torch.testing.assert_close(found, states[-1][0].mean(0), rtol=1e-4, atol=1e-5)
 
 
+def test_texts_without_a_token(places, tmp_path):
+    """Of a tokenizer that adds none: zeros, as of any row of padding alone."""
+    folder = pretrained(tmp_path / "gpt2", "gpt2", "ForCausalLM")
+    words = Tokenizer(models.WordLevel({"[PAD]": 0, "[UNK]": 1, "it": 2}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]").save_pretrained(folder)
+    texts = write_lines(tmp_path / "rows.jsonl", [{"text": text} for text in ("it was", "", "it")])
+    given = {"bert": folder, "data": [str(texts)]}
+    assert features(given, tmp_path / "out", layers=["last"], batch_size=1) == 0
+    states = [row["last"] for row in read_features(tmp_path / "out")]
+    assert [bool(state.any()) for state in states] == [True, False, True]
+
+
 def test_scalar_mix():
     states = [torch.randn(2, 3, 8) for _ in range(4)]
     for layer in range(4):
@@ -125,9 +139,11 @@ def test_the_probe_is_the_minimum_of_its_loss():
 
 def test_the_probe_in_one_call(places, tmp_path, capsys):
     places = {**places, "data": classification(tmp_path, count=200)}
-    assert features(places, tmp_path / "out", probe="label", layers=["embedding", "last"]) == 0
+    hidden = write_lines(tmp_path / "test.jsonl", [{"text": "a day", "label": -1}])
+    assert features(places, tmp_path / "out", probe="label", layers=["embedding", "last"], test_data=hidden) == 0
     figures = json.loads((tmp_path / "out" / "probe.json").read_text())
     labels = [label for _, label in sentences(24, 1)]
+    assert "test" not in figures
     floor = figures["validation"]["baseline"]
     assert floor in (pytest.approx(sum(labels) / 24), pytest.approx(1 - sum(labels) / 24))
     # Good and bad words are words: their embeddings tell them apart.
@@ -218,3 +234,7 @@ def test_other_features_are_not_replaced(places, tmp_path, capsys):
     assert "holds features of another request" in " ".join(capsys.readouterr().err.split())
     assert features(places, tmp_path / "out", "--overwrite", layers=["1"]) == 0
     assert set(next(iter(read_features(tmp_path / "out")))) == {"row", "layer_1"}
+    for path in (tmp_path / "out").glob("*/features-*"):
+        path.write_bytes(b"of another model in the same folder")
+    assert features(places, tmp_path / "out", "--overwrite", layers=["1"]) == 0
+    assert len(list(read_features(tmp_path / "out"))) == 40

@@ -4,6 +4,7 @@ import csv
 import datetime
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -193,6 +194,12 @@ def test_split_in_time(trained):
     assert prepared.config.embedding.time_features == 4 and prepared.task.season == 24
 
 
+def test_limits_are_of_each_part(tmp_path):
+    source = TaskData(data=[write(tmp_path / "hours.csv")], max_eval_rows=8)
+    rows = Forecasting(TaskOptions(task="forecasting")).load(source)
+    assert len(rows["train"]) == 216 and len(rows["validation"]) == 216 + 8  # after their past
+
+
 def test_better_than_the_floor(trained):
     _, run, _, summary = trained
     floor = summary["baseline_validation"]
@@ -214,6 +221,10 @@ def test_another_file(trained, tmp_path):
     assert measured.metrics["mse"] == pytest.approx(summary["eval_mse"], rel=1e-5)
     (ahead,) = predict(Prediction(**wanted, data=[data])).rows
     assert ahead["first"] == "2024-01-11T00:00:00" and len(ahead["prediction"]["load"]) == 6
+    lines = Path(data).read_text().splitlines()
+    named = tmp_path / "named.csv"
+    named.write_text("\n".join([f"{lines[0]},id", *(f"{line},r{n}" for n, line in enumerate(lines[1:]))]))
+    assert predict(Prediction(**wanted, data=[str(named)])).rows == [ahead]  # a forecast is none of the rows
     with pytest.raises(ValueError, match="2 hours apart.*training rows 1 hour"):
         other = write(tmp_path / "other.csv", change=lambda rows: rows.__delitem__(slice(1, None, 2)))
         predict(Prediction(**wanted, data=[other]))

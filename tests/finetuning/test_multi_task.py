@@ -343,6 +343,12 @@ REFUSED = [
     ({"a": "classification"}, ["--task", "tagging"], {}, "--task tagging has no name besides the named tasks a"),
     ({"a": "classification"}, ["--task", "a=tagging"], {}, "there is a task 'a' already"),
     ({"a": "classification"}, ["--task", "a/b=tagging"], {}, "'a/b' is to be the name of a folder"),
+    (
+        {"a": "classification"},
+        ["--task", "values=tagging"],
+        {},
+        "'values' is to be the name of a folder and of a head",
+    ),
     ({"a": "classification"}, ["--task", "d=tagging"], {}, "task 'd' has no rows; give them with --data d=FILE"),
     ({"a": "clasification"}, [], {}, "unknown task 'clasification'"),
     (BOTH, [], {"sampling": "often"}, "--sampling 'often' is unknown; take one of proportional"),

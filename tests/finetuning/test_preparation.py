@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from datasets import ClassLabel, Dataset, Features, Value
 
 from hf_xformers.configuration_xformer import XFormerConfig
@@ -74,6 +75,16 @@ def test_words_that_were_cut_off_are_outside(tokenizer):
     task.score(rows)
 
 
+def test_the_side_of_padding_moves_no_tag(tokenizer):
+    tokenizer.padding_side = "left"  # of what it was trained for
+    task = settled("token-classification", ROWS)
+    split = task.encode(ROWS, tokenizer, "train")
+    batch = task.collator(tokenizer, None, 0)(list(split.features))
+    logits = torch.eye(len(task.labels.names))[batch["labels"].clamp(min=0)]
+    kept = [part.numpy() for part in task.reduce({"logits": logits}, batch, False)]
+    assert [row["prediction"] for row in task.predictions(kept, split)] == list(ROWS["tags"])
+
+
 # ------------------------------------------------------------------------------------------------ labels
 
 
@@ -120,6 +131,11 @@ def test_choices_and_their_labels():
     assert collated["input_ids"].shape[:2] == (2, 2) and collated["labels"].tolist() == [1, 0]
     with pytest.raises(ValueError, match="it must be the number of the right choice, 0 to 1, or its letter"):
         task._label("C", None, "train", 0)
+    rows = Dataset.from_list([{"sent1": None, **{f"ending{n}": f"e{n}" for n in range(12)}, "label": 2}])
+    task = settled("multiple-choice", rows)
+    assert task.choice_columns == [f"ending{n}" for n in range(12)]
+    with pytest.raises(ValueError, match="row 0 of the train split has no text in column 'sent1'"):
+        task.encode(rows, tokenizer, "train")
 
 
 # ------------------------------------------------------------------------------------------------ files

@@ -81,25 +81,27 @@ class QuestionAnswering(Task):
     def texts(self, rows: Dataset) -> Iterable[str]:
         return [str(text) for name in (self.question_column, self.context_column) for text in rows[name]]
 
-    def _answers(self, rows: Dataset, row: int, entry: Any, where: RowNames) -> tuple[list[str], list[int | None]]:
+    def _answers(self, rows: Dataset, row: int, entry: Any, where: RowNames) -> tuple[list[str], list[Any]]:
         """(texts, where they start or None) of one row: SQuAD's dict of lists, a list of texts, or one text."""
         starts: Any = None
         if isinstance(entry, Mapping):
             entry, starts = entry.get("text"), entry.get("answer_start")
-        elif isinstance(entry, str) and "answer_start" in columns_of(rows):
-            starts = [rows[row]["answer_start"]]
-        texts = [entry] if isinstance(entry, str) else list(entry or [])
+        elif "answer_start" in columns_of(rows):
+            starts = rows[row]["answer_start"]
+        texts = entry if isinstance(entry, list) else [] if entry is None else [entry]
+        texts = [str(text) if isinstance(text, int) else text for text in texts]  # a CSV has no texts of digits
         if not all(isinstance(text, str) for text in texts):
             raise ValueError(
                 f"{where[row]} has the answers {entry!r}; give a text, a list of texts, or "
                 "{'text': [...], 'answer_start': [...]} in column " + repr(self.label_column)
             )
-        texts = [text for text in texts if text.strip()]
-        return texts, list(starts) if starts is not None and len(starts) >= len(texts) else [None] * len(texts)
+        starts = starts if isinstance(starts, list) else [starts]
+        pairs = zip(texts, starts if len(starts) >= len(texts) else [None] * len(texts))
+        kept = [(text, start) for text, start in pairs if text.strip()]
+        return [text for text, _ in kept], [start for _, start in kept]
 
-    def _span(self, context: str, text: str, start: int | None, where: RowNames, row: int) -> tuple[int, int]:
-        if start is None or start < 0:
-            start = context.find(text)
+    def _span(self, context: str, text: str, start: float | None, where: RowNames, row: int) -> tuple[int, int]:
+        start = context.find(text) if start is None or start < 0 else int(start)  # a float beside rows without one
         if start < 0 or context[start : start + len(text)] != text:
             raise ValueError(
                 f"{where[row]} has the answer {text!r}, which does not stand in its context at the "
@@ -192,7 +194,8 @@ class QuestionAnswering(Task):
         for row, (score, text), nothing in zip(encoded.rows, best, null):
             if self.no_answer and nothing - score > self.options.null_threshold:
                 text = ""
-            entry = {"question": row["question"], "prediction": text, "null_score": float(nothing - score)}
+            margin = float(nothing - score) if np.isfinite(score) else None  # no start and end made a span
+            entry = {"question": row["question"], "prediction": text, "null_score": margin}
             predicted.append({**entry, "reference": row["answers"]} if "answers" in row else entry)
         return predicted
 

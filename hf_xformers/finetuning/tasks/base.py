@@ -335,7 +335,7 @@ class Labels:
 def label_name(value: Any, declared: Sequence[str] | None, option: str, where: RowNames, row: int) -> str:
     """A label of the data as text: the name of a Hub label, 1 and 1.0 as '1'. Raises ValueError for what is no
     label."""
-    if value is None or value == "" or (isinstance(value, float) and value != value):
+    if value is None or value != value or not str(value).strip():
         raise ValueError(
             f"{where[row]} has no label ({value!r} is no class label); fill it in or remove the row, or correct"
             f" --{option}"
@@ -353,6 +353,11 @@ def label_name(value: Any, declared: Sequence[str] | None, option: str, where: R
     if declared is not None and isinstance(value, int):
         return declared[value] if 0 <= value < len(declared) else str(value)
     return str(int(value)) if isinstance(value, (bool, float)) else str(value).strip()
+
+
+def inner_feature(feature: Any) -> Any:
+    """The feature of the entries of a list column."""
+    return getattr(feature, "feature", feature)
 
 
 def is_hidden(values: Sequence[Any]) -> bool:

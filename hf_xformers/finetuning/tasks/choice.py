@@ -38,7 +38,8 @@ class MultipleChoice(Task):
         options = self.options
         self.text_column = self.column(rows, options.text_column, CHOICE_TEXTS, "text", "text_column")
         names = columns_of(rows)
-        numbered = sorted(name for name in names if re.fullmatch(r"(ending|choice|option|sol)_?\d+", name))
+        found = filter(None, (re.fullmatch(r"(?:ending|choice|option|sol)_?(\d+)", name) for name in names))
+        numbered = [name[0] for name in sorted(found, key=lambda name: int(name[1]))]
         if options.choice_columns:
             for name in options.choice_columns:
                 self.column(rows, name, (), "choice", "choice_columns")
@@ -110,6 +111,8 @@ class MultipleChoice(Task):
                     f"{where[number]} has {len(choices)} choices, and the first training row has "
                     f"{self.count}; give every row the same number"
                 )
+            if row[self.text_column] is None:
+                raise ValueError(f"{where[number]} has no text in column {self.text_column!r}; fill it or remove it")
             firsts += [str(row[self.text_column])] * self.count
             seconds += choices
             kept.append({"text": str(row[self.text_column]), "choices": choices})

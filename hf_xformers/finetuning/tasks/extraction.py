@@ -121,6 +121,7 @@ class ExtractiveSummarization(Task):
     def encode(self, rows: Dataset, tokenizer: PreTrainedTokenizerBase, split: str) -> Encoded:
         from datasets import Dataset
 
+        tokenizer.padding_side = "right"  # scores are read from the first token on
         documents = self._documents(rows, split)
         labelled = self.target_column in rows.column_names
         summaries = self._summaries(rows, split) if labelled else []
@@ -162,9 +163,6 @@ class ExtractiveSummarization(Task):
 
         logits = outputs["logits"]
         scores = (logits[..., 1] - logits[..., 0]).float()
-        first = (inputs["attention_mask"] != 0).long().argmax(-1, keepdim=True)  # places count from here
-        index = torch.arange(scores.shape[1], device=scores.device) + first
-        scores = scores.gather(1, index.clamp(max=scores.shape[1] - 1))
         if "labels" not in inputs:
             return (scores,)
         return scores, token_statistics(logits, inputs["labels"], next_token=False)
@@ -204,22 +202,22 @@ def reads_sentences(config: Any) -> bool:
 
 
 class SentenceCollator:
-    """Pads rows of `input_ids`, `sentence_ids` and `labels`; a model that reads no sentences is not given their
-    numbers."""
+    """Pads rows of `input_ids`, `sentence_ids` and `labels` on the right; a model that reads no sentences is not given
+    their numbers."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, sentences: bool) -> None:
         self.tokenizer, self.sentences = tokenizer, sentences
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        width, side = max(len(feature["input_ids"]) for feature in features), self.tokenizer.padding_side
+        width = max(len(feature["input_ids"]) for feature in features)
         fill = {"input_ids": self.tokenizer.pad_token_id or 0, "labels": IGNORE_INDEX}
         if self.sentences:
             fill["sentence_ids"] = -1
         batch = {
-            name: pad_rows([torch.as_tensor(feature[name]) for feature in features], value, width, side)
+            name: pad_rows([torch.as_tensor(feature[name]) for feature in features], value, width)
             for name, value in fill.items()
             if name in features[0]
         }
         ones = [torch.ones(len(feature["input_ids"]), dtype=torch.long) for feature in features]
-        batch["attention_mask"] = pad_rows(ones, 0, width, side)
+        batch["attention_mask"] = pad_rows(ones, 0, width)
         return batch

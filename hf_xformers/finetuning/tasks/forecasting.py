@@ -95,6 +95,8 @@ class Forecasting(Task):
             whole = splits["train"]
             begin = len(whole) - round(len(whole) * source.validation_fraction)
             held_out = whole.add_column(_BEGIN, [begin] * len(whole))  # its first windows have a past before it
+            if source.max_eval_rows is not None:
+                held_out = held_out.select(range(min(begin + source.max_eval_rows, len(whole))))
             splits = {**splits, "train": whole.select(range(begin)), "validation": held_out}
         return splits
 

@@ -56,10 +56,16 @@ class LanguageModeling(Task):
     def load(self, source: TaskData) -> dict[str, Dataset]:
         from ...data import load_text_dataset
         from ...data.delimited import reading_as
+        from ..sources import limited
 
         if source.validation_data or source.test_data:
             raise ValueError(
                 "language-modeling divides files by their names; give all of them, or a folder, with --data"
+            )
+        if source.column_names:
+            raise ValueError(
+                "language-modeling takes names of columns from the header line of a file; write one there, and leave"
+                " --column_names out"
             )
         if not source.data:
             raise ValueError("no data is named; give files, a folder or a Hub dataset id with --data")
@@ -72,12 +78,7 @@ class LanguageModeling(Task):
                 sample_by=self.objective.sample_by,
                 num_proc=source.num_proc,
             )
-        limits = {"train": source.max_train_rows}
-        cut = {}
-        for split, rows in found.items():
-            limit = limits.get(split, source.max_eval_rows)
-            cut[split] = rows if limit is None else rows.select(range(min(limit, len(rows))))
-        return cut
+        return limited(found, source)
 
     def settle(self, splits: Mapping[str, Dataset], config: PreTrainedConfig | None) -> None:
         """Nothing to find: `load` made the one column."""

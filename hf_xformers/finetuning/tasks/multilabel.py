@@ -11,7 +11,7 @@ import numpy as np
 from ..names import LABEL_LISTS
 from ..options import TaskOptions
 from ..origin import RowNames
-from .base import Encoded, Labels, Trivial, most_frequent
+from .base import Encoded, Labels, Trivial, inner_feature, most_frequent
 from .classification import WholeText
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class MultiLabelClassification(WholeText):
                 f"no training row has a label in column {self.label_column!r}; correct --label_column, or give rows"
                 " with some"
             )
-        feature = _inner(train, self.label_column)
+        feature = inner_feature(train.features[self.label_column])
         self.labels = Labels.of(values, feature, config, "label_column", where, [row for _, row in pairs])
 
     def restore(self, config: PreTrainedConfig, facts: Mapping[str, Any]) -> None:
@@ -82,7 +82,9 @@ class MultiLabelClassification(WholeText):
         """1 for the labels that the row has, else 0: numbers, as the loss wants them."""
         present = [0.0] * len(self.labels.names)
         for name in self._list(value, where, row):
-            present[self.labels.id(name, _inner(rows, self.label_column), where, row, "label_column")] = 1.0
+            present[
+                self.labels.id(name, inner_feature(rows.features[self.label_column]), where, row, "label_column")
+            ] = 1.0
         return present
 
     def class_names(self) -> list[str] | None:
@@ -120,9 +122,3 @@ class MultiLabelClassification(WholeText):
             for average in ("micro", "macro")
         }
         return {**found, **self.metric_of("multilabel_accuracy", guess, gold)}
-
-
-def _inner(rows: Dataset, column: str) -> Any:
-    """The feature of the entries of a list column."""
-    feature = rows.features[column]
-    return getattr(feature, "feature", feature)

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..names import TAGS, TAGS_OF_ALIAS, WORDS
 from ..origin import RowNames
-from .base import Encoded, Labels, Task, Trivial, check_columns, is_hidden, most_frequent
+from .base import Encoded, Labels, Task, Trivial, check_columns, inner_feature, is_hidden, most_frequent
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -41,7 +41,7 @@ class TokenClassification(Task):
         rows = splits["train"]
         self.find_columns(rows)
         check_columns(splits, [self.text_column, self.label_column], optional_in_test=[self.label_column])
-        feature = _inner(rows.features[self.label_column])
+        feature = inner_feature(rows.features[self.label_column])
         where = RowNames(rows, "train")
         pairs = [
             (tag, row)
@@ -119,6 +119,7 @@ class TokenClassification(Task):
             raise ValueError(
                 f"{type(tokenizer).__name__} is a slow tokenizer, which does not say what word a piece is of"
             )
+        tokenizer.padding_side = "right"  # tags are read from the first token on
         where = RowNames(rows, split)
         words = self._words(rows, where)
         given = list(rows[self.label_column]) if self.label_column in rows.column_names else []
@@ -129,7 +130,7 @@ class TokenClassification(Task):
         texts = [[f" {word}" for word in row] for row in words] if _wants_space(tokenizer) else words
         encoded = tokenizer(texts, is_split_into_words=True, truncation=True, max_length=self.max_length)
         columns = {name: list(values) for name, values in encoded.items()}
-        feature = _inner(rows.features[self.label_column]) if given else None
+        feature = inner_feature(rows.features[self.label_column]) if given else None
         kept: list[dict[str, Any]] = []
         places, all_labels = [], []
         for row in range(len(words)):
@@ -168,7 +169,7 @@ class TokenClassification(Task):
         from transformers import DataCollatorForTokenClassification
 
         plain = DataCollatorForTokenClassification(tokenizer)
-        return _WithTagMask(plain, tokenizer.padding_side) if self.marks_words else plain
+        return _WithTagMask(plain) if self.marks_words else plain
 
     def reduce(self, outputs: Any, inputs: Mapping[str, Any], next_token: bool) -> tuple[Tensor, ...]:
         import torch
@@ -221,8 +222,8 @@ class TokenClassification(Task):
 class _WithTagMask:
     """A collator of `tag_mask` besides what `plain` makes of the rest of a row."""
 
-    def __init__(self, plain: Any, padding_side: str) -> None:
-        self.plain, self.padding_side = plain, padding_side
+    def __init__(self, plain: Any) -> None:
+        self.plain = plain
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> Any:
         import torch
@@ -230,15 +231,9 @@ class _WithTagMask:
         batch = self.plain([{name: value for name, value in row.items() if name != "tag_mask"} for row in rows])
         masks = torch.zeros(batch["input_ids"].shape, dtype=torch.long)
         for mask, row in zip(masks, rows):
-            own = torch.tensor(row["tag_mask"])
-            mask[slice(len(mask) - len(own), None) if self.padding_side == "left" else slice(len(own))] = own
+            mask[: len(row["tag_mask"])] = torch.tensor(row["tag_mask"])
         batch["tag_mask"] = masks
         return batch
-
-
-def _inner(feature: Any) -> Any:
-    """The feature of the entries of a list column."""
-    return getattr(feature, "feature", feature)
 
 
 def _wants_space(tokenizer: PreTrainedTokenizerBase) -> bool:
