@@ -262,24 +262,15 @@ def _refuse_other_sizes(mismatched: Iterable[tuple[str, Any, Any]], name: str) -
         )
 
 
-def load_ours(source: str | Path, model_type: str, head: str | None) -> PreTrainedModel:
-    """Loads one of this package's models, whole, in the class that its config names or in the one that has `head`; of
-    another head than the saved one the tensors start anew.
-
-    Raises:
-        ValueError: as [`open_ours`].
-    """
-    return open_ours(source, model_type, head).model
-
-
 def open_ours(source: str | Path, model_type: str, head: str | None) -> Source:
-    """[`load_ours`], with the tensors that started anew as what is `absent`.
+    """One of this package's models, whole, in the class that its config names or in the one that has `head`; of
+    another head than the saved one the tensors start anew, and are what is `absent`.
 
     Raises:
         ValueError: there is no such head, or the weights are missing, damaged, of other sizes or not those of the
             class.
     """
-    name = os.fspath(source)
+    name = os.path.expanduser(os.fspath(source))
     config = open_config(name)
     classes = family(model_type)
     named = config.architectures[0] if config.architectures else None
