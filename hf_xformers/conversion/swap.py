@@ -103,7 +103,13 @@ def swap_components(
     report.conversion = conversion
     if measure and changes:  # what a head that has learned nothing predicts says nothing
         before, after = (cast(PreTrainedModel, each.base_model) if fresh else each for each in (model, target))
-        report.movement = movement(before, after, tokenizer, texts)
+        modes = [(module, module.training) for module in before.modules()]
+        before.eval()  # the caller's may be in training
+        try:
+            report.movement = movement(before, after, tokenizer, texts)
+        finally:
+            for module, mode in modes:
+                module.training = mode
     return target, report
 
 

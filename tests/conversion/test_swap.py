@@ -273,9 +273,13 @@ def test_new_and_dropped_tensors():
 
 
 def test_the_source_stays_as_it_is():
-    source = from_transformers(tiny("BertForMaskedLM").make())
+    """In tensors and in training, where its dropout has no say in the movement."""
+    source = from_transformers(tiny("BertForMaskedLM").make()).train()
+    source.model.trunk.embedding.eval()
     before = {name: tensor.clone() for name, tensor in source.state_dict().items()}
-    model, _ = swapped(source, attention="longformer", measure=False)
+    model, report = swapped(source, attention={"type": "longformer", "attention_window": 64})
+    assert report.movement.kl_max < 1e-5
+    assert source.training and source.model.trunk.layers.training and not source.model.trunk.embedding.training
     with torch.no_grad():
         for tensor in model.parameters():
             tensor.fill_(7.0)
