@@ -88,7 +88,9 @@ def swap_components(
     """
     if max_length is not None:
         changes["max_length"] = max_length
-    model, conversion, borrowed, fresh = _opened(source, head)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)  # a head that the source lacks starts anew, too
+        model, conversion, borrowed, fresh = _opened(source, head)
     if tokenizer is None and not isinstance(source, PreTrainedModel):
         tokenizer = open_tokenizer(source)
     if changes or not fresh:
