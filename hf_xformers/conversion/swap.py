@@ -29,6 +29,7 @@ from ..core.saved_files import replacing
 from ..modeling_base import XFormerPreTrainedModel
 from ..modeling_tower import XFormerTower
 from ..modeling_xformer import XFormerModel
+from ..position.combined import CombinedSpec
 from ..variants import family, model_types
 from .checkpoint import check_target, load, model_type_of, open_config, open_ours, save
 from .derivations import Derived, Part, derive
@@ -302,7 +303,7 @@ def _towers(model: PreTrainedModel) -> dict[str, XFormerTower]:
 def _parts(tower: XFormerTower) -> dict[str, tuple[str, Part]]:
     """The components of a tower that rules exist for, by path: (slot, part)."""
     config = cast(XFormerConfig, tower.config)
-    parts = {"position": ("position", Part(config.position, config, tower.position.state_dict()))}
+    parts = _positions(config, tower.position)
     for index, layer in enumerate(cast("Iterable[XFormerLayer]", tower.layers)):
         view = config.layer(index)
         for entry in _plan(layer):
@@ -311,6 +312,17 @@ def _parts(tower: XFormerTower) -> dict[str, tuple[str, Part]]:
             tensors = layer.function(entry).state_dict()
             parts[f"layers.{index}.{entry.name}"] = (entry.kind, Part(getattr(view, entry.kind), view, tensors))
     return parts
+
+
+def _positions(config: XFormerConfig, module: Any) -> dict[str, tuple[str, Part]]:
+    """The position, or those that it is combined of, by path."""
+    spec = config.position
+    if not isinstance(spec, CombinedSpec):
+        return {"position": ("position", Part(spec, config, module.state_dict()))}
+    return {
+        f"position.parts.{index}": ("position", Part(part, config, module.parts[index].state_dict()))
+        for index, part in enumerate(spec.parts)
+    }
 
 
 def _plan(layer: Any) -> tuple[SublayerPlan, ...]:

@@ -133,19 +133,23 @@ def test_every_mechanism_can_be_swapped_in(name):
 # ---------------------------------------------------------------------------------------------------- derivations
 
 
-@pytest.mark.parametrize("name", ["BertForMaskedLM", "RobertaForMaskedLM", "BartForConditionalGeneration"])
+@pytest.mark.parametrize(
+    "name", ["BertForMaskedLM", "RobertaForMaskedLM", "BartForConditionalGeneration", "MPNetForMaskedLM"]
+)
 def test_learned_positions_are_tiled(name):
     source = from_transformers(tiny(name).make())
     model, report = swapped(source, max_length=53, measure=False)
     assert type(model) is type(source) and model.config.max_position_embeddings == 53
-    spec, tower, rows = source.config.position, "model.trunk", source.config.max_position_embeddings
-    old, new = (m.state_dict()[f"{tower}.position.table.weight"] for m in (source, model))
+    spec, table, rows = source.config.position, "model.trunk.position.table", source.config.max_position_embeddings
+    if spec.type == "combined":
+        spec, table = spec.parts[0], "model.trunk.position.parts.0.table"
+    old, new = (m.state_dict()[f"{table}.weight"] for m in (source, model))
     assert torch.equal(new[: spec.offset], old[: spec.offset])
     for place in (0, 23, 24, 30, 47, 48, 52):
         assert torch.equal(new[spec.offset + place], old[spec.offset + place % rows])
     assert len(report.derived) == (2 if source.config.is_encoder_decoder else 1) and not report.dropped
     short, _ = swapped(model, max_length=10, measure=False)
-    assert torch.equal(short.state_dict()[f"{tower}.position.table.weight"], old[: spec.offset + 10])
+    assert torch.equal(short.state_dict()[f"{table}.weight"], old[: spec.offset + 10])
 
 
 @pytest.mark.parametrize("heads", [1, 2])
@@ -222,8 +226,8 @@ def test_sinusoids_become_a_table():
 
 def test_distance_buckets():
     source = from_transformers(tiny("T5ForConditionalGeneration").make())
-    same = {"num_buckets": 8, "max_distance": 10}
-    model, report = swapped(source, position={**same, "num_buckets": 12, "max_distance": 20}, measure=False)
+    changes = {"num_buckets": 12, "max_distance": 20}
+    model, report = swapped(source, position=changes, measure=False)
     place = torch.arange(24)
     for tower in ("trunk", "decoder"):
         old, new = (getattr(m.model, tower).position for m in (source, model))
@@ -232,6 +236,8 @@ def test_distance_buckets():
         exact = (offsets.abs() < 2) if tower == "trunk" else ((offsets <= 0) & (offsets > -4))
         torch.testing.assert_close(after[:, exact], before[:, exact], atol=1e-6, rtol=0)
     assert len(report.derived) == 2
+    table = swapped(source.double(), position=changes, measure=False)[0].model.trunk.position.table.weight
+    assert not torch.equal(table.float().double(), table)
 
 
 def test_norms_follow_the_states():
