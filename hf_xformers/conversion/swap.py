@@ -39,7 +39,7 @@ from .lookup import converter_for
 from .movement import Movement, movement
 from .provenance import write_provenance
 from .quiet import quiet
-from .refusals import refuse_quantized
+from .refusals import refuse_loaded
 from .report import Report
 from .sentence_files import model_place, open_sentence_files
 from .shared_heads import shared_factors as _  # noqa: F401  its file enters the rule of collaborative attention
@@ -208,7 +208,7 @@ def _opened(
             raise ValueError(
                 f"{type(source).__name__} is swapped as it is; leave `head` out, or load the class that has it first."
             )
-        refuse_quantized(type(source).__name__, source.config.to_dict())
+        refuse_loaded(source)
         return source, None, True, frozenset()
     if isinstance(source, PreTrainedModel):
         model, report = to_ours(Source(source, borrowed=True), converter_for(source.config.model_type), head)

@@ -14,7 +14,13 @@ from safetensors.torch import load_file, save_file
 from transformers.utils import logging
 
 from hf_xformers.cli import main
-from hf_xformers.conversion import convert_checkpoint, from_transformers, swap_checkpoint, swap_components
+from hf_xformers.conversion import (
+    convert_checkpoint,
+    from_transformers,
+    swap_checkpoint,
+    swap_components,
+    to_transformers,
+)
 
 NAME = "bert.encoder.layer.1.intermediate.dense.weight"
 
@@ -340,6 +346,31 @@ def test_loaded_models_with_quantized_weights(folder):
     ours.config.quantization_config = {"quant_method": "torchao"}
     with pytest.raises(ValueError, match="XFBertForMaskedLM is quantized"):
         swap_components(ours, attention="talking_heads", measure=False)
+
+
+def test_loaded_models_with_adapters(folder):
+    peft = pytest.importorskip("peft")
+    model = transformers.BertForMaskedLM.from_pretrained(folder)
+    ours = from_transformers(model)
+    for loaded, target, change in (
+        (model, "query", from_transformers),
+        (ours, "q_proj", to_transformers),
+        (ours, "q_proj", lambda given: swap_components(given, max_length=30, measure=False)),
+    ):
+        adapted = peft.get_peft_model(loaded, peft.LoraConfig(target_modules=[target]))
+        with pytest.raises(ValueError, match=f"has a PEFT adapter in .*{target}'; merge it first"):
+            change(loaded)
+        assert change(adapted.merge_and_unload()) is not None
+
+
+def test_loaded_models_whose_weights_are_elsewhere(folder):
+    model = transformers.BertForMaskedLM.from_pretrained(folder)
+    ours = from_transformers(model).to("meta")
+    for change in (to_transformers, lambda given: swap_components(given, max_length=30)):
+        with pytest.raises(ValueError, match="of XFBertForMaskedLM is not in memory.* give the folder or Hub id"):
+            change(ours)
+    with pytest.raises(ValueError, match="of BertForMaskedLM is not in memory"):
+        from_transformers(model.to("meta"))
 
 
 # ------------------------------------------------------------------------------- what is taken all the same
