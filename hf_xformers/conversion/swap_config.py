@@ -120,11 +120,11 @@ def layer_numbers(slot: str, which: Layers, count: int) -> list[int]:
     if slot not in LAYERED:
         raise ValueError(f"All layers have one {slot!r}; single layers can have these: {', '.join(LAYERED)}.")
     numbers: set[int] = set()
-    for part in which.split(",") if isinstance(which, str) else which:
+    for part in str(which).split(",") if isinstance(which, (str, int)) else which:
         first, dash, last = str(part).strip().partition("-")
         if str(part).strip() == "all":
             numbers.update(range(count))
-        elif first.isdecimal() and (last.isdecimal() if dash else not last):
+        elif first.isdecimal() and (last.isdecimal() if dash else not last) and int(first) <= int(last or first):
             numbers.update(range(int(first), int(last or first) + 1))
         else:
             raise ValueError(f"Layers are numbers and ranges such as '0-9,12', or 'all', got {which!r}.")
