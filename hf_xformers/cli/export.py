@@ -33,7 +33,7 @@ def run(argv: Sequence[str]) -> int:
     arguments = make_parser().parse_args(list(argv))
     if arguments.check and importlib.util.find_spec("onnxruntime") is None:
         raise ValueError("--check compares under onnxruntime, which is not installed: pip install onnxruntime")
-    from ..conversion.checkpoint import load_ours, model_type_of
+    from ..conversion.checkpoint import model_type_of, open_ours
     from ..core.saved_files import refuse_damaged_weights
     from ..export import export_onnx, export_step_onnx
     from ..variants import model_types
@@ -52,7 +52,7 @@ def run(argv: Sequence[str]) -> int:
     refuse_damaged_weights(source)
     with in_options(_OPTIONS):
         try:
-            model = load_ours(source, model_type, arguments.head)
+            model = open_ours(source, model_type, arguments.head).model
             with contextlib.suppress(OSError):  # which the export then says in its own words
                 output.parent.mkdir(parents=True, exist_ok=True)
             if arguments.step:

@@ -31,6 +31,7 @@ _COMMON = (
     "use_cache",
     "tie_word_embeddings",
     "chunk_size_feed_forward",
+    "output_hidden_states",
     "id2label",
     "label2id",
     "problem_type",

@@ -77,7 +77,7 @@ def open_config(source: str | Path) -> PreTrainedConfig:
     Raises:
         ValueError: a field has a value that the class does not take.
     """
-    name = os.fspath(source)
+    name = os.path.expanduser(os.fspath(source))
     converter = converters().get(str(model_type_of(source)))
     try:
         if converter is not None and converter.layouts:
@@ -175,7 +175,7 @@ def load(source: str | Path, converter: Converter, ours: bool, head: str | None)
     Raises:
         ValueError: the class has no counterpart, or the weights are missing, damaged or of other sizes.
     """
-    name = os.fspath(source)
+    name = os.path.expanduser(os.fspath(source))
     config = open_config(name)
     if ours and config.model_type != converter.variant:  # the free mix with this variant's components
         config = as_variant(cast(XFormerConfig, config), converter.variant)
@@ -262,24 +262,15 @@ def _refuse_other_sizes(mismatched: Iterable[tuple[str, Any, Any]], name: str) -
         )
 
 
-def load_ours(source: str | Path, model_type: str, head: str | None) -> PreTrainedModel:
-    """Loads one of this package's models, whole, in the class that its config names or in the one that has `head`; of
-    another head than the saved one the tensors start anew.
-
-    Raises:
-        ValueError: as [`open_ours`].
-    """
-    return open_ours(source, model_type, head).model
-
-
 def open_ours(source: str | Path, model_type: str, head: str | None) -> Source:
-    """[`load_ours`], with the tensors that started anew as what is `absent`.
+    """One of this package's models, whole, in the class that its config names or in the one that has `head`; of
+    another head than the saved one the tensors start anew, and are what is `absent`.
 
     Raises:
         ValueError: there is no such head, or the weights are missing, damaged, of other sizes or not those of the
             class.
     """
-    name = os.fspath(source)
+    name = os.path.expanduser(os.fspath(source))
     config = open_config(name)
     classes = family(model_type)
     named = config.architectures[0] if config.architectures else None
@@ -401,8 +392,9 @@ def _converted(
             sentence.save(scratch, None, report.notes)
         if not ours:
             write_provenance(scratch, named, report, (converter.variant, converter.variant))
-        if head is None and (Path(source) / SUMMARY_FILE).is_file():  # outputs are equal: so is what was measured
-            shutil.copyfile(Path(source) / SUMMARY_FILE, scratch / SUMMARY_FILE)
+        record = Path(source).expanduser() / SUMMARY_FILE
+        if head is None and record.is_file():  # outputs are equal: so is what was measured
+            shutil.copyfile(record, scratch / SUMMARY_FILE)
     return report
 
 

@@ -224,12 +224,28 @@ def position_table(old: Part, new: Part) -> dict[str, Derived]:
         return {}
     table, before = old.tensors[name], old.spec.offset
     rows = table[before:]
-    tiled = rows.repeat(-(-count // rows.shape[0]), 1)[:count]
     unused = table.new_zeros(offset, table.shape[1])
     kept = min(offset, before)
     unused[:kept] = table[:kept]
-    how = f"tiled from {rows.shape[0]} to {count} rows" if count > rows.shape[0] else f"the first {count} rows"
+    tiled, how = _tiled(rows, count)
     return {name: Derived(torch.cat([unused, tiled]), (name,), how)}
+
+
+@derives("position", "per_layer_position")
+def tables_of_layers(old: Part, new: Part) -> dict[str, Derived]:
+    """Tables of another length, as [`position_table`]."""
+    made = {}
+    for name, wanted in new.tensors.items():
+        if name in old.tensors and _lacks(old, new, name):
+            table, how = _tiled(old.tensors[name], wanted.shape[0])
+            made[name] = Derived(table, (name,), how)
+    return made
+
+
+def _tiled(rows: Tensor, count: int) -> tuple[Tensor, str]:
+    """`rows` repeated or cut to `count`, and what that is in words."""
+    how = f"tiled from {rows.shape[0]} to {count} rows" if count > rows.shape[0] else f"the first {count} rows"
+    return rows.repeat(-(-count // rows.shape[0]), 1)[:count], how
 
 
 @derives("position", "t5_relative_bias")
@@ -242,15 +258,16 @@ def distance_buckets(old: Part, new: Part) -> dict[str, Derived]:
         return {}
     longest = 2 * max(old.spec.max_distance, new.spec.max_distance)
     two_sided = not new.config.is_decoder
-    distance = torch.arange(-longest, longest + 1 if two_sided else 1)
     table = old.tensors[name]
+    distance = torch.arange(-longest, longest + 1 if two_sided else 1, device=table.device)
     before, after = (
         relative_buckets(
             distance, bidirectional=two_sided, num_buckets=spec.num_buckets, max_distance=spec.max_distance
         )
         for spec in (old.spec, new.spec)
     )
-    sums = torch.zeros(new.tensors[name].shape).index_add_(0, after, table[before].float())
+    biases = table[before].to(torch.promote_types(table.dtype, torch.float32))
+    sums = biases.new_zeros(new.tensors[name].shape).index_add_(0, after, biases)
     counts = torch.bincount(after, minlength=new.spec.num_buckets).clamp(min=1)
     return {name: Derived((sums / counts[:, None]).to(table.dtype), (name,), "mean over each bucket's distances")}
 

@@ -55,8 +55,8 @@ def unpacked(source: str | Path, gguf_file: str | None) -> Iterator[str | Path]:
 
 
 def _read(auto: Any, source: str | Path, gguf_file: str, **options: Any) -> Any:
-    name = os.fspath(source)
-    folder = Path(name).expanduser()
+    name = os.path.expanduser(os.fspath(source))
+    folder = Path(name)
     if not is_gguf_available():
         raise ValueError(f"`gguf_file` {gguf_file!r} is read by the package gguf, which is missing: pip install gguf.")
     if folder.is_dir() and not (folder / gguf_file).is_file():

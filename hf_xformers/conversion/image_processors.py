@@ -28,8 +28,8 @@ def open_image_processor(source: str | Path) -> Any | None:
         ImportError: a folder has one, and Pillow is not installed.
         ValueError: a folder has one that cannot be read.
     """
-    name = os.fspath(source)
-    folder = Path(name).expanduser()
+    name = os.path.expanduser(os.fspath(source))
+    folder = Path(name)
     if folder.is_dir():
         if not (folder / PROCESSOR_FILE).is_file():
             return None

@@ -78,7 +78,7 @@ def converter_back(config: XFormerConfig, model_type: str | None = None, origin:
     made_of = next((entry for entry in of_variant if origin is not None and entry.head_of_theirs(origin)), None)
     if made_of is not None:
         return made_of
-    if not of_variant or any(entry.native and entry.variant == config.model_type for entry in of_variant):
+    if not of_variant or any(entry.native for entry in of_variant):
         return converter_for(config.model_type)
     fitting = [entry for entry in of_variant if _says(entry, config)]
     fitting = [known[name] for name in _FORERUNNERS if known[name] in fitting][:1] or fitting

@@ -170,6 +170,7 @@ def _sample(count: int, tokens: int, tokenizer: Any | None, texts: Iterable[str]
         name = "the text given"
         if texts is None:
             texts, name = _help_texts(), "Python's help texts"
+        texts = [texts] if isinstance(texts, str) else texts
         ids: list[int] = []
         for text in texts:
             ids += [token for token in tokenizer(text, verbose=False)["input_ids"] if token < count]

@@ -17,6 +17,7 @@ ADAPTER = "adapter_config.json"
 # Formats of numbers in which a trained weight is only ever packed.
 _PACKED = ("I8", "U8", "I16", "U16", "I32", "U32", "F8_", "F4", "F6_")
 _FULL = "convert the model that it was made of, in full precision (float32, bfloat16 or float16)"
+_WRAPPED = (".base_layer", ".original_module")  # what peft's layers keep of the model
 _FRAMEWORKS = {"*.h5": "TensorFlow", "*.ckpt.index": "TensorFlow", "*.msgpack": "Flax", "*.onnx": "ONNX"}
 
 
@@ -62,6 +63,28 @@ def refuse_quantized(what: str, fields: Mapping[str, Any]) -> None:
         said = quantized if isinstance(quantized, dict) else {}
         loads = next((key for key in ("load_in_4bit", "load_in_8bit") if said.get(key)), "quantization_config")
         raise ValueError(f"{what} is quantized ({said.get('quant_method') or loads}); {_FULL}.")
+
+
+def refuse_loaded(model: Any) -> None:
+    """Refuses a loaded model whose tensors are not those of its class.
+
+    Raises:
+        ValueError: its weights are quantized or not in memory, or an adapter stands in it.
+    """
+    refuse_quantized(type(model).__name__, model.config.to_dict())
+    found = (name.rpartition(".")[0] for name, _ in model.named_modules() if name.endswith(_WRAPPED))
+    place = next(found, None)
+    if place is not None:
+        raise ValueError(
+            f"{type(model).__name__} has a PEFT adapter in {place!r}; merge it first"
+            " (`merge_and_unload()` of the model that peft gave), or load the model without it."
+        )
+    absent = next((name for name, tensor in model.named_parameters() if tensor.is_meta), None)
+    if absent is not None:
+        raise ValueError(
+            f"{absent!r} of {type(model).__name__} is not in memory, as `device_map` left it elsewhere; give the"
+            " folder or Hub id in place of the loaded model, or load it whole."
+        )
 
 
 def refuse_config(name: str, fields: Mapping[str, Any]) -> None:
@@ -115,4 +138,4 @@ def _has_weights(local: Path) -> bool:
     return any((local / file).is_file() for name in WEIGHTS for file in (name, f"{name}.index.json"))
 
 
-__all__ = ["refuse_adapter", "refuse_config", "refuse_place", "refuse_quantized", "refuse_weights"]
+__all__ = ["refuse_adapter", "refuse_config", "refuse_loaded", "refuse_place", "refuse_quantized", "refuse_weights"]

@@ -172,6 +172,15 @@ def computed(theirs: str, table: Callable[[], Tensor], what: str) -> Rule:
     return Rule((theirs,), (), Operation(f"{what}, computed", check, lambda _: [table()]))
 
 
+def sinusoids(rows: int, width: int, layout: str = "interleaved") -> Tensor:
+    """[rows, width] float32: sin(t / 10000^(2i / width)) and the cosine in turn, or all sines first ("half"), in
+    double precision as transformers makes its tables."""
+    rates = 10000.0 ** (torch.arange(0, width, 2, dtype=torch.float64) / width)
+    angles = torch.arange(rows, dtype=torch.float64)[:, None] / rates
+    parts = (angles.sin(), angles.cos())
+    return (torch.cat(parts, dim=-1) if layout == "half" else torch.stack(parts, dim=-1).flatten(-2)).float()
+
+
 def only_theirs(*theirs: str) -> Rule:
     """Tensors that we have nothing for: dropped, or started anew on the way back."""
     return Rule(theirs, (), NONE)

@@ -53,6 +53,8 @@ class SentenceFiles:
         found = {path.name: path for path in (self.folder / PROMPTS, *self._settings()) if path.is_file()}
         for module in self.modules[1:]:
             place = self.folder / module["path"]
+            if place == self.folder:  # a module without files
+                continue
             inside = sorted(path for path in place.rglob("*") if path.is_file() and path.suffix != ".py")
             found |= {path.relative_to(self.folder).as_posix(): path for path in inside}
         return found

@@ -29,6 +29,7 @@ from ..core.saved_files import replacing
 from ..modeling_base import XFormerPreTrainedModel
 from ..modeling_tower import XFormerTower
 from ..modeling_xformer import XFormerModel
+from ..position.combined import CombinedSpec
 from ..variants import family, model_types
 from .checkpoint import check_target, load, model_type_of, open_config, open_ours, save
 from .derivations import Derived, Part, derive
@@ -38,7 +39,7 @@ from .lookup import converter_for
 from .movement import Movement, movement
 from .provenance import write_provenance
 from .quiet import quiet
-from .refusals import refuse_quantized
+from .refusals import refuse_loaded
 from .report import Report
 from .sentence_files import model_place, open_sentence_files
 from .shared_heads import shared_factors as _  # noqa: F401  its file enters the rule of collaborative attention
@@ -88,7 +89,9 @@ def swap_components(
     """
     if max_length is not None:
         changes["max_length"] = max_length
-    model, conversion, borrowed, fresh = _opened(source, head)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)  # a head that the source lacks starts anew, too
+        model, conversion, borrowed, fresh = _opened(source, head)
     if tokenizer is None and not isinstance(source, PreTrainedModel):
         tokenizer = open_tokenizer(source)
     if changes or not fresh:
@@ -103,7 +106,13 @@ def swap_components(
     report.conversion = conversion
     if measure and changes:  # what a head that has learned nothing predicts says nothing
         before, after = (cast(PreTrainedModel, each.base_model) if fresh else each for each in (model, target))
-        report.movement = movement(before, after, tokenizer, texts)
+        modes = [(module, module.training) for module in before.modules()]
+        before.eval()  # the caller's may be in training
+        try:
+            report.movement = movement(before, after, tokenizer, texts)
+        finally:
+            for module, mode in modes:
+                module.training = mode
     return target, report
 
 
@@ -199,7 +208,7 @@ def _opened(
             raise ValueError(
                 f"{type(source).__name__} is swapped as it is; leave `head` out, or load the class that has it first."
             )
-        refuse_quantized(type(source).__name__, source.config.to_dict())
+        refuse_loaded(source)
         return source, None, True, frozenset()
     if isinstance(source, PreTrainedModel):
         model, report = to_ours(Source(source, borrowed=True), converter_for(source.config.model_type), head)
@@ -294,7 +303,7 @@ def _towers(model: PreTrainedModel) -> dict[str, XFormerTower]:
 def _parts(tower: XFormerTower) -> dict[str, tuple[str, Part]]:
     """The components of a tower that rules exist for, by path: (slot, part)."""
     config = cast(XFormerConfig, tower.config)
-    parts = {"position": ("position", Part(config.position, config, tower.position.state_dict()))}
+    parts = _positions(config, tower.position)
     for index, layer in enumerate(cast("Iterable[XFormerLayer]", tower.layers)):
         view = config.layer(index)
         for entry in _plan(layer):
@@ -303,6 +312,17 @@ def _parts(tower: XFormerTower) -> dict[str, tuple[str, Part]]:
             tensors = layer.function(entry).state_dict()
             parts[f"layers.{index}.{entry.name}"] = (entry.kind, Part(getattr(view, entry.kind), view, tensors))
     return parts
+
+
+def _positions(config: XFormerConfig, module: Any) -> dict[str, tuple[str, Part]]:
+    """The position, or those that it is combined of, by path."""
+    spec = config.position
+    if not isinstance(spec, CombinedSpec):
+        return {"position": ("position", Part(spec, config, module.state_dict()))}
+    return {
+        f"position.parts.{index}": ("position", Part(part, config, module.parts[index].state_dict()))
+        for index, part in enumerate(spec.parts)
+    }
 
 
 def _plan(layer: Any) -> tuple[SublayerPlan, ...]:

@@ -55,6 +55,8 @@ def swapped_config(
         given["max_position_embeddings"] = length
     fields = {name: value for name, value in config.to_dict().items() if name not in _NOT_OURS}
     fields |= merge_changes(fields, given, take_over=shared_settings)
+    if length is not None and length != config.max_position_embeddings and "position" not in changes:
+        fields["position"] = _same_reach(fields["position"], config.max_position_embeddings)
     swapped = type(config)(**fields)
     if _types(swapped) != _types(config) and config.modality == "text":
         mix = config_class(XFormerConfig.model_type)  # with its heads, which are known when its family is imported
@@ -64,6 +66,12 @@ def swapped_config(
         _check_order(config, swapped)
     swapped._attn_implementation = config._attn_implementation
     return swapped
+
+
+def _same_reach(position: Mapping[str, Any], length: int) -> dict[str, Any]:
+    """A position whose distances, where they end with the longest text, end where they did."""
+    parts = {"parts": [_same_reach(part, length) for part in position["parts"]]} if "parts" in position else {}
+    return {**position, **parts, **({"max_distance": length} if position.get("max_distance", 0) is None else {})}
 
 
 def _in_layers(config: XFormerConfig, changes: dict[str, Any], layers: Mapping[str, Layers]) -> dict[str, Any]:
@@ -112,11 +120,11 @@ def layer_numbers(slot: str, which: Layers, count: int) -> list[int]:
     if slot not in LAYERED:
         raise ValueError(f"All layers have one {slot!r}; single layers can have these: {', '.join(LAYERED)}.")
     numbers: set[int] = set()
-    for part in which.split(",") if isinstance(which, str) else which:
+    for part in str(which).split(",") if isinstance(which, (str, int)) else which:
         first, dash, last = str(part).strip().partition("-")
         if str(part).strip() == "all":
             numbers.update(range(count))
-        elif first.isdecimal() and (last.isdecimal() if dash else not last):
+        elif first.isdecimal() and (last.isdecimal() if dash else not last) and int(first) <= int(last or first):
             numbers.update(range(int(first), int(last or first) + 1))
         else:
             raise ValueError(f"Layers are numbers and ranges such as '0-9,12', or 'all', got {which!r}.")

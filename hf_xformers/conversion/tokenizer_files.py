@@ -18,6 +18,8 @@ _TOKENIZER_FILES = (
     "tokenizer_config.json",
     "tokenizer.model",
     "spiece.model",
+    "spm.model",
+    "sentencepiece.bpe.model",
     "vocab.json",
     "vocab.txt",
 )
@@ -29,25 +31,26 @@ def open_tokenizer(source: str | Path) -> Any | None:
     Raises:
         ValueError: a folder has one that cannot be read.
     """
-    local = Path(os.fspath(source)).expanduser()
-    whole = any((local / name).is_file() for name in _TOKENIZER_FILES if name != "tokenizer_config.json")
+    name = os.path.expanduser(os.fspath(source))
+    local = Path(name)
+    whole = any((local / file).is_file() for file in _TOKENIZER_FILES if file != "tokenizer_config.json")
     words = None if whole or not local.is_dir() else word_file(local)
     if words is not None:
         return word_tokenizer(words)
-    if local.is_dir() and not any((local / name).is_file() for name in _TOKENIZER_FILES):
+    if local.is_dir() and not any((local / file).is_file() for file in _TOKENIZER_FILES):
         return None
     try:
-        return AutoTokenizer.from_pretrained(os.fspath(source), trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # of any library that reads one of its files
         if not local.is_dir():
             return None
         if _own_tokenizer_code(local / "tokenizer_config.json"):  # there is one, and it would be lost
             raise ValueError(
-                f"The tokenizer of {os.fspath(source)!r} is code of its own (`auto_map`), which is never run; put a"
+                f"The tokenizer of {name!r} is code of its own (`auto_map`), which is never run; put a"
                 " tokenizer.json in its place, or remove its files to convert the model without it."
             ) from error
         raise ValueError(
-            f"The tokenizer of {os.fspath(source)!r} cannot be read ({first_line(error).rstrip(':.')}); copy or"
+            f"The tokenizer of {name!r} cannot be read ({first_line(error).rstrip(':.')}); copy or"
             " download it again, or remove its files to convert the model without it."
         ) from error
 

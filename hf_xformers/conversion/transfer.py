@@ -18,7 +18,7 @@ from ..configuration_xformer import XFormerConfig
 from ..variants import config_class, family
 from .base import Converter, Head
 from .quiet import quiet
-from .refusals import refuse_quantized
+from .refusals import refuse_loaded
 from .report import Report
 from .rules import FIRST, NONE, ZERO, Entry
 
@@ -68,11 +68,6 @@ class _Side:
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
-def our_head(converter: Converter, model: PreTrainedModel) -> str | None:
-    """The head name of one of our models, or None if it is no model of this variant."""
-    return next((name for name, made in family(converter.variant).items() if type(model) is made), None)
-
-
 def our_head_of(model: PreTrainedModel) -> str:
     """The head name of one of this package's models.
 
@@ -99,7 +94,7 @@ def to_ours(source: Source, converter: Converter, head: str | None = None) -> tu
         ValueError: the config or a tensor has no counterpart; the message names it.
     """
     model = source.model
-    refuse_quantized(type(model).__name__, model.config.to_dict())
+    refuse_loaded(model)
     pair = converter.head_of_theirs(type(model).__name__)
     if pair is None:
         raise ValueError(
@@ -143,9 +138,8 @@ def to_theirs(source: Source, converter: Converter, head: str | None = None) -> 
         ValueError: the config or a tensor has no counterpart; the message names it.
     """
     model, config = source.model, cast(XFormerConfig, source.model.config)
-    own = our_head(converter, model)
-    if own is None:
-        raise ValueError(f"{type(model).__name__} is no class of {converter.variant}; convert one of its own classes.")
+    refuse_loaded(model)
+    own = our_head_of(model)
     pair = converter.head_of_ours(own, config)
     if head is not None:
         check_head(converter, head)

@@ -14,7 +14,13 @@ from safetensors.torch import load_file, save_file
 from transformers.utils import logging
 
 from hf_xformers.cli import main
-from hf_xformers.conversion import convert_checkpoint, from_transformers, swap_checkpoint, swap_components
+from hf_xformers.conversion import (
+    convert_checkpoint,
+    from_transformers,
+    swap_checkpoint,
+    swap_components,
+    to_transformers,
+)
 
 NAME = "bert.encoder.layer.1.intermediate.dense.weight"
 
@@ -90,10 +96,6 @@ def in_shards(folder, suffix):
 # ------------------------------------------------------------------------------- what is refused, and how
 
 
-def quantized(method, **fields):
-    return {"quantization_config": {**({"quant_method": method} if method else {}), **fields}}
-
-
 EDITED = {  # name -> (fields of config.json, what the paragraph says)
     "wider config": (
         {"hidden_size": 32},
@@ -111,20 +113,15 @@ EDITED = {  # name -> (fields of config.json, what the paragraph says)
     "model type of a list": ({"model_type": ["bert"]}, r"model type \['bert'\]"),
     "nearly a known type": ({"model_type": "bert2"}, "model type 'bert2'; did you mean 'bert'"),
     "unknown class": ({"architectures": ["BertForPoetry"]}, "BertForPoetry has no counterpart"),
-    **{
-        f"quantized, {method or 'unnamed'}": (
-            quantized(method, **fields), f"quantized \\({method or 'load_in_8bit'}.*; .*full precision",
-        )
-        for method, fields in {
-            "bitsandbytes": {"load_in_4bit": True},
-            "gptq": {"bits": 4, "group_size": 128},
-            "awq": {"bits": 4},
-            "fp8": {"weight_block_size": [128, 128]},
-            "": {"load_in_8bit": True},
-            "of_tomorrow": {},
-        }.items()
-    },
-}  # fmt: skip
+    "quantized": (
+        {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+        r"quantized \(gptq\); .*full precision",
+    ),
+    "quantized, unnamed": (
+        {"quantization_config": {"load_in_8bit": True}},
+        r"quantized \(load_in_8bit\); .*full precision",
+    ),
+}
 WRITTEN = {  # name -> (a file, its new content, what the paragraph says)
     "empty weights": ("model.safetensors", "", "model.safetensors is cut off"),
     "pointer to large files": (
@@ -273,8 +270,14 @@ def adapter(folder):
     (folder / "adapter_config.json").write_text(json.dumps(fields))
 
 
-@pytest.mark.parametrize("swap", [False, True], ids=["convert", "swap"])
-@pytest.mark.parametrize("case", REFUSED)
+SWAPPED = (  # some of each stage: the place, config.json, the tokenizer, files of weights, tensors
+    *("gguf alone", "adapter", "model type of a list", "quantized", "width of letters", "code_for_an_unknown_type"),
+    *("damaged tokenizer", "code_for_a_tokenizer", "no_weights", "truncated", "shard_missing", "truncated_pickle"),
+    *("wider config", "missing_tensor", "weights_of_nan"),
+)
+
+
+@pytest.mark.parametrize(("case", "swap"), [*((case, False) for case in REFUSED), *((case, True) for case in SWAPPED)])
 def test_one_paragraph_and_nothing_written(folder, tmp_path, capfd, monkeypatch, case, swap):
     monkeypatch.delenv("HF_XFORMERS_RAN", raising=False)
     damage, message = REFUSED[case]
@@ -342,6 +345,31 @@ def test_loaded_models_with_quantized_weights(folder):
         swap_components(ours, attention="talking_heads", measure=False)
 
 
+def test_loaded_models_with_adapters(folder):
+    peft = pytest.importorskip("peft")
+    model = transformers.BertForMaskedLM.from_pretrained(folder)
+    ours = from_transformers(model)
+    for loaded, target, change in (
+        (model, "query", from_transformers),
+        (ours, "q_proj", to_transformers),
+        (ours, "q_proj", lambda given: swap_components(given, max_length=30, measure=False)),
+    ):
+        adapted = peft.get_peft_model(loaded, peft.LoraConfig(target_modules=[target]))
+        with pytest.raises(ValueError, match=f"has a PEFT adapter in .*{target}'; merge it first"):
+            change(loaded)
+        assert change(adapted.merge_and_unload()) is not None
+
+
+def test_loaded_models_whose_weights_are_elsewhere(folder):
+    model = transformers.BertForMaskedLM.from_pretrained(folder)
+    ours = from_transformers(model).to("meta")
+    for change in (to_transformers, lambda given: swap_components(given, max_length=30)):
+        with pytest.raises(ValueError, match="of XFBertForMaskedLM is not in memory.* give the folder or Hub id"):
+            change(ours)
+    with pytest.raises(ValueError, match="of BertForMaskedLM is not in memory"):
+        from_transformers(model.to("meta"))
+
+
 # ------------------------------------------------------------------------------- what is taken all the same
 
 
@@ -359,12 +387,3 @@ def test_code_beside_a_known_type_is_not_run(folder, tmp_path, monkeypatch):
 def test_a_source_without_tokenizer_says_so(folder, tmp_path, capfd):
     assert main(["convert", "--from", str(folder), "--to", str(tmp_path / "ours")]) == 0
     assert "the source has no tokenizer" in capfd.readouterr().err
-
-
-@pytest.mark.parametrize("form", ["bin", "bin in parts", "safetensors in parts"])
-def test_other_forms_of_weights(folder, tmp_path, form):
-    if form == "bin":
-        pickled(folder)
-    else:
-        in_shards(folder, form.split()[0])
-    assert convert_checkpoint(folder, tmp_path / "ours").complete

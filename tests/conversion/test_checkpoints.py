@@ -23,7 +23,7 @@ WORD_PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *LETTERS, *(f"##{le
 def bert(tmp_path):
     """A saved BERT with its tokenizer; (folder, model)."""
     folder = tmp_path / "bert"
-    model = tiny("BertForMaskedLM").make()
+    model = tiny("BertForMaskedLM").make(output_hidden_states=True)
     model.save_pretrained(folder)
     tokenizer = transformers.BertTokenizer(vocab={piece: index for index, piece in enumerate(WORD_PIECES)})
     tokenizer.save_pretrained(folder)
@@ -41,7 +41,7 @@ def test_there_and_back(tmp_path, bert):
     assert (report.source, report.target) == ("BertForMaskedLM", "XFBertForMaskedLM")
     assert ("bert.embeddings.LayerNorm.bias", "model.trunk.embedding.norm.bias") in report.mapped
     ours = AutoModelForMaskedLM.from_pretrained(tmp_path / "ours")
-    assert type(ours) is hf_xformers.XFBertForMaskedLM
+    assert type(ours) is hf_xformers.XFBertForMaskedLM and ours.config.output_hidden_states
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "ours")
     assert type(tokenizer) is transformers.BertTokenizer
     batch = tokenizer(["abc d", "e"], padding=True, return_tensors="pt")
@@ -114,6 +114,24 @@ def test_paths_and_models_give_the_same(tmp_path, bert):
     assert all(torch.equal(tensor, given.state_dict()[name]) for name, tensor in loaded.state_dict().items())
     given.save_pretrained(tmp_path / "ours")
     assert type(to_transformers(str(tmp_path / "ours"))) is transformers.BertForMaskedLM
+
+
+def test_folders_at_home(tmp_path, bert, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "bert" / "training_summary.json").write_text("{}")
+    assert not convert_checkpoint("~/bert", "~/ours").notes
+    swap_checkpoint("~/ours", "~/new", max_length=30, measure=False)
+    assert (tmp_path / "ours" / "training_summary.json").exists() and (tmp_path / "new" / "tokenizer.json").exists()
+    assert type(to_transformers("~/ours")) is transformers.BertForMaskedLM
+
+
+@pytest.mark.parametrize(
+    ("name", "file"), [("XLMRobertaModel", "sentencepiece.bpe.model"), ("DebertaV2Model", "spm.model")]
+)
+def test_pieces_of_a_tokenizer_are_not_left_behind(tmp_path, name, file):
+    tiny(name).make().save_pretrained(tmp_path / "theirs")
+    (tmp_path / "theirs" / file).write_bytes(b"no pieces")
+    fails("The tokenizer of .* cannot be read", tmp_path / "theirs", tmp_path / "ours")
 
 
 # ---------------------------------------------------------------------------------------------------- heads

@@ -40,7 +40,7 @@ def encoder(tmp_path):
     said = json.loads((folder / "config.json").read_text())
     write(folder / "config.json", {**said, "architectures": ["BertForMaskedLM"]})
     transformers.BertTokenizer(vocab={piece: index for index, piece in enumerate(WORD_PIECES)}).save_pretrained(folder)
-    names = {kind: "" if kind == "Transformer" else f"{index}_{kind}" for index, kind in enumerate(KINDS)}
+    names = {kind: f"{index}_{kind}" if kind in KINDS[1:3] else "" for index, kind in enumerate(KINDS)}
     modules = [
         {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{kind}"}
         for index, (kind, path) in enumerate(names.items())

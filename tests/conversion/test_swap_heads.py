@@ -76,8 +76,13 @@ def test_a_new_head_has_no_say(tmp_path):
     assert type(alone).__name__ == type(source).__name__.replace("Model", "ForTextContrast")
     state = alone.state_dict()
     assert all(torch.equal(state[f"model.{name}"], kept) for name, kept in source.state_dict().items())
+    for seed in (0, 1):
+        other, _ = swap_components(tmp_path / "bare", head="ForTextContrast", seed=seed)
+        assert torch.equal(other.projection.weight, alone.projection.weight) == (seed == 0)
     with pytest.raises(ValueError, match="Nothing to swap"):
         swap_components(tmp_path / "bare", head="Model")
+    with pytest.raises(ValueError, match="no such class or head 'ForPoetry'; say which `head` it has: Model"):
+        swap_components(tmp_path / "bare", head="ForPoetry", attention=WINDOW)
 
 
 def _generator():

@@ -8,7 +8,7 @@ import transformers
 from torch import Tensor
 from transformers import AutoModel
 
-from hf_xformers import XFormerConfig
+from hf_xformers import XFormerConfig, XFormerForMaskedLM
 from hf_xformers.conversion import (
     convert_checkpoint,
     from_transformers,
@@ -208,6 +208,24 @@ def test_bart_and_led(name, mechanism, tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------------- settings
+
+
+def test_distances_end_where_they_did():
+    """DeBERTa's table without buckets is as long as its longest text: of longer ones the last row counts."""
+    source, given = make("deberta")
+    model, report = swapped(source, max_length=53)
+    check_equal(model, source, given)
+    assert not report.new and not report.dropped and not report.derived
+
+
+def test_tables_of_every_layer_are_tiled():
+    sizes = dict(vocab_size=9, hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=8)
+    source = XFormerForMaskedLM(XFormerConfig(**sizes, max_position_embeddings=8, position="per_layer_position"))
+    model, report = swap_components(source, max_length=20, measure=False)
+    tables = [each.model.trunk.position.tables for each in (source, model)]
+    for old, new in zip(*tables, strict=True):
+        assert torch.equal(new.weight, old.weight.repeat(3, 1)[:20])
+    assert not report.new and not report.dropped
 
 
 def test_what_has_no_meaning_there_is_left_behind_with_a_note():

@@ -11,14 +11,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor
 from transformers import PreTrainedConfig
 
 from ...configuration_xformer import XFormerConfig
 from ..activations import activation, activation_name, feedforward
 from ..base import Converter, Head, register
-from ..rules import Rule, computed, copied
+from ..rules import Rule, computed, copied, sinusoids
 from .bert import CLASSIFIERS, COMPONENTS
 
 FIELDS = {
@@ -53,13 +51,6 @@ def to_theirs(config: XFormerConfig) -> dict[str, Any]:
         "sinusoidal_pos_embds": config.position.type == "sinusoidal_absolute",
         "seq_classif_dropout": config.hidden_dropout_prob if rate is None else rate,
     }
-
-
-def sinusoids(length: int, width: int) -> Tensor:
-    """[length, width]: sin(t / 10000^(2i / width)) in column 2i, the cosine in column 2i + 1."""
-    rates = 10000.0 ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
-    angles = torch.arange(length, dtype=torch.float64)[:, None] * rates
-    return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(-2).float()
 
 
 def position_rule(theirs: str, config: XFormerConfig) -> Rule:

@@ -10,43 +10,23 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor
 from transformers import PreTrainedConfig
 
 from ...configuration_xformer import XFormerConfig
 from ..base import Converter, register
-from ..rules import Operation, Rule
+from ..rules import Rule, computed, sinusoids
 from . import bart
 
 POSITION = {"type": "sinusoidal_absolute", "layout": "half"}
 
 
-def _table(rows: int, width: int) -> Tensor:
-    """[rows, width] float32: sines, then cosines, in double precision as transformers makes its tables."""
-    rates = torch.pow(
-        torch.tensor(10000.0, dtype=torch.float64), torch.arange(0, width, 2, dtype=torch.float64) / width
-    )
-    angles = torch.arange(rows, dtype=torch.float64)[:, None] / rates
-    return torch.cat([angles.sin(), angles.cos()], dim=-1).float()
-
-
 def tables(config: XFormerConfig) -> tuple[Rule, ...]:
     """The tables of sinusoids, which only transformers has."""
-
-    def compare(tensors: list[Tensor]) -> list[Tensor]:
-        found = tensors[0].float()
-        wanted = _table(*found.shape).to(found.device)
-        if not torch.allclose(found, wanted.to(tensors[0].dtype).float(), atol=1e-3):
-            raise ValueError("it does not hold the sinusoids that our model computes")
-        return []
-
-    def make(tensors: list[Tensor]) -> list[Tensor]:
-        return [_table(config.max_position_embeddings, config.hidden_size)]
-
-    operation = Operation("table of sinusoids", compare, make)
-    towers = ("encoder", "decoder") if config.is_encoder_decoder else ("decoder",)
-    return tuple(Rule((f"@{name}.embed_positions.weight",), (), operation) for name in towers)
+    rows, width = config.max_position_embeddings, config.hidden_size
+    return tuple(
+        computed(f"@{name}.embed_positions.weight", lambda: sinusoids(rows, width, "half"), "sinusoids")
+        for name in (("encoder", "decoder") if config.is_encoder_decoder else ("decoder",))
+    )
 
 
 def to_ours(config: PreTrainedConfig) -> dict[str, Any]:

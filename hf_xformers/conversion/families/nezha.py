@@ -10,27 +10,17 @@ it is told not to.
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
-import torch
-from torch import Tensor
 from transformers import PreTrainedConfig
 
 from ...configuration_xformer import XFormerConfig
 from ..base import register
 from ..layouts.nezha import CLASSES
-from ..rules import Operation, Rule, only_theirs
+from ..rules import Operation, Rule, only_theirs, sinusoids
 from . import bert
 
 _ENCODING = "@encoder.layer.{i}.attention.self.relative_positions_encoding.positions_encoding"
-
-
-def sinusoids(reach: int, width: int) -> Tensor:
-    """[1, 2 reach + 1, width]: row r for the distance r - reach, with sines at even places and cosines at odd ones."""
-    rates = torch.exp(torch.arange(0, width, 2).float() * (-math.log(10000.0) / width))
-    angles = torch.arange(2 * reach + 1).float()[:, None] * rates
-    return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1)[None]
 
 
 def to_ours(config: PreTrainedConfig) -> dict[str, Any]:
@@ -49,7 +39,10 @@ def to_theirs(config: XFormerConfig) -> dict[str, Any]:
 
 def _backbone(config: XFormerConfig) -> tuple[Rule, ...]:
     reach = getattr(config.position, "max_distance", 64)
-    made = Operation("sinusoids of distances", lambda _: [sinusoids(reach, config.head_width)], lambda _: [])
+    # row r is for the distance r - reach
+    made = Operation(
+        "sinusoids of distances", lambda _: [sinusoids(2 * reach + 1, config.head_width)[None]], lambda _: []
+    )
     terms = "@trunk.layers.{i}.attention.position_terms"
     shared = (rule for rule in bert.BACKBONE if "position_embeddings" not in rule.theirs[0])
     return (*shared, *(Rule((), (f"{terms}.{name}_table",), made) for name in ("key", "value")))

@@ -45,11 +45,6 @@ def backbone(config: XFormerConfig) -> tuple[Rule, ...]:
     return (*rules, *llama.network_rules(config))
 
 
-def turns(config: PreTrainedConfig) -> bool:
-    """Whether queries and keys of full attention are turned."""
-    return config.rope_parameters is not None and config.rope_parameters.get("rope_theta") is not None
-
-
 def to_ours(config: PreTrainedConfig) -> dict[str, Any]:
     full = {"type": "dense", "bias": config.attention_bias, "query_key_norm": "projection"}
     linear = linear_attention(config, norm_eps=NORM_EPS, negative=config.linear_allow_neg_eigval)

@@ -8,17 +8,14 @@ are not padded on the right. With `rotary_value` it counts padding on the left a
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-import torch
-from torch import Tensor
 from transformers import PreTrainedConfig
 
 from ...configuration_xformer import XFormerConfig
 from ..activations import activation, activation_name, feedforward
 from ..base import Converter, Head, register
-from ..rules import Rule, computed, copied
+from ..rules import Rule, computed, copied, sinusoids
 from .bert import DENSE_CLASSIFIERS, FIELDS, LANGUAGE_HEAD, LAYERS
 
 
@@ -52,16 +49,9 @@ def to_theirs(config: XFormerConfig) -> dict[str, Any]:
     }
 
 
-def table(config: XFormerConfig) -> Tensor:
-    """transformers' frozen table [max_position_embeddings, head width]: all sines, then all cosines."""
-    places = torch.arange(config.max_position_embeddings, dtype=torch.float64)[:, None]
-    width = config.head_width
-    angles = places * torch.exp(torch.arange(0, width, 2, dtype=torch.float64) * (-math.log(10000.0) / width))
-    return torch.cat([angles.sin(), angles.cos()], dim=-1).float()
-
-
 def _positions(config: XFormerConfig) -> tuple[Rule, ...]:
-    return (computed("@encoder.embed_positions.weight", lambda: table(config), "sines and cosines"),)
+    rows, width = config.max_position_embeddings, config.head_width
+    return (computed("@encoder.embed_positions.weight", lambda: sinusoids(rows, width, "half"), "sines and cosines"),)
 
 
 def _backbone(config: XFormerConfig) -> tuple[Rule, ...]:
