@@ -256,7 +256,11 @@ class XFormerTower(XFormerPreTrainedModel):
             spec = self.final_normalization
             given = norm_inputs(spec, result.context) if spec.over_tokens else {}
             hidden_states = self.final_norm(hidden_states, **given)
-            memories = None if memories is None else self.final_norm(memories)
+            if memories is not None:  # one for each layer of a decoder, of the same tokens
+                of_each = {
+                    name: x if x is None else x[:, None].expand(memories.shape[:3]) for name, x in given.items()
+                }
+                memories = self.final_norm(memories, **of_each)
             summaries = None if summaries is None else self.final_norm(summaries)
         further: dict[str, Any] = {}
         for feature in self.features:

@@ -5,38 +5,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
-
 from ..core.call import Call
 from ..core.components import register
 from .base import Position, PositionTerms
 from .distances import distances_of_block
 from .score_terms import BiasByDistance, SelfAttentionTerms
-from .t5_relative_bias import T5RelativeBiasSpec, relative_buckets
+from .t5_relative_bias import BucketedBias, T5RelativeBiasSpec
 
 
-class T5BiasOfLayer(PositionTerms):
+class T5BiasOfLayer(BucketedBias, PositionTerms):
     """score_ij += b^l[h, bucket(j - i)], a table [buckets, H] in layer l (Chung et al. 2023, section 3.1, UMT5)."""
 
-    def __init__(self, config, spec: T5BiasPerLayerSpec):
-        super().__init__()
-        self.spec, self.bidirectional = spec, not config.is_decoder
-        self.table = nn.Embedding(spec.num_buckets, config.num_attention_heads)
-
-    def initialize(self, config, init) -> None:
-        std = config.initializer_range
-        if config.initializer == "t5":
-            std = config.initializer_factor * config.hidden_size**-0.5
-        init.normal_(self.table.weight, mean=0.0, std=std)
-
     def score_terms(self, attention: Any, scale: float, context: Call) -> SelfAttentionTerms:
-        buckets = relative_buckets(
-            distances_of_block(context, slice(None), context.key_index.shape[0]),
-            bidirectional=self.bidirectional,
-            num_buckets=self.spec.num_buckets,
-            max_distance=self.spec.max_distance,
-        )
-        return BiasByDistance(scale, (self.table(buckets).t(),), context)
+        line = self.by_distance(distances_of_block(context, slice(None), context.key_index.shape[0]))
+        return BiasByDistance(scale, (line,), context)
 
 
 @register("position", "t5_bias_per_layer")

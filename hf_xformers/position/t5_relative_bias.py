@@ -33,22 +33,13 @@ def relative_buckets(distance: Tensor, *, bidirectional: bool, num_buckets: int,
     return bucket + torch.where(distance < exact, distance, far.clamp(max=num_buckets - 1))
 
 
-class T5RelativeBias(Position, ScoreBias):
-    """score_ij += b[h, bucket(j - i)], one table [buckets, H] for all layers of the tower."""
-
-    relative = True
+class BucketedBias(nn.Module):
+    """b[h, bucket(j - i)], a table [buckets, H]."""
 
     def __init__(self, config, spec: T5RelativeBiasSpec):
         super().__init__()
         self.spec, self.bidirectional = spec, not config.is_decoder
         self.table = nn.Embedding(spec.num_buckets, config.num_attention_heads)
-
-    def score_bias(self) -> T5RelativeBias:
-        return self
-
-    def block(self, query_index: Tensor, key_index: Tensor) -> Tensor:
-        """query_index [..., Tq], key_index [..., Tk] -> [..., H, Tq, Tk]."""
-        return self.by_distance(key_index.unsqueeze(-2) - query_index.unsqueeze(-1)).movedim(0, -3)
 
     def by_distance(self, distance: Tensor) -> Tensor:
         """distance (key - query) [...] -> [H, ...]."""
@@ -65,6 +56,19 @@ class T5RelativeBias(Position, ScoreBias):
         if config.initializer == "t5":
             std = config.initializer_factor * config.hidden_size**-0.5
         init.normal_(self.table.weight, mean=0.0, std=std)
+
+
+class T5RelativeBias(BucketedBias, Position, ScoreBias):
+    """score_ij += b[h, bucket(j - i)], one table for all layers of the tower."""
+
+    relative = True
+
+    def score_bias(self) -> T5RelativeBias:
+        return self
+
+    def block(self, query_index: Tensor, key_index: Tensor) -> Tensor:
+        """query_index [..., Tq], key_index [..., Tk] -> [..., H, Tq, Tk]."""
+        return self.by_distance(key_index.unsqueeze(-2) - query_index.unsqueeze(-1)).movedim(0, -3)
 
 
 @register("position", "t5_relative_bias", aliases=("t5_bias",))

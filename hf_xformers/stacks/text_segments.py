@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..core.call import Call
+from ..core.holes import take
 from ..ops.common.real_tokens import real_first
 from ..position.base import Position
 
@@ -49,10 +50,10 @@ class TextSegments:
         order = self.order
         return states.gather(1, order.reshape(*order.shape, *[1] * (states.ndim - 2)).expand_as(states))
 
-    def _inputs(self, cut: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-        """What the model is given besides; of what it is given of each token, those that `cut` takes."""
+    def _inputs(self, slots: Tensor) -> dict[str, Any]:
+        """What the model is given besides; of what it is given of each token, that of the `slots` [B, t]."""
         return {
-            name: cut(self._aligned(value))
+            name: take(self._aligned(value), slots)
             if isinstance(value, Tensor) and value.shape[1:2] == (self.total,)
             else value
             for name, value in self.context.inputs.items()
@@ -74,7 +75,7 @@ class TextSegments:
                 query_index=index,
                 key_index=index,
                 fresh=True,
-                inputs=self._inputs(lambda value, part=part: value[:, part]),
+                inputs=self._inputs((index + begin).expand(len(self.states), -1)),
                 inputs_embeds=None,
                 position_ids=None,
             )

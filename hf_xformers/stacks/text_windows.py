@@ -15,7 +15,6 @@ from transformers.cache_utils import DynamicLayer
 from ..core.cache import FollowsRows
 from ..core.call import Call
 from ..core.call_features import CallFeature
-from ..core.holes import take
 from ..core.segment_memory import take_slots
 from ..position.base import Position
 from .text_segments import TextSegments
@@ -171,7 +170,7 @@ class ContinuedText(TextSegments):
                 query_index=column,
                 key_index=column,
                 fresh=True,
-                inputs=self._inputs(lambda value, slots=slots: take(value, slots)),
+                inputs=self._inputs(slots),
                 inputs_embeds=None,
                 position_ids=None,
             )

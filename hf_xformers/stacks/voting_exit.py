@@ -30,9 +30,6 @@ class VotingExits(PatienceExits):
     pools_answers: ClassVar[bool] = True
     spec: VotingExitSpec  # type: ignore[assignment]
 
-    def __init__(self, config, spec: VotingExitSpec):
-        super().__init__(config, spec)  # type: ignore[arg-type]
-
     def rule(self, model: Classifier):
         if self.kind(model.config) != "single_label_classification":
             return None  # numbers and sets of labels do not vote
@@ -129,4 +126,4 @@ class VotingExitSpec(EarlyExitSpec):
             )
 
     def build_exits(self, config) -> nn.Module:
-        return VotingExits(config, self)
+        return VotingExits(config, self)  # type: ignore[arg-type]

@@ -104,20 +104,5 @@ def test_published_sizes(width, parameters, operations):
     assert total == pytest.approx(operations, rel=0.02)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"block": {"attn_channels": 16}}, "leave channels for both"),
-        ({"block": {"conv_heads": 3}}, "3 `conv_heads` cannot share"),
-        ({"block": {"kernel_sizes": (4,)}}, "odd `kernel_sizes`, got 4"),
-        ({"block": {"attn_channels": 9, "conv_heads": 7}}, "2 heads cannot share"),
-        ({"position": "rotary"}, "set `head_dim=4`"),
-        ({"position": "deberta"}, "makes its terms for"),
-        ({"attention": "longformer"}, "not made for"),
-        ({"attention": "linear_transformer", "is_decoder": True}, "no place for in a decoder"),
-    ],
-)
-def test_refusals(fields, message):
-    with pytest.raises(ValueError, match=message):
-        config(**fields)
+def test_kernels_of_a_decoder_may_be_even():
     config(block={"kernel_sizes": (4, 2)}, is_decoder=True, position="rotary", head_dim=4)

@@ -39,6 +39,32 @@ REFUSED = [
     ("`aggregation`", dict(block="delight", attention={"type": "dense", "aggregation": "capsule_heads"})),
     ("not made for", dict(block="delight", attention="longformer")),
     ("set `head_dim=16`", dict(hidden_size=32, num_attention_heads=1, position="rotary", block="delight")),
+    # evolved_transformer
+    ("2 sizes of 1 or more under `en", dict(block={"type": "evolved_transformer", "encoder_kernels": (3,)})),
+    ("3 sizes of 1 or more under `de", dict(block={"type": "evolved_transformer", "decoder_kernels": (3, 0, 1)})),
+    ("odd `encoder_kernels`", dict(block={"type": "evolved_transformer", "encoder_kernels": (3, 4)})),
+    (
+        "13 heads cannot share",
+        dict(block={"type": "evolved_transformer", "wide_heads": 13}, residual="pre_ln", is_decoder=True),
+    ),
+    ("normalizes its branches", dict(block="evolved_transformer", normalization="power_norm")),
+    ("use 'pre_ln'", dict(block="evolved_transformer", is_decoder=True)),
+    ("16 heads of width", dict(block="evolved_transformer", position="alibi", residual="pre_ln", is_decoder=True)),
+    ("has two in a", dict(block="evolved_transformer", position="deberta", residual="pre_ln", is_decoder=True)),
+    ("even `hidden_size`", dict(hidden_size=15, num_attention_heads=1, block="evolved_transformer")),
+    (
+        "no place for in a decoder",
+        dict(block="evolved_transformer", attention="linear_transformer", residual="pre_ln", is_decoder=True),
+    ),
+    # lite_transformer
+    ("leave channels for both", dict(block={"type": "lite_transformer", "attn_channels": 768})),
+    ("5 `conv_heads` cannot share", dict(block={"type": "lite_transformer", "conv_heads": 5})),
+    ("odd `kernel_sizes`, got 4", dict(block={"type": "lite_transformer", "kernel_sizes": (4,)})),
+    ("12 heads cannot", dict(block={"type": "lite_transformer", "attn_channels": 9, "conv_heads": 3})),
+    ("set `head_dim=32`", dict(block="lite_transformer", position="rotary")),
+    ("makes its terms for", dict(block="lite_transformer", position="deberta")),
+    ("not made for", dict(block="lite_transformer", attention="longformer")),
+    ("no place for in a", dict(block="lite_transformer", attention="linear_transformer", is_decoder=True)),
     # no_ffn
     ("no_ffn", dict(block="no_ffn")),
     # orders

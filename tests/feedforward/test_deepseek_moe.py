@@ -198,9 +198,7 @@ def test_dropout_inside_experts():
     """Scaled, with gradients that a change of the weights shows."""
     module = made({**SPECS["v3"], "expert_dropout": 0.5}).train()
     states = vectors(4, 40)
-    outputs = []
-    for seed in range(200):
-        torch.manual_seed(seed)
-        outputs.append(module(states, None).output)
-    mean, plain = torch.stack(outputs).mean(0), module.eval()(states, None).output
+    torch.manual_seed(0)
+    mean = module(states.repeat(200, 1, 1), None).output.unflatten(0, (200, 4)).mean(0)
+    plain = module.eval()(states, None).output
     assert float(((mean - plain).abs().mean() / plain.abs().mean()).detach()) < 0.1

@@ -50,20 +50,6 @@ def test_numbers_in_a_cache_keep_their_bits(dtype):
         assert torch.equal(one, other[[1, 0]])
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"is_decoder": False}, "only works in a causal decoder"),
-        ({"attention": "linear_transformer"}, "has no place for"),
-        ({"attention": "routing_transformer"}, "next to its key, which attention 'routing_transformer'"),
-        ({"attention": "multi_head_latent_attention"}, "has no place for"),
-    ],
-)
-def test_refusals(fields, words):
-    with pytest.raises(ValueError, match=words):
-        XFormerConfig(**{**GEOMETRY, **GATES, "is_decoder": True, **fields})
-
-
 def test_caches_that_round_are_refused():
     """Rounded bits of a sum are another number altogether."""
 

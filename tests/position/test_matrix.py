@@ -80,11 +80,12 @@ def known(sentence, attention):
 def to_run(row, shape, configs):
     """Which of the cells that work are run. To attention, positions that act at the input alone are vectors like any
     others, as one of them shows with every mechanism; and an encoder-decoder is made of towers that are run by
-    themselves. Of those every fourth mechanism is run, of others every second, other ones from row to row."""
+    themselves. Of the former every twelfth mechanism is run, of these every fourth, of others every second, other ones
+    from row to row."""
     acts = frozenset().union(*(config.position.acts for config in configs.values()))
     if row == WITH_ALL:
         return configs
-    apart = 4 if shape == "seq2seq" or acts <= {"input", "layer_input"} else 2
+    apart = 12 if acts <= {"input", "layer_input"} else 4 if shape == "seq2seq" else 2
     few = list(configs)[list(ROWS).index(row) % max(1, min(apart, len(configs))) :: apart]
     return {attention: configs[attention] for attention in few}
 

@@ -54,6 +54,16 @@ REFUSED = [
     # floater
     ("leave `head_dim`", dict(position="floater", num_key_value_heads=2)),
     ("adds to the queries, keys and values", dict(position="floater", attention="linear_transformer")),
+    # forget_gate
+    ("only works in a causal decoder", dict(position="forget_gate")),
+    *[
+        (why, dict(position="forget_gate", attention=attention, is_decoder=True))
+        for attention, why in (
+            ("linear_transformer", "has no place for"),
+            ("routing_transformer", "next to its key, which attention 'routing_transformer'"),
+            ("multi_head_latent_attention", "has no place for"),
+        )
+    ],
     # gaussian_transformer
     ("`start_offset` < 0.*`offset=False`", dict(position={"type": "gaussian_transformer", "start_offset": 0.5})),
     ("leave one of them out", dict(position={"type": "gaussian_transformer", "start_offset": -1.0, "offset": False})),

@@ -1,4 +1,4 @@
-"""Rotary scalings against the formulas of the papers in float64, and against transformers' own functions."""
+"""Rotary scalings against transformers' own functions."""
 
 import math
 
@@ -48,55 +48,6 @@ MORE = {
 CASES = [(name, {**FIELDS[name], **more}) for name in FIELDS for more in ({}, *MORE[name])]
 
 
-def formula(name: str, fields: dict, tokens: int) -> tuple[list[float], float]:
-    """f_i and the factor on cosines and sines, one i at a time."""
-    plain = [THETA ** (-2 * i / WIDTH) for i in range(WIDTH // 2)]
-    factor = fields.get("factor")
-    if name == "linear":
-        return [f / factor for f in plain], 1.0
-    if name == "dynamic":
-        stretch = 1.0 if tokens <= LENGTH else factor * tokens / LENGTH - (factor - 1)
-        base = THETA * stretch ** (WIDTH / (WIDTH - 2))
-        return [base ** (-2 * i / WIDTH) for i in range(WIDTH // 2)], 1.0
-    if name == "proportional":
-        turning = int(fields["proportion"] * WIDTH / 2)
-        return [f / factor if i < turning else 0.0 for i, f in enumerate(plain)], 1.0
-    original = fields["original_max_position_embeddings"]
-    factor = LENGTH / original if factor is None else factor
-    if name == "llama3":
-        found = []
-        for f in plain:
-            wavelength = 2 * math.pi / f
-            if wavelength < original / fields["high_freq_factor"]:
-                found.append(f)
-            elif wavelength > original / fields["low_freq_factor"]:
-                found.append(f / factor)
-            else:
-                smooth = (original / wavelength - fields["low_freq_factor"]) / (
-                    fields["high_freq_factor"] - fields["low_freq_factor"]
-                )
-                found.append((1 - smooth) * f / factor + smooth * f)
-        return found, 1.0
-    if name == "longrope":
-        factors = fields["long_factor" if tokens > original else "short_factor"]
-        amplitude = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-        return [f / s for f, s in zip(plain, factors, strict=True)], fields.get("attention_factor") or amplitude
-    fast, slow = fields.get("beta_fast", 32), fields.get("beta_slow", 1)
-    ends = [WIDTH * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(THETA)) for turns in (fast, slow)]
-    if fields.get("truncate", True):
-        ends = [math.floor(ends[0]), math.ceil(ends[1])]
-    low, high = max(ends[0], 0), min(ends[1], WIDTH - 1)
-    found = []
-    for i, f in enumerate(plain):
-        ramp = min(max((i - low) / (high - low), 0.0), 1.0)
-        found.append(f / factor * ramp + f * (1 - ramp))
-    amplitude = 0.1 * math.log(factor) + 1
-    if "mscale" in fields:
-        parts = [0.1 * fields[key] * math.log(factor) + 1 for key in ("mscale", "mscale_all_dim")]
-        amplitude = parts[0] / parts[1]
-    return found, fields.get("attention_factor") or amplitude
-
-
 def ours(name, fields, tokens):
     scaling = build_scaling({"type": name, **fields})
     scaling.check_width(WIDTH)
@@ -105,16 +56,6 @@ def ours(name, fields, tokens):
 
 def test_every_type_is_tried():
     assert set(SCALINGS) == set(FIELDS) == set(ROPE_INIT_FUNCTIONS)
-
-
-@pytest.mark.parametrize("tokens", [10, 64, 300])
-@pytest.mark.parametrize(("name", "fields"), CASES)
-def test_formula(name, fields, tokens):
-    found, amplitude = ours(name, fields, tokens)
-    expected, factor = formula(name, fields, tokens)
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found[0].double(), torch.tensor(expected).double(), rtol=2e-6, atol=0)
-    assert amplitude == pytest.approx(factor, rel=1e-12)
 
 
 @pytest.mark.parametrize("tokens", [10, 64, 300])

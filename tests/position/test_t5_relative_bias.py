@@ -1,4 +1,4 @@
-"""T5's bias: buckets by a loop over the formula and as transformers has them, then in a model."""
+"""T5's bias: buckets as transformers has them, and in a model by a loop over the formula."""
 
 import math
 
@@ -26,32 +26,13 @@ def bucket(distance, bidirectional, buckets, far):
     return first + min(exact + int(share * (buckets - exact) + 1e-9), buckets - 1)
 
 
-@pytest.mark.parametrize("bidirectional", [True, False])
-@pytest.mark.parametrize(("buckets", "far"), [(32, 128), (8, 20), (6, 100)])
-def test_formula(bidirectional, buckets, far):
-    distances = torch.arange(-300, 301)
-    found = relative_buckets(distances, bidirectional=bidirectional, num_buckets=buckets, max_distance=far)
-    expected = [bucket(int(d), bidirectional, buckets, far) for d in distances]
-    # Where the logarithm is a whole number, one rounding in float32 decides; there a neighbour is right as well.
-    for distance, one, other in zip(distances.tolist(), found.tolist(), expected):
-        assert one == other or (whole(distance, bidirectional, buckets, far) and other - one == 1), distance
-    assert found.min() == 0 and found.max() == buckets - 1
-
-
-def whole(distance, bidirectional, buckets, far):
-    side = buckets // 2 if bidirectional else buckets
-    exact = side // 2
-    share = math.log(abs(distance) / exact) / math.log(far / exact) * (side - exact)
-    return abs(share - round(share)) < 1e-6
-
-
 def test_same_as_transformers():
     """The buckets that T5 checkpoints were trained with, rounding included."""
     from transformers.models.t5.modeling_t5 import T5Attention
 
     distances = torch.arange(-1000, 1001)
     for bidirectional in (True, False):
-        for buckets, far in ((32, 128), (8, 20), (16, 64)):
+        for buckets, far in ((32, 128), (8, 20), (16, 64), (6, 100)):
             theirs = T5Attention._relative_position_bucket(distances, bidirectional, buckets, far)
             ours = relative_buckets(distances, bidirectional=bidirectional, num_buckets=buckets, max_distance=far)
             assert torch.equal(ours, theirs)

@@ -131,6 +131,10 @@ REFUSED = [
     ("learn of them through", dict(stack="two_stream", attention="transformer_xl", block="mask_attention_network")),
     ("by which feedforward", dict(stack="two_stream", attention="transformer_xl", feedforward="hash_layers")),
     ("takes statistics", dict(stack="two_stream", attention="transformer_xl", normalization="power_norm")),
+    # universal
+    ("does not divide `num_hidden", dict(num_hidden_layers=6, stack={"type": "universal", "layers_per_step": 4})),
+    ("`groups=5`, of 3 layers each, for 4 ", dict(stack={"type": "universal", "groups": 5, "layers_per_step": 3})),
+    ("even `hidden_size`, got 15", dict(hidden_size=15, num_attention_heads=3, stack="universal")),
     # voting_exit
     ("never 2", dict(stack={"type": "voting_exit", "vote_lambda": 1, "vote_threshold": 2})),
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -65,6 +67,15 @@ def test_mixtures_by_hand(residual):
                 expected = encoder.final_norm(expected)
             close(memory, expected)
         assert (seen[0] - seen[1]).abs().max() > 1e-3, "both layers read the same"
+
+
+def test_padding_moves_no_statistics_of_memories():
+    net, (ids, mask) = (
+        model(residual="pre_ln", normalization="power_norm").train(),
+        pad([tokens(7), tokens(4)], 7, "right"),
+    )
+    given = {"attention_mask": mask, "decoder_input_ids": tokens(2, 5)}
+    close(*(copy.deepcopy(net)(ids.masked_fill(mask == 0, other), **given).logits for other in (5, 50)))
 
 
 def test_weights_are_dropped_in_training():
