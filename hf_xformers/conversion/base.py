@@ -8,7 +8,7 @@ import importlib
 import itertools
 import pkgutil
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import transformers
@@ -108,6 +108,11 @@ class Head:
     def fits(self, config: XFormerConfig) -> bool:
         """Whether a model of ours has these settings."""
         return all(getattr(config, name) == value for name, value in self.settings_for(config).items())
+
+    def renamed(self, old: str, new: str, prefix: str) -> Head:
+        """The pair of a relative: `new` for `old` in its class's name, and the `prefix` of the model inside it."""
+        theirs = self.theirs.replace(old, new).replace("LMHeadModel", "ForCausalLM")
+        return replace(self, theirs=theirs, prefix=prefix if self.prefix else "")
 
     @property
     def our_prefix(self) -> str:

@@ -21,6 +21,7 @@ from hf_xformers.conversion import (
     swap_components,
     to_transformers,
 )
+from tests.conversion.test_checkpoints import files
 
 NAME = "bert.encoder.layer.1.intermediate.dense.weight"
 
@@ -56,10 +57,6 @@ def saved(tmp_path_factory):
 def folder(saved, tmp_path):
     """A copy of it to damage."""
     return shutil.copytree(saved, tmp_path / "bert")
-
-
-def content(folder):
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def edit(folder, **fields):
@@ -285,7 +282,7 @@ def test_one_paragraph_and_nothing_written(folder, tmp_path, capfd, monkeypatch,
     target = tmp_path / "target"
     target.mkdir()
     (target / "kept.txt").write_text("kept")
-    before = content(tmp_path)
+    before = files(tmp_path)
     asked = ["--attention", "talking_heads"] if swap else []
     capfd.readouterr()
     code = main(["convert", "--from", str(folder), "--to", str(target), "--overwrite", *asked])
@@ -294,7 +291,7 @@ def test_one_paragraph_and_nothing_written(folder, tmp_path, capfd, monkeypatch,
     assert len(said.splitlines()) == 1 and said.startswith("hf-xformers: error: "), said
     assert "--debug" not in said
     assert re.search(message, said), said
-    assert content(tmp_path) == before
+    assert files(tmp_path) == before
     assert "HF_XFORMERS_RAN" not in os.environ
 
     open_it = (
@@ -324,11 +321,11 @@ def test_a_target_around_the_source_is_not_replaced(folder, tmp_path, capfd):
     outer = tmp_path / "outer"
     outer.mkdir()
     shutil.move(folder, outer / "bert")
-    before = content(tmp_path)
+    before = files(tmp_path)
     for swap in ([], ["--attention", "talking_heads"]):
         code = main(["convert", "--from", str(outer / "bert"), "--to", str(outer), "--overwrite", *swap])
         assert code == 2 and "lies in the target" in capfd.readouterr().err
-    assert content(tmp_path) == before
+    assert files(tmp_path) == before
 
 
 def test_loaded_models_with_quantized_weights(folder):

@@ -21,21 +21,23 @@ def full_rows(length: int, rows: int = 2) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
+def with_our_blocks(monkeypatch, attention, ours):
+    """Their `attention` draws our random blocks, of ten, layer after layer."""
+    drawn = []
+    for layer in ours.model.trunk.layers:
+        atom = next(part for part in layer.attention.pattern.children() if isinstance(part, RandomBlocks)).bind(20)
+        drawn.append([torch.stack(atom.for_head(i).drawn(torch.arange(1, 9)), 1).numpy() for i in range(4)])
+    order = iter(drawn)
+    monkeypatch.setattr(attention, "_bigbird_block_rand_mask_with_head", lambda *_, **__: next(order))
+
+
 def test_bigbird_blocks(monkeypatch):
     """Long texts with our random blocks on both sides, and short texts in the same batch, which are read whole."""
     entry, head, fields = ALL["big_bird"], "BigBirdForMaskedLM", {"block_size": 2, "num_random_blocks": 1}
     model = entry.make(head, **fields)
     ours, back = round_trip(entry, model, head)
     assert_exact(model, back, entry.idle[head])
-    drawn = []
-    for layer in ours.model.trunk.layers:
-        atom = next(part for part in layer.attention.pattern.children() if isinstance(part, RandomBlocks)).bind(20)
-        rows = torch.arange(1, 9)
-        drawn.append([torch.stack(atom.for_head(index).drawn(rows), 1).numpy() for index in range(4)])
-    order = iter(drawn)
-    monkeypatch.setattr(
-        BigBirdBlockSparseAttention, "_bigbird_block_rand_mask_with_head", lambda *_, **__: next(order)
-    )
+    with_our_blocks(monkeypatch, BigBirdBlockSparseAttention, ours)
     given = full_rows(19)
     with torch.no_grad():
         expected = model(**given).logits
@@ -55,14 +57,7 @@ def test_bigbird_pegasus_blocks(monkeypatch):
     fields = {"block_size": 2, "num_random_blocks": 1}
     model = entry.make(head, **fields)
     ours, _ = round_trip(entry, model, head)
-    drawn = []
-    for layer in ours.model.trunk.layers:
-        atom = next(part for part in layer.attention.pattern.children() if isinstance(part, RandomBlocks)).bind(20)
-        drawn.append([torch.stack(atom.for_head(i).drawn(torch.arange(1, 9)), 1).numpy() for i in range(4)])
-    order = iter(drawn)
-    monkeypatch.setattr(
-        BigBirdPegasusBlockSparseAttention, "_bigbird_block_rand_mask_with_head", lambda *_, **__: next(order)
-    )
+    with_our_blocks(monkeypatch, BigBirdPegasusBlockSparseAttention, ours)
     given = full_rows(20)
     given["decoder_input_ids"] = given["input_ids"][:, :5]
     with torch.no_grad():

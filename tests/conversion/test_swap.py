@@ -14,6 +14,7 @@ import hf_xformers
 from hf_xformers.conversion import from_transformers, swap_checkpoint, swap_components
 from hf_xformers.core import components
 from tests.conversion.architectures import tiny
+from tests.conversion.test_checkpoints import WORD_PIECES, files
 from tests.forks import forks
 
 # (case, components that equal dense attention as long as the text is inside the window)
@@ -314,16 +315,10 @@ def test_movement_is_the_divergence_of_the_predictions():
 
 @pytest.fixture
 def bert(tmp_path):
-    letters = [chr(ord("a") + index) for index in range(26)]
-    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{letter}" for letter in letters)]
     folder = tmp_path / "bert"
     tiny("BertForMaskedLM").make().save_pretrained(folder)
-    transformers.BertTokenizer(vocab={piece: i for i, piece in enumerate(pieces)}).save_pretrained(folder)
+    transformers.BertTokenizer(vocab={piece: i for i, piece in enumerate(WORD_PIECES)}).save_pretrained(folder)
     return folder
-
-
-def files(folder):
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_folders(tmp_path, bert):

@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 
 from hf_xformers import XFTransformerXLForCausalLM
 from hf_xformers.conversion import convert_checkpoint, from_transformers, swap_components, to_transformers
+from tests.conversion.test_checkpoints import Code
 from tests.helpers import close
 
 VOCAB, WIDTH, EMBED, HEADS, HEAD, INNER, LAYERS, MEMORY, CLAMP = 40, 16, 12, 3, 4, 20, 2, 6, 4
@@ -216,14 +217,6 @@ def test_words(tmp_path, file):
     assert tokenizer("The cat , the dog <eos>").input_ids == [4, 5, 3, 1, 2, 0]
     assert tokenizer.decode([4, 5, 3, 1, 0]) == "The cat , the <eos>"
     assert (len(tokenizer), tokenizer.eos_token_id, tokenizer.unk_token_id) == (VOCAB, 0, 2)
-
-
-class Code:
-    def __init__(self, place):
-        self.place = place
-
-    def __reduce__(self):
-        return open, (str(self.place), "w")
 
 
 @pytest.mark.parametrize("file", ["vocab.pkl", "vocab.bin"])

@@ -13,9 +13,10 @@ from transformers import PreTrainedConfig
 
 from ...configuration_xformer import XFormerConfig
 from ..activations import activation, activation_name, feedforward
-from ..base import Converter, Head, register
+from ..base import Converter, register
 from ..rules import Rule, copied, first
 from .bert import CLASSIFIERS, COMPONENTS, EMBEDDINGS, FIELDS, refuse_relative_positions
+from .bert import CONVERTER as BERT
 
 
 def to_ours(config: PreTrainedConfig) -> dict[str, Any]:
@@ -68,8 +69,6 @@ def _backbone(config: XFormerConfig) -> tuple[Rule, ...]:
     return tuple(rules)
 
 
-LANGUAGE = ("projection", "mlm")
-
 CONVERTER = register(
     Converter(
         model_type="albert",
@@ -95,19 +94,10 @@ CONVERTER = register(
             "pair": (copied("sop_classifier.classifier.*", "classifier.*"),),
             **CLASSIFIERS,
         },
-        heads=(
-            Head("AlbertModel", "Model", "", ("backbone", "pooler")),
-            Head("AlbertForPreTraining", "ForPreTraining", "albert.", ("backbone", "pooler", *LANGUAGE, "pair")),
-            Head("AlbertForMaskedLM", "ForMaskedLM", "albert.", ("backbone", *LANGUAGE)),
-            Head(
-                "AlbertForSequenceClassification",
-                "ForSequenceClassification",
-                "albert.",
-                ("backbone", "pooler", "sequence"),
-            ),
-            Head("AlbertForTokenClassification", "ForTokenClassification", "albert.", ("backbone", "token")),
-            Head("AlbertForQuestionAnswering", "ForQuestionAnswering", "albert.", ("backbone", "spans")),
-            Head("AlbertForMultipleChoice", "ForMultipleChoice", "albert.", ("backbone", "pooler", "choice")),
+        heads=tuple(
+            head.renamed("Bert", "Albert", "albert.")
+            for head in BERT.heads
+            if head.ours not in ("ForCausalLM", "ForNextSentencePrediction")
         ),
         unread=("hidden_act",),
         components=COMPONENTS | {"embedding": ("factorized",), "stack": ("universal",)},

@@ -63,7 +63,7 @@ CONVERTER = register(
         to_theirs=deberta_v2.common_to_theirs,
         groups={**deberta_v2.CONVERTER.groups, "backbone": _backbone},
         heads=tuple(
-            dataclasses.replace(head, theirs=head.theirs.replace("DebertaV2", "Deberta"))
+            head.renamed("DebertaV2", "Deberta", "deberta.")
             for head in deberta_v2.CONVERTER.heads
             if head.ours != "ForMultipleChoice"
         ),

@@ -44,14 +44,7 @@ CONVERTER = register(
         to_ours=to_ours,
         to_theirs=to_theirs,
         groups={**bert.CONVERTER.groups, "backbone": _backbone},
-        heads=tuple(
-            dataclasses.replace(
-                head,
-                theirs=head.theirs.replace("Bert", "Ernie").replace("LMHeadModel", "ForCausalLM"),
-                prefix=head.prefix.replace("bert", "ernie"),
-            )
-            for head in bert.CONVERTER.heads
-        ),
+        heads=tuple(head.renamed("Bert", "Ernie", "ernie.") for head in bert.CONVERTER.heads),
         unread=("hidden_act", "task_type_vocab_size"),  # the rows of a table that only `use_task_id` makes
         native=False,
     )

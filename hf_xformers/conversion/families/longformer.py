@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from ...configuration_xformer import XFormerConfig
-from ..base import Converter, Head, register
+from ..base import Converter, register
 from ..rules import copied
 from . import roberta
 from .bert import BACKBONE, FIELDS
@@ -63,18 +63,10 @@ CONVERTER = register(
         to_ours=to_ours,
         to_theirs=to_theirs,
         groups={**roberta.CONVERTER.groups, "backbone": (*BACKBONE, *GLOBAL)},
-        heads=(
-            Head("LongformerModel", "Model", "", ("backbone", "pooler")),
-            Head("LongformerForMaskedLM", "ForMaskedLM", "longformer.", ("backbone", "projection", "mlm")),
-            Head(
-                "LongformerForSequenceClassification",
-                "ForSequenceClassification",
-                "longformer.",
-                ("backbone", "sequence_pooler", "sequence"),
-            ),
-            Head("LongformerForTokenClassification", "ForTokenClassification", "longformer.", ("backbone", "token")),
-            Head("LongformerForQuestionAnswering", "ForQuestionAnswering", "longformer.", ("backbone", "spans")),
-            Head("LongformerForMultipleChoice", "ForMultipleChoice", "longformer.", ("backbone", "pooler", "choice")),
+        heads=tuple(
+            head.renamed("Roberta", "Longformer", "longformer.")
+            for head in roberta.CONVERTER.heads
+            if head.ours != "ForCausalLM"
         ),
         # one number stands for as many as there are layers
         unread=("hidden_act", "attention_window", "onnx_export"),

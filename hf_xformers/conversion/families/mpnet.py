@@ -14,9 +14,10 @@ from transformers import PreTrainedConfig
 
 from ...configuration_xformer import XFormerConfig
 from ..activations import activation, feedforward
-from ..base import Converter, Head, register
+from ..base import Converter, register
 from ..rules import copied
 from .bert import COMPONENTS, DENSE_CLASSIFIERS, FIELDS, POOLER
+from .roberta import CONVERTER as ROBERTA
 from .roberta import LANGUAGE_HEAD
 
 _OFFSET = 2  # rows of the position table before the first token's
@@ -86,18 +87,8 @@ CONVERTER = register(
             **LANGUAGE_HEAD,
             **DENSE_CLASSIFIERS,
         },
-        heads=(
-            Head("MPNetModel", "Model", "", ("backbone", "pooler")),
-            Head("MPNetForMaskedLM", "ForMaskedLM", "mpnet.", ("backbone", "projection", "mlm")),
-            Head(
-                "MPNetForSequenceClassification",
-                "ForSequenceClassification",
-                "mpnet.",
-                ("backbone", "sequence_pooler", "sequence"),
-            ),
-            Head("MPNetForTokenClassification", "ForTokenClassification", "mpnet.", ("backbone", "token")),
-            Head("MPNetForQuestionAnswering", "ForQuestionAnswering", "mpnet.", ("backbone", "spans")),
-            Head("MPNetForMultipleChoice", "ForMultipleChoice", "mpnet.", ("backbone", "pooler", "choice")),
+        heads=tuple(
+            head.renamed("Roberta", "MPNet", "mpnet.") for head in ROBERTA.heads if head.ours != "ForCausalLM"
         ),
         unread=("hidden_act",),
         native=False,

@@ -57,14 +57,9 @@ CONVERTER = register(
         to_theirs=to_theirs,
         groups={**bert.CONVERTER.groups, "backbone": _backbone, "encodings": (only_theirs(_ENCODING),)},
         heads=tuple(
-            dataclasses.replace(
-                head,
-                theirs=head.theirs.replace("Bert", "Nezha"),
-                prefix=head.prefix.replace("bert", "nezha"),
-                groups=(*head.groups, "encodings"),
-            )
+            dataclasses.replace(head.renamed("Bert", "Nezha", "nezha."), groups=(*head.groups, "encodings"))
             for head in bert.CONVERTER.heads
-            if head.theirs != "BertLMHeadModel"
+            if head.ours != "ForCausalLM"
         ),
         native=False,
         layouts=CLASSES,

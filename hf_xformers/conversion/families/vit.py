@@ -152,12 +152,6 @@ VIT = register(
 )
 
 
-def _deit(head: Head) -> Head:
-    return dataclasses.replace(
-        head, theirs=head.theirs.replace("ViT", "DeiT"), prefix=head.prefix.replace("vit", "deit")
-    )
-
-
 register(
     dataclasses.replace(
         VIT,
@@ -166,7 +160,7 @@ register(
         to_ours=_to_ours(distilled=True),
         groups={**VIT.groups, "teacher": (only_theirs("cls_classifier.*", "distillation_classifier.*"),)},
         heads=(
-            *map(_deit, VIT.heads),
+            *(head.renamed("ViT", "DeiT", "deit.") for head in VIT.heads),
             Head("DeiTForImageClassificationWithTeacher", "Model", "deit.", ("backbone", "pooler", "teacher")),
         ),
     )

@@ -13,9 +13,7 @@ for model_type, name in (("xlm-roberta", "XLMRoberta"), ("camembert", "Camembert
         dataclasses.replace(
             ROBERTA,
             model_type=model_type,
-            heads=tuple(
-                dataclasses.replace(head, theirs=head.theirs.replace("Roberta", name)) for head in ROBERTA.heads
-            ),
+            heads=tuple(head.renamed("Roberta", name, "roberta.") for head in ROBERTA.heads),
             native=False,
         )
     )
