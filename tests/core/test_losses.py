@@ -12,7 +12,7 @@ from hf_xformers import (
     XFormerForPreTraining,
     XFormerForSeq2SeqLM,
 )
-from hf_xformers.core.losses import next_token_cross_entropy, token_cross_entropy, with_aux_losses
+from hf_xformers.core.losses import token_cross_entropy, with_aux_losses
 from tests.helpers import NO_DROPOUT, close, make_strong, tokens
 
 SMALL = dict(
@@ -43,25 +43,6 @@ def test_mean_over_labelled_tokens():
     close(token_cross_entropy(logits, some_labels()), torch.tensor(total / count, dtype=torch.float64))
     for given in (17, torch.tensor(17)):
         close(token_cross_entropy(logits, some_labels(), given), torch.tensor(total / 17, dtype=torch.float64))
-
-
-def test_next_token():
-    logits = torch.randn(2, 5, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    total, count = by_hand(logits[:, :-1], some_labels()[:, 1:])
-    close(next_token_cross_entropy(logits, some_labels()), torch.tensor(total / count, dtype=torch.float64))
-
-
-def test_no_labels_at_all():
-    """Loss 0 with a gradient of 0: a batch without targets must not stop a distributed run, nor poison it."""
-    logits = torch.randn(2, 5, 7).requires_grad_()
-    for function, labels in ((token_cross_entropy, torch.full((2, 5), -100)), (next_token_cross_entropy, None)):
-        if labels is None:
-            loss = function(logits[:, :1], torch.zeros(2, 1, dtype=torch.long))
-        else:
-            loss = function(logits, labels)
-        assert loss == 0.0
-        (slope,) = torch.autograd.grad(loss, logits)
-        assert (slope == 0).all()
 
 
 def test_pieces_of_a_batch_add_up():
