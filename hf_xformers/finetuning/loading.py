@@ -299,8 +299,8 @@ def check_lengths(task: Task, config: PreTrainedConfig, given: int | None, reser
     limit -= reserved
     if limit < 1:
         raise ValueError(
-            f"--peft.num_virtual_tokens {reserved} leaves no position for text, of the {limit + reserved} that the model"
-            " has; take fewer"
+            f"--peft.num_virtual_tokens {reserved} leaves no position for text, of the {limit + reserved} that the"
+            " model has; take fewer"
         )
     wanted = {"max_length": given, "max_target_length": task.options.max_target_length if task.generates else None}
     for name, length in wanted.items():

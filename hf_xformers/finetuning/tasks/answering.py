@@ -101,7 +101,7 @@ class QuestionAnswering(Task):
         return [text for text, _ in kept], [start for _, start in kept]
 
     def _span(self, context: str, text: str, start: float | None, where: RowNames, row: int) -> tuple[int, int]:
-        start = context.find(text) if start is None or start < 0 else int(start)  # a float beside rows without one
+        start = context.find(text) if start is None or start < 0 else int(start)  # a float next to rows without one
         if start < 0 or context[start : start + len(text)] != text:
             raise ValueError(
                 f"{where[row]} has the answer {text!r}, which does not stand in its context at the "
