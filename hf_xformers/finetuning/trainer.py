@@ -51,6 +51,7 @@ class TaskTrainer(XFormerTrainer):
         self.rows: list[dict[str, Any]] = []
         self._order: np.ndarray | None = None  # of the features, where it is not that of the split
         super().__init__(*args, compute_metrics=self._score, **kwargs)
+        self.args.eval_do_concat_batches = True  # what is scored belongs to rows by its place among all
         if task.mean_loss:
             self.model_accepts_loss_kwargs = False
         self.unfreezing: GradualUnfreezing | None = None

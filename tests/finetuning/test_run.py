@@ -75,7 +75,7 @@ def test_early_stopping(tmp_path):
 def test_resume_of_a_finished_run_changes_nothing(best, tmp_path):
     """Its last step may be in the middle of an epoch; also where the best weights are taken."""
     options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2,
-               "logging_steps": 1, "load_best_model_at_end": best}  # fmt: skip
+               "eval_do_concat_batches": "false", "logging_steps": 1, "load_best_model_at_end": best}  # fmt: skip
     data, out = classification(tmp_path), tmp_path / "run"
     before = finetune("text-classification", data, out, **options)
     cut = cut_after(6, out, tmp_path / "whole")  # as if killed between the last checkpoint and the final save

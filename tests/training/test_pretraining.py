@@ -21,7 +21,6 @@ from hf_xformers.training.building import (
     choose_block_size,
     grown_positions,
     longest_input,
-    longest_sequence,
 )
 from hf_xformers.training.preparation import ModelChoice, Preparation, Prepared
 from hf_xformers.training.pretraining import is_finished
@@ -299,15 +298,6 @@ def test_grown_positions_hold_the_row(variant):
     limit = longest_input(grown)
     assert grown.max_position_embeddings >= 5000 and (limit is None or limit >= 5000)
     assert grown_positions(grown, 5000) == {}
-
-
-def test_positions_grow_to_the_targets():
-    span = build_objective({"type": "span", "noise_density": 0.8, "mean_noise_span_length": 30.0})
-    config = build_config(config_class("bart"), "tiny", span, fields={"max_position_embeddings": 64})
-    grown = build_config(
-        config_class("bart"), "tiny", span, fields=grown_positions(config, longest_sequence(span, 60))
-    )
-    assert choose_block_size(grown, span, "tiny", 60) == 60
 
 
 def test_maps_of_hash_layers_come_from_the_text(text, tmp_path, capsys):
