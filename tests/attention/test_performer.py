@@ -80,6 +80,13 @@ def test_redrawing_by_interval():
         assert torch.equal(buffer, before[name]), name
 
 
+def test_a_layer_of_several_depths_counts_a_pass_once():
+    config = XFormerConfig(**GEOMETRY, is_decoder=True, attention=SPEC, distinct_layers=1)
+    model = XFormerForCausalLM(config).train()
+    model(input_ids=tokens(2, 7, high=50))
+    assert int(model.model.trunk.layers[0].attention.passes) == 1
+
+
 def test_counting_goes_on_after_loading(tmp_path):
     """A saved model continues with the draws that it would have made."""
     model, ids = small_model(redraw_interval=3).train(), tokens(2, 7, high=50)

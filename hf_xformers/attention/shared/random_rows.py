@@ -86,6 +86,8 @@ class RandomRows(_Base):
         super().prepare(context, past_key_values)
         if not self.training or self.num_rows is None:
             return
+        if context.find(RowsOfCall, self._slot) is not None:  # it runs at several depths
+            return
         interval = self.spec.redraw_interval
         frozen = not (torch.is_grad_enabled() and self.q_proj.weight.requires_grad)
         if interval and not frozen and not torch.compiler.is_compiling():
