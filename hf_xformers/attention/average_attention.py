@@ -117,6 +117,7 @@ class AverageAttentionSpec(AttentionSpec):
     """use_ffn: whether the mean goes through a feed-forward. ffn_size: its inner width (`None`: `intermediate_size`).
     use_gate: whether gates mix the token and what became of the mean."""
 
+    not_taken_over = ("scale",)  # there are no scores
     summary = "the running mean of all tokens so far, through a feed-forward and a gate: a state of constant size"
     bidirectional = False
     acts = frozenset()

@@ -229,6 +229,7 @@ class HardCodedGaussianSpec(AttentionSpec):
         ratio: r of cross-attention, tokens of the source for one of the target.
     """
 
+    not_taken_over = ("scale",)  # there are no scores
     summary = "fixed Gaussian weights around a neighbor: no queries and keys, linear time, constant state"
     cross = True
     acts = frozenset()
@@ -251,6 +252,10 @@ class HardCodedGaussianSpec(AttentionSpec):
         return math.ceil(REACH * float(self.std)) + max(abs(offset) for offset in self.offsets_of(causal))
 
     def check_fields(self) -> None:
+        if self.scale is not None:
+            raise ValueError(
+                f"hard_coded_gaussian has no scores to scale, got `scale={self.scale}`; leave it unset (None)."
+            )
         if self.offsets is not None and not self.offsets:
             raise ValueError(
                 "hard_coded_gaussian needs at least one number in `offsets`, got none; leave it out for the paper's."

@@ -49,9 +49,14 @@ class MemoryVector(Sublayer):
 class MemoryVectorSpec(AttentionSpec):
     """For `cross_attention` alone: adds the memory's one vector (of several, their mean) to every token."""
 
+    not_taken_over = ("scale",)  # there are no scores
     summary = "adds the memory's vector in place of cross-attention"
     cross = True
     why_not: ClassVar[Mapping[str, str]] = {"causal": "it reads the memory of an encoder, and nothing else."}
+
+    def check_fields(self) -> None:
+        if self.scale is not None:
+            raise ValueError(f"memory_vector has no scores to scale, got `scale={self.scale}`; leave it unset (None).")
 
     def check(self, config) -> None:
         if config.attention is self:
@@ -59,8 +64,6 @@ class MemoryVectorSpec(AttentionSpec):
                 "attention 'memory_vector' reads the memory of an encoder, and nothing else; set it as"
                 " `cross_attention`, and let `attention` be e.g. 'dense'."
             )
-        if config.cross_attention is self and self.scale is not None:
-            raise ValueError(f"memory_vector has no scores to scale, got `scale={self.scale}`; leave it unset (None).")
         if reads_memory(self, config):
             check_unread_input(config, "memory_vector as `cross_attention` reads the memory")
 

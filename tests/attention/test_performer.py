@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from hf_xformers import XFormerConfig, XFormerForCausalLM
-from hf_xformers.attention.performer import redraw_features
+from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerModel
+from hf_xformers.attention.performer import PerformerAttention, redraw_features
 from tests.attention.score_helpers import (
     GEOMETRY,
     HEADS,
@@ -78,6 +78,20 @@ def test_redrawing_by_interval():
         model.train()(input_ids=ids)
     for name, buffer in model.named_buffers():
         assert torch.equal(buffer, before[name]), name
+
+
+@pytest.mark.parametrize(
+    "more", [{"distinct_layers": 1}, {"block": {"type": "dartsformer", "operations": [["attention", "attention"]]}}]
+)
+def test_every_module_counts_a_pass_once(more):
+    """One that runs at several depths, and each of two in a layer."""
+    model = XFormerModel(XFormerConfig(**GEOMETRY, attention={**SPEC, "redraw_interval": 1}, **more)).train()
+    counted = [module for module in model.modules() if isinstance(module, PerformerAttention)]
+    before = [module.directions.clone() for module in counted]
+    for _ in range(2):
+        model(input_ids=tokens(2, 7, high=50))
+    assert [int(module.passes) for module in counted] == [2] * len(counted)
+    assert not any(torch.equal(module.directions, rows) for module, rows in zip(counted, before, strict=True))
 
 
 def test_counting_goes_on_after_loading(tmp_path):

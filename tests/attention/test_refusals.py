@@ -5,7 +5,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from hf_xformers import XFormerConfig, XFormerForCausalLM
-from hf_xformers.core.components import names
+from hf_xformers.core.components import SLOTS, build_spec, names
 from hf_xformers.variants.ca_mtl import XFCAMTLConfig
 from hf_xformers.variants.sac import XFSACConfig
 from hf_xformers.variants.star_transformer import XFStarTransformerConfig
@@ -24,6 +24,7 @@ SETTINGS = [
     ("dilated_attention", {"dilation": (1, (1, 2), 1)}, "2 gaps for a layer of 4 heads"),
     ("ca_mtl", {"num_blocks": 25}, "`num_blocks` of at most 24, the positions, got 25"),
     ("collaborative_attention", {"shared_width": 6}, "divides `shared_width` 6 among 4 heads"),
+    ("hard_coded_gaussian", {"scale": 0.5}, "no scores to scale"),
     ("hard_coded_gaussian", {"offsets": ()}, "at least one number"),
     ("hard_coded_gaussian", {"offsets": (0, 1, 2)}, "3 `offsets`.*must divide `num_attention_heads` 4"),
     ("hard_coded_gaussian", {"offsets": (20,), "renormalize": True}, "more than 12 times `std`"),
@@ -307,6 +308,15 @@ def refusing(message, slot, fields):
 @pytest.mark.parametrize(("message", "fields", "lacking"), FORMS)
 def test_forms(message, fields, lacking):
     assert refusing(message, "attention", fields) == set(lacking.split())
+
+
+def test_scales_that_are_refused_are_not_taken_over():
+    """A model whose attention has one is swapped without a word about it."""
+    for name in names("attention"):
+        try:
+            build_spec("attention", {"type": name, "scale": 0.5})
+        except ValueError:
+            assert "scale" in SLOTS["attention"].get(name).not_taken_over, name
 
 
 def test_memories():

@@ -86,6 +86,8 @@ class RandomRows(_Base):
         super().prepare(context, past_key_values)
         if not self.training or self.num_rows is None:
             return
+        if context.find(RowsOfCall, id(self)) is not None:  # it runs at several depths
+            return
         interval = self.spec.redraw_interval
         frozen = not (torch.is_grad_enabled() and self.q_proj.weight.requires_grad)
         if interval and not frozen and not torch.compiler.is_compiling():
@@ -94,17 +96,13 @@ class RandomRows(_Base):
                 self.redraw()
             self._counted += 1
             self.passes += 1
-        context.keep(RowsOfCall(self.directions.clone()), self._slot)
-
-    @property
-    def _slot(self) -> tuple[str, int, bool]:
-        return self.spec.type, self.layer_idx, self.cross
+        context.keep(RowsOfCall(self.directions.clone()), id(self))
 
     def rows(self, context: Call) -> Tensor:
         """Those of this call."""
         if not self.training:  # nothing redraws them, and a graph need not know which layer it is of
             return self.directions
-        found = context.find(RowsOfCall, self._slot)
+        found = context.find(RowsOfCall, id(self))
         return self.directions if found is None else found.rows
 
     def _load_from_state_dict(self, *args, **kwargs) -> None:
