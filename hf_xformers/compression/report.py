@@ -191,18 +191,10 @@ def seconds_by_turns(models: list[PreTrainedModel], measuring: Measuring) -> lis
     return [statistics.median(found) for found in times]
 
 
-def _covered(config: Any) -> int | None:
-    """Tokens that a model has places for."""
-    from ..configuration_xformer import XFormerConfig
+def _batches(models: list[PreTrainedModel], measuring: Measuring, device: torch.device) -> list[dict[str, Any]]:
     from ..training.building import longest_input
 
-    if isinstance(config, XFormerConfig):
-        return longest_input(config)
-    return getattr(config, "max_position_embeddings", None)
-
-
-def _batches(models: list[PreTrainedModel], measuring: Measuring, device: torch.device) -> list[dict[str, Any]]:
-    limits = [_covered(model.config) for model in models]
+    limits = [longest_input(model.config) for model in models]
     length = min([measuring.time_length, *(limit for limit in limits if limit is not None)])
     size = (measuring.eval_batch_size, length)
     generator = torch.Generator().manual_seed(0)

@@ -234,11 +234,9 @@ class Reader:
 
 
 def _length(given: int | None, config: Any) -> int:
-    from ..configuration_xformer import XFormerConfig
     from ..training.building import longest_input
 
-    ours = isinstance(config, XFormerConfig)
-    limit = longest_input(config) if ours else getattr(config, "max_position_embeddings", None)
+    limit = longest_input(config)
     if given is not None and limit is not None and given > limit:
         raise ValueError(
             f"--max_length {given} is more than the {limit} tokens that the model's positions cover; take at most"

@@ -289,11 +289,7 @@ def check_lengths(task: Task, config: PreTrainedConfig, given: int | None, reser
 
     reserved: positions that virtual tokens take.
     """
-    limit = (
-        longest_input(config)
-        if isinstance(config, XFormerConfig)
-        else getattr(config, "max_position_embeddings", None)
-    )
+    limit = longest_input(config)
     if limit is None:
         return
     limit -= reserved

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ..configuration_xformer import XFormerConfig
 from ..core.call_features import features_of
 from ..core.changes import changed_component, components_of, merge_changes
 from ..core.components import SLOTS, Spec, build_spec, did_you_mean
@@ -15,9 +16,7 @@ from ..stacks.text_windows import RestartingPositions
 from .presets import size_fields, size_named
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from ..configuration_xformer import XFormerConfig
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 # Shape of a model -> the configuration fields that say so; in the order in which a variant's default is chosen.
 SHAPES = {
@@ -25,6 +24,13 @@ SHAPES = {
     "decoder": {"is_decoder": True, "is_encoder_decoder": False},
     "seq2seq": {"is_decoder": False, "is_encoder_decoder": True},
 }
+
+
+# Of transformers: their positions start behind the padding id, so that some rows of the table are for no token.
+_BEHIND_PADDING = frozenset(
+    ("camembert", "data2vec-text", "esm", "ibert", "lilt", "longformer", "luke", "markuplm", "mpnet", "roberta")
+    + ("roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod")
+)
 
 
 def language_objectives() -> dict[str, type[Objective]]:
@@ -248,9 +254,13 @@ def _shortest_attention(config: XFormerConfig) -> tuple[int, str] | None:
     return min(((places, name) for places, name in found if places is not None), default=None)
 
 
-def longest_input(config: XFormerConfig) -> int | None:
+def longest_input(config: PreTrainedConfig) -> int | None:
     """Tokens up to which every tower of a configuration has positions, and every attention places; None without a
-    limit."""
+    limit. Of a configuration of transformers, what its position table is for."""
+    if not isinstance(config, XFormerConfig):
+        rows = getattr(config, "max_position_embeddings", None)
+        behind_padding = config.model_type in _BEHIND_PADDING and rows is not None
+        return rows - (config.pad_token_id or 0) - 1 if behind_padding else rows
     attention = _shortest_attention(config)
     return _smallest((_longest_by_position(config), None if attention is None else attention[0]))
 

@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Any
 from ..core.finite import refuse_non_finite
 from ..core.saved_files import refuse_damaged_weights
 from ..objectives import Objective, build_objective
-from .building import choose_block_size, language_objective, language_objectives, refuse_other_component
+from .building import (
+    choose_block_size,
+    language_objective,
+    language_objectives,
+    longest_input,
+    refuse_other_component,
+)
 from .checkpoints import misfit
 from .run_folder import read_summary, saved_config
 from .segments import choose_streams
@@ -177,7 +183,7 @@ def evaluate(
     if isinstance(config, XFormerConfig):
         block_size = choose_block_size(config, objective, "base", block_size)
     elif block_size is None:
-        block_size = min(_LONGEST_DEFAULT, getattr(config, "max_position_embeddings", None) or _LONGEST_DEFAULT)
+        block_size = min(_LONGEST_DEFAULT, longest_input(config) or _LONGEST_DEFAULT)
     streams = score.segment_streams
     if streams is None and "eval_streams" in trained:
         streams = trained["eval_streams"] is not None

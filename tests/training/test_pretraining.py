@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import (
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
@@ -265,6 +266,17 @@ def test_rows_fit_the_places_of_attention(attention, where):
     assert longest_input(config) == 40 and choose_block_size(config, mlm, "tiny", None) == 40
     with pytest.raises(ValueError, match=f"attention '{attention}' has places for only 40"):
         choose_block_size(config, mlm, "tiny", 41)
+
+
+@pytest.mark.parametrize("name", ["bert", "esm", "luke", "mpnet", "roberta"])
+def test_longest_input_of_transformers(name):
+    """Behind the padding id, positions take two rows of the table for no token."""
+    sizes = {"vocab_size": 9, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = AutoConfig.for_model(name, **sizes, intermediate_size=8, max_position_embeddings=12, pad_token_id=1)
+    model, longest = AutoModel.from_config(config).eval(), longest_input(config)
+    assert model(torch.full((1, longest), 5)).last_hidden_state.shape[1] == longest
+    with pytest.raises((IndexError, RuntimeError), match="out of (range|bounds)|must match"):
+        model(torch.full((1, longest + 1), 5))
 
 
 def test_targets_count_as_well():
