@@ -184,6 +184,8 @@ def test_conversion_of_a_pruned_model_works_or_says_why_not():
     [
         ({("model.trunk", 1): [[]]}, "layer 1 would lose all of its 4 heads; leave it one, or remove the whole layer"),
         ({("model.trunk", 1): [[0, 7]]}, "has heads from 0 to 3"),
+        ({("trunk", 1): [[0]]}, r"no heads to remove in \('trunk', 1\); layers with heads are \('model.trunk', 0\)"),
+        ({("model.trunk", 1): [[0], [1]]}, "layer 1 has 1 attentions"),
     ],
 )
 def test_what_cannot_go_is_refused(kept, message):
