@@ -296,7 +296,7 @@ class MaskedLMObjective(Objective):
     summary: ClassVar[str] = "tokens that are masked, replaced or kept, from both sides (BERT)"
     corrupts: ClassVar[str] = "15 % of the tokens: masked, random or kept"
     head: ClassVar[str] = "MaskedLM"
-    collates = MaskedLMCollator
+    collates: ClassVar[type[Collator]] = MaskedLMCollator
     preferred: ClassVar[bool] = True
     needed_tokens: ClassVar[tuple[str, ...]] = ("pad", "cls", "sep", "mask")
     add_special_tokens: ClassVar[bool] = True

@@ -328,7 +328,7 @@ class SentencePairObjective(Objective):
     dupe_factor: int = bounded(1, least=1)
 
     head: ClassVar[str] = "NextSentencePrediction"
-    collates = SentencePairCollator
+    collates: ClassVar[type[Collator]] = SentencePairCollator
     target = "label"
     add_special_tokens: ClassVar[bool] = True
     rows = "segment_pairs"
