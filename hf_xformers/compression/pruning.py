@@ -32,7 +32,7 @@ from .report import (
     count,
     measure,
     open_model,
-    refuse_adapter,
+    refuse_any_adapter,
     refuse_processes,
     size_on_disk,
     write_table,
@@ -82,7 +82,7 @@ class Pruner:
             if there:
                 self.this_run.refuse_loss(repr(there[0]))
             model = open_model(self.choice.model)
-            refuse_adapter(model, repr(self.choice.model))
+            refuse_any_adapter(model, repr(self.choice.model))
             self._look(model)
             before = measure(self.choice.model, self.measuring) if self.choice.measure else None
             if not self.this_run.resumes:

@@ -26,7 +26,7 @@ from ..training.run_folder import read_summary
 from .geometry import probe
 from .quantizable import Split, kind_of, output_errors, split
 from .report import FILE as TABLE
-from .report import Measuring, Row, compare, measure, open_model, refuse_adapter, refuse_processes, write_table
+from .report import Measuring, Row, compare, measure, open_model, refuse_any_adapter, refuse_processes, write_table
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
@@ -184,7 +184,7 @@ class Quantizer:
         """(what was quantized, the source's row, the result's)."""
         self._check_target()
         model = open_model(self.source)
-        refuse_adapter(model, repr(self.source))
+        refuse_any_adapter(model, repr(self.source))
         parts = split(model, group_size=self.choice.grouped, keep=self.choice.keep)
         first = measure(self.source, self.measuring)  # what cannot be measured is refused before anything is written
         with folder_lock(self.folder):

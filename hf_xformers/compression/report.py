@@ -142,6 +142,19 @@ def refuse_adapter(model: Any, what: str) -> None:
         )
 
 
+def refuse_any_adapter(model: Any, what: str) -> None:
+    """Raises `ValueError` for an adapter of peft or of this package: a saved model holds neither."""
+    from ..adapters.bottleneck import STATE
+
+    refuse_adapter(model, what)
+    state = getattr(model, STATE, None)
+    if state is not None and state.configs:
+        raise ValueError(
+            f"{what} is its base with the adapter {next(iter(state.configs))!r}, which the result could not be"
+            " saved with; give a model that was trained without one"
+        )
+
+
 def refuse_processes(args: Any) -> None:
     """Raises `ValueError` for several processes: one alone measures, whose Trainer would wait for the others."""
     if args.world_size > 1:
@@ -367,6 +380,7 @@ __all__ = [
     "open_model",
     "read_steps",
     "refuse_adapter",
+    "refuse_any_adapter",
     "refuse_processes",
     "seconds_by_turns",
     "size_on_disk",

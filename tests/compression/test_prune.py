@@ -9,9 +9,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 
+from hf_xformers.adapters import add_adapter
 from hf_xformers.cli import main
 from hf_xformers.cli.prune import run
-from hf_xformers.compression.report import FILE, Measuring, count, measure, open_model, read_steps
+from hf_xformers.compression.report import FILE, Measuring, count, measure, open_model, read_steps, refuse_any_adapter
 from hf_xformers.hub.checkpoint_card import checkpoint_card
 from tests.finetuning import task_data
 from tests.finetuning.task_data import finetune
@@ -218,6 +219,14 @@ def test_bad_input_is_one_paragraph_and_writes_nothing(words, message, classifie
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("hf-xformers: error: ") and message in error
     assert not out.exists() or not any(out.iterdir())
+
+
+def test_an_adapter_that_a_pruned_model_would_lose_is_refused(classifier, tmp_path):
+    model = open_model(str(classifier))
+    add_adapter(model, "tags")
+    with pytest.raises(ValueError, match="'it' is its base with the adapter 'tags'"):
+        refuse_any_adapter(model, "'it'")
+    refuse_any_adapter(open_model(str(classifier)), "'it'")
 
 
 def test_a_folder_is_not_overwritten_by_accident(classifier, tmp_path, capsys):
