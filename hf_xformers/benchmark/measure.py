@@ -226,21 +226,27 @@ def peak_growth(call: Callable[[], Any], device: str | None = None) -> int:
     return process_status("VmHWM") - before
 
 
-def _memory_child(make: Callable[..., Callable[[], Any]], arguments: tuple, threads: int, queue: Any) -> None:
+def _memory_child(make: Callable[..., Callable[[], Any]], arguments: tuple, threads: int, found: Any) -> None:
     torch.set_num_threads(threads)
     steady_heap()
     try:
-        queue.put(peak_growth(make(*arguments)))
+        found.send(peak_growth(make(*arguments)))
     except Exception as error:
-        queue.put(f"{type(error).__name__}: {error}")
+        found.send(f"{type(error).__name__}: {error}")
 
 
 def _in_child(kind: str, make: Callable[..., Callable[[], Any]], arguments: tuple, timeout: float) -> int:
     context: Any = multiprocessing.get_context(kind)
-    queue = context.Queue()
-    child = context.Process(target=_memory_child, args=(make, arguments, torch.get_num_threads(), queue))
+    here, there = context.Pipe(duplex=False)
+    child = context.Process(target=_memory_child, args=(make, arguments, torch.get_num_threads(), there))
     child.start()
-    result = queue.get(timeout=timeout)
+    there.close()
+    try:
+        result = here.recv() if here.poll(timeout) else f"not done after {timeout:g} seconds"
+    except EOFError:  # the system has killed it, as it does when memory runs out
+        child.join()
+        result = f"the process ended with exit code {child.exitcode}"
+    child.kill()
     child.join()
     if isinstance(result, str):
         raise RuntimeError(result)

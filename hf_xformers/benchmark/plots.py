@@ -38,11 +38,12 @@ def plot_all(
         if rows:
             written += _save(against_length(rows, column, _title(what, measured, rows)), folder, name)
     good = [row for row in quality if row["status"] == "ok"]
-    swept = best_of_sweep(row for row in good if "point" in row)
+    points = [row for row in good if "point" in row]
+    swept = [row for row in best_of_sweep(points) if row["state size"]]  # what reads both sides keeps nothing
     if swept:
         title = _title("Accuracy against state size", trained, swept)
         written += _save(against_state(swept, title), folder, "state")
-    elif good:
+    elif good and not points:
         written += _save(loss_curves(good, _title("Held-out loss", trained, good)), folder, "loss")
     drawn = [row for row in maps if row["status"] == "ok"]
     if drawn:
@@ -177,12 +178,12 @@ def loss_curves(rows: Sequence[dict], title: str = "") -> Any:
 def against_state(rows: Sequence[dict], title: str = "") -> Any:
     """A panel per task: mean accuracy over the numbers that generation keeps of a row, a line per label with a point
     per width, lowest and highest seed as its bar; dense attention is dashed, guessing dotted. rows: those of
-    [`best_of_sweep`][hf_xformers.benchmark.sweep.best_of_sweep]."""
+    [`best_of_sweep`][hf_xformers.benchmark.sweep.best_of_sweep] that have a state."""
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     figure = _figure(4.2 * len(tasks) + 1, 4.4, title)
     for index, task in enumerate(tasks):
         axes = figure.add_subplot(1, len(tasks), index + 1)
-        group = [row for row in rows if row["task"] == task and row["state size"]]
+        group = [row for row in rows if row["task"] == task]
         for label, found in _grouped(group).items():
             found = sorted(found, key=lambda row: row["state size"])
             middle = [row["accuracy"] for row in found]
@@ -193,9 +194,8 @@ def against_state(rows: Sequence[dict], title: str = "") -> Any:
             style = {"linestyle": "--", "color": "black"} if label.startswith("dense") else {}
             sizes = [row["state size"] for row in found]
             axes.errorbar(sizes, middle, yerr=bars, marker="o", capsize=2, label=label, **style)
-        if group:
-            axes.axhline(group[0]["chance accuracy"], linestyle=":", color="grey", label="guessing")
-            axes.set_xscale("log", base=2)
+        axes.axhline(group[0]["chance accuracy"], linestyle=":", color="grey", label="guessing")
+        axes.set_xscale("log", base=2)
         axes.set_ylim(-0.03, 1.03)
         axes.set_title(task, fontsize=10)
         axes.set_xlabel("numbers in the state of a row")

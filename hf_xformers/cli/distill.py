@@ -73,8 +73,7 @@ def run(argv: Sequence[str], callbacks: Sequence[Any] = ()) -> int:
         "saved in": str(args.output_dir),
     }
     print_facts("distilled", facts)
-    if rows is not None:
-        print_table("before and after", *table(*rows))
+    print_table("before and after", *table(*rows))
     return 0
 
 

@@ -15,7 +15,7 @@ BY = {
     "layers": ("top", "alternate", "loss", "angle"),
     "weights": ("magnitude", "movement"),
 }
-_OWN = {
+OWN = {
     "heads": ("share", "by_layer", "heads", "gate_penalty", "gate_learning_rate"),
     "layers": ("keep_layers", "layers"),
     "weights": ("sparsity", "pattern", "granularity", "exclude", "train_masked"),
@@ -80,6 +80,11 @@ class Pruning:
     def trains(self) -> bool:
         return self.chosen_by in ("gates", "movement") or (self.method == "weights" and self.train_masked)
 
+    def _given(self, name: str) -> bool:
+        """Whether a field is not as it is where nobody says."""
+        entry = next(entry for entry in dataclasses.fields(self) if entry.name == name)
+        return getattr(self, name) != (entry.default if entry.default is not dataclasses.MISSING else [])
+
     def check(self) -> None:
         """Raises `ValueError` for an unknown method, and for settings that are another one's or make no sense."""
         if self.method not in BY:
@@ -88,13 +93,12 @@ class Pruning:
             raise ValueError(f"there is no --method {self.method!r}.{hint} Choose one of {', '.join(BY)}")
         if self.chosen_by not in BY[self.method]:
             raise ValueError(f"--method {self.method} is chosen by {' or '.join(BY[self.method])}, not by {self.by!r}")
-        defaults = {entry.name: entry for entry in dataclasses.fields(self)}
-        for method, names in _OWN.items():
+        for method, names in OWN.items():
             for name in names if method != self.method else ():
-                entry = defaults[name]
-                usual = entry.default if entry.default is not dataclasses.MISSING else []
-                if getattr(self, name) != usual:
+                if self._given(name):
                     raise ValueError(f"--{name} is for --method {method}, and this is --method {self.method}")
+        if self.pattern == "2:4" and (self._given("sparsity") or self._given("granularity")):
+            raise ValueError("--pattern 2:4 takes half of every four; leave out --sparsity and --granularity")
         if self.rows < 1:
             raise ValueError(f"--rows {self.rows} must be at least 1")
         if self.method == "weights":
@@ -106,7 +110,10 @@ class Pruning:
         if self.method == "heads":
             if self.heads and self.chosen_by == "gates":
                 raise ValueError("--heads says which go, and --by gates lets training say so; give one of the two")
-            if not self.heads and self.chosen_by == "gradient" and not 0 < self.share < 1:
+            if (self.heads or self.chosen_by == "gates") and (self._given("share") or self.by_layer):
+                why = "--heads says which go" if self.heads else "--by gates lets training say how many go"
+                raise ValueError(f"{why}; leave out --share and --by_layer")
+            if not 0 < self.share < 1:
                 raise ValueError(f"--share {self.share} is a share of heads between 0 and 1; take one inside")
             if self.gate_penalty <= 0 or self.gate_learning_rate <= 0:
                 raise ValueError("--gate_penalty and --gate_learning_rate must be above 0")
@@ -114,4 +121,4 @@ class Pruning:
             raise ValueError("--layers says which stay; leave out --keep_layers and --by")
 
 
-__all__ = ["BY", "Pruning"]
+__all__ = ["BY", "OWN", "Pruning"]

@@ -11,6 +11,7 @@ model.safetensors, ...   the result, as `finetune` or `pretrain` leaves one
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import json
@@ -37,7 +38,7 @@ from ..training.scoring import choose_objective, load_config, training_of
 from ..training.trainer import XFormerTrainer
 from .distilling_options import Distilling, OnText
 from .methods import DistillationMethod, build_method
-from .report import Measuring, Row, compare, measure, write_table
+from .report import Measuring, Row, compare, measure, refuse_adapter, refuse_processes, write_table
 from .students import Student, StudentChoice, build_student, refuse_other_vocabulary
 from .teacher_outputs import FOLDER as OUTPUTS
 from .teacher_outputs import StoredOutputs, refuse_storing
@@ -55,11 +56,7 @@ if TYPE_CHECKING:
 
 
 FILE, STUDENT = "distillation.json", "student"
-
-
 _MADE = (STUDENT, OUTPUTS, TEXTS)  # of one teacher, and of its rows
-
-
 Told = Callable[[str], None]
 
 
@@ -102,7 +99,8 @@ class Distiller:
         self.choice, self.method, self.source, self.args = choice, build_method(method), source, args
         self.task, self.text = task, text or OnText()
         self.objective_fields = dict(objective_fields or {})
-        self.measuring, self.callbacks, self.say = measuring or Measuring(), list(callbacks), say
+        self.measuring = Measuring() if measuring is None else copy.copy(measuring)  # which a run completes
+        self.callbacks, self.say = list(callbacks), say
         self.measuring.check()
         made = student or StudentChoice()
         self.student = dataclasses.replace(made, copy_layers=choice.copy_layers, size=choice.size)
@@ -112,12 +110,21 @@ class Distiller:
 
     def _check(self) -> None:
         method, choice = self.method, self.choice
+        refuse_processes(self.args)
         if choice.store_teacher:
+            from ..finetuning.tasks import task_class
+
             refuse_storing(method)
-            if self.task is None:
+            kind = None if self.task is None else task_class(self.task.task)
+            if kind is None or kind.generates:
                 raise ValueError(
                     "--store_teacher keeps outputs of the rows of a task; of text the rows are masked anew, or their"
                     " predictions are as many numbers as the vocabulary has; leave it out"
+                )
+            if kind.head == "MultipleChoice" and method.reads_states:
+                raise ValueError(
+                    f"--store_teacher keeps the states of one text of each row, and rows of {kind.id} have several;"
+                    " leave it out, or take --method distilbert with --method.cosine_weight 0"
                 )
         if method.attention and self.args.gradient_checkpointing:
             raise ValueError(
@@ -134,22 +141,21 @@ class Distiller:
 
     # ------------------------------------------------------------------------------------------------ the run
 
-    def run(self) -> tuple[dict[str, Any], tuple[Row, Row] | None]:
-        """(summary of the run, the rows of teacher and student; None in a process that writes nothing)."""
+    def run(self) -> tuple[dict[str, Any], tuple[Row, Row]]:
+        """(summary of the run, the rows of teacher and student)."""
         with self.this_run.lock():
             self._open()
             teacher = self._teacher()
             with self._student(teacher) as made:
                 run = self._prepared(teacher)
-                before = self._measured(teacher) if self.args.should_save else None
+                before = self._measured(teacher)
             self.say(f"student: {made}")
             summary = run()
-            return summary, self._finish(summary, before) if self.args.should_save else None
+            return summary, self._finish(summary, before)
 
     def _open(self) -> None:
         """Takes up the run that is in the folder, or refuses to lose it."""
-        if self.args.should_save:
-            put_back(self.folder, FILE, _MADE)  # of a run that was stopped before it had begun
+        put_back(self.folder, FILE, _MADE)  # of a run that was stopped before it had begun
         there = self.folder / FILE
         if not there.is_file():
             if (self.folder / STUDENT).exists():
@@ -208,16 +214,12 @@ class Distiller:
         trained = open_trained(name, task=self.task.task)
         if not trained.task.reads_text:
             raise ValueError(f"distillation reads texts, and {trained.task.id} has none; take a model of another task")
-        if not isinstance(trained.model, XFormerPreTrainedModel) and hasattr(trained.model, "peft_config"):
-            raise ValueError(
-                f"the teacher {name!r} is an adapter on its base; merge the two with peft's `merge_and_unload()`, save"
-                " the result, and give that"
-            )
+        refuse_adapter(trained.model, f"the teacher {name!r}")
         return trained.model, trained.tokenizer, f"For{trained.task.head}"
 
     def _in_dtype(self, model: Any) -> Any:
         wanted = getattr(torch, self.choice.teacher_dtype)
-        if wanted == torch.float32 or model.dtype == wanted:
+        if model.dtype == wanted:
             return model
         return type(model).from_pretrained(None, config=model.config, state_dict=model.state_dict(), dtype=wanted)
 
@@ -228,15 +230,12 @@ class Distiller:
         if self.resumes and (self.folder / FILE).is_file() and place.is_dir():
             yield str(read_object(self.folder / FILE).get("made", "as it was"))
             return
-        with self.this_run.turns("making the student"):
-            student = self._built(teacher)
-            if self.args.should_save:
-                put_aside(self.folder, FILE, _MADE)
-                self._save_student(student, teacher, place)
+        student = self._built(teacher)
+        put_aside(self.folder, FILE, _MADE)
+        self._save_student(student, teacher, place)
         with self.this_run.in_place_of(FILE, _MADE):
             yield student.made
-        if self.args.should_save:
-            write_json(self.folder / FILE, {"status": "running", **self._settings(), "made": student.made})
+        write_json(self.folder / FILE, {"status": "running", **self._settings(), "made": student.made})
 
     def _built(self, teacher: Teacher) -> Student:
         full = teacher.model
@@ -413,8 +412,8 @@ class Distiller:
             self.measuring.eval_data = next(filter(None, own), self.source.data)
         return measure(self.choice.teacher, self.measuring)
 
-    def _finish(self, summary: dict[str, Any], first: Row | None) -> tuple[Row, Row]:
-        before, after = compare(first or self.choice.teacher, self.folder, self.measuring)
+    def _finish(self, summary: dict[str, Any], first: Row) -> tuple[Row, Row]:
+        before, after = compare(first, self.folder, self.measuring)
         summary |= {"parameters": after.parameters, "trained_parameters": summary.get("trained_parameters")}
         summary["distillation"] = {"teacher": self.choice.teacher, "method": self.method.to_dict()}
         saved = {**read_summary(self.folder), **{k: v for k, v in summary.items() if v is not None}}
@@ -438,7 +437,7 @@ def distill(
     source: TextData | TaskData,
     args: TrainingArguments,
     **options: Any,
-) -> tuple[dict[str, Any], tuple[Row, Row] | None]:
+) -> tuple[dict[str, Any], tuple[Row, Row]]:
     """[`Distiller`] in one call; what `hf-xformers distill` does."""
     return Distiller(choice, method, source, args, **options).run()
 

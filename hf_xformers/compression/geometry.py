@@ -20,6 +20,7 @@ from ..configuration_xformer import XFormerConfig
 from ..conversion.quiet import quiet
 from ..conversion.transfer import carry_generation
 from ..core.tasks import any_task
+from ..modeling.classifiers import XFormerForMultipleChoice
 from ..modeling_base import XFormerPreTrainedModel
 from ..modeling_tower import XFormerTower
 
@@ -114,7 +115,7 @@ def probe(model: PreTrainedModel) -> dict[str, Tensor]:
     config = cast(Any, model.config)
     generator = torch.Generator().manual_seed(1)
     if getattr(config, "modality", "text") == "image":
-        size = (_PROBE_ROWS, config.num_channels, config.image_size, config.image_size)
+        size = (_PROBE_ROWS, config.num_channels, *config.image_shape)
         return {"pixel_values": torch.randn(size, generator=generator).to(model.device, model.dtype)}
     if getattr(config, "modality", "text") == "sound":
         features = torch.randn((_PROBE_ROWS, _PROBE_LENGTH, config.num_mel_bins), generator=generator)
@@ -125,8 +126,10 @@ def probe(model: PreTrainedModel) -> dict[str, Tensor]:
     mask[1, length - length // 4 :] = 0
     found = {"input_ids": ids, "attention_mask": mask}
     if config.is_encoder_decoder:
-        rows = config.vocab_size if config.decoder_vocab_size is None else config.decoder_vocab_size
+        rows = config.tower("decoder").vocab_size
         found["decoder_input_ids"] = torch.randint(rows, (_PROBE_ROWS, length), generator=generator)
+    if isinstance(model, XFormerForMultipleChoice):  # one choice in each row
+        found = {name: value[:, None] for name, value in found.items()}
     found |= any_task(config, _PROBE_ROWS)
     return {name: value.to(model.device) for name, value in found.items()}
 

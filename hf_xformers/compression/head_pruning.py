@@ -162,11 +162,17 @@ def prune_heads(model: PreTrainedModel, kept: Kept, *, check: bool = True) -> Pr
     check: whether the result is compared with the gated model.
 
     Raises:
-        ValueError: no head left in a layer, heads that leave keys behind, or a mechanism or position whose heads
-            cannot be told apart.
+        ValueError: a layer that has no such heads, no head left in one, heads that leave keys behind, or a mechanism
+            or position whose heads cannot be told apart.
     """
     layers = head_layers(model)
-    kept = {**whole(layers), **kept}
+    known = whole(layers)
+    if odd := [key for key in kept if key not in known]:
+        raise ValueError(
+            f"{type(model).__name__} has no heads to remove in {odd[0]}; layers with heads are"
+            f" {', '.join(map(str, known))}"
+        )
+    kept = {**known, **kept}
     for layer in layers:
         _check_layer(layer, kept[layer.key])
     changed = [layer for layer in layers if len(kept[layer.key][0]) < layer.heads]
@@ -241,8 +247,11 @@ def _check_layer(layer: HeadLayer, kept: Sequence[Sequence[int]]) -> None:
                 f"{layer.unit} heads each of {place} share their keys and leave together; remove whole groups, such as"
                 f" heads {list(range(layer.unit))}"
             )
-    if len({len(heads) for heads in kept}) > 1:
-        raise ValueError(f"the attentions of {place} have as many heads each; remove as many of each")
+    if len(kept) != len(layer.modules) or len({len(heads) for heads in kept}) > 1:
+        raise ValueError(
+            f"{place} has {len(layer.modules)} attentions of as many heads each; say which heads stay of each of them,"
+            " and remove as many of each"
+        )
 
 
 def _with_own_attention(tower: XFormerTower) -> int:

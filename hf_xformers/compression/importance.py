@@ -232,7 +232,7 @@ def layer_angles(model: PreTrainedModel, tower: XFormerTower, batches: Iterable[
             for batch in batches:
                 found.clear()
                 model(**{name: _moved(value, model.device) for name, value in batch.items()})
-                mask = batch.get("decoder_attention_mask" if "decoder" in _side(model, tower) else "attention_mask")
+                mask = _real(batch, decodes="decoder" in _side(model, tower))
                 for index, given, left in found:
                     if given.shape != left.shape:
                         raise ValueError(
@@ -251,6 +251,14 @@ def layer_angles(model: PreTrainedModel, tower: XFormerTower, batches: Iterable[
     if not total:
         raise ValueError("there are no rows to measure importance with; give more --data or a higher --rows")
     return [value / total for value in sums]
+
+
+def _real(batch: Batch, *, decodes: bool) -> Any:
+    """Which tokens of a tower are no padding; those of a decoder by its labels, where it reads these."""
+    if not decodes:
+        return batch.get("attention_mask")
+    labels = batch.get("labels") if batch.get("decoder_input_ids") is None else None
+    return batch.get("decoder_attention_mask", None if labels is None else labels != -100)
 
 
 def _side(model: PreTrainedModel, tower: XFormerTower) -> str:

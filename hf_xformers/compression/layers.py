@@ -28,15 +28,13 @@ def choose_layers(count: int, keep: int, which: str) -> list[int]:
     them.
 
     Raises:
-        ValueError: `keep` is not between 1 and `count` - 1, or there is no such choice.
+        ValueError: `keep` is not between 1 and `count` - 1.
     """
     if not 1 <= keep < count:
         raise ValueError(f"--keep_layers {keep} must be at least 1 and less than the model's {count} layers")
     if which == "top":
         return list(range(keep))
-    if which == "alternate":
-        return [index * count // keep for index in range(keep)]
-    raise ValueError(f"layers are removed from the top or by turns, not {which!r}; choose 'top' or 'alternate'")
+    return [index * count // keep for index in range(keep)]
 
 
 def layer_number(name: str, tower: str) -> tuple[int, str] | None:
@@ -58,6 +56,10 @@ def prune_layers(model: PreTrainedModel, kept: dict[str, list[int]], *, check: b
             model counts.
     """
     towers = towers_of(model)
+    if odd := [name for name in kept if name not in towers]:
+        raise ValueError(
+            f"{type(model).__name__} has no tower {odd[0]!r}; it has {', '.join(map(repr, towers))}: name one of these"
+        )
     config = cast(XFormerConfig, model.config)
     changes: dict[str, Any] = {}
     for name, tower in towers.items():

@@ -17,29 +17,30 @@ from transformers.trainer_utils import SaveStrategy
 from ..core.saved_files import read_object, write_json
 from ..training.merged_adapters import PutIn
 from ..training.run_folder import read_summary
+from .choice import OWN
 from .gates import GatedHeads
 from .head_pruning import Kept, head_layers
-from .report import open_model
 from .rows import task_data, text_data
 from .weights import cubic, prunable_weights, put_masks, take_masks
 
 if TYPE_CHECKING:
     from torch import nn
-    from transformers import PreTrainedModel, Seq2SeqTrainingArguments
+    from transformers import Seq2SeqTrainingArguments
 
     from .choice import Pruning
 
-KEPT = "kept_heads.json"
+KEPT, SETTINGS = "kept_heads.json", "pruning.json"
 Told = Callable[[str], None]
 
 
 class GatesInTraining:
     """Gates on all heads, with what they have left in the end."""
 
-    def __init__(self, choice: Pruning, args: Seq2SeqTrainingArguments, place: Path):
-        self.choice, self.args, self.place = choice, args, place
+    def __init__(self, choice: Pruning, args: Seq2SeqTrainingArguments, folder: Path):
+        self.choice, self.args, self.folder = choice, args, folder
 
     def put(self, model: Any) -> None:
+        write_json(self.folder / SETTINGS, _settings(self.choice))
         self.gated = GatedHeads(
             model,
             head_layers(model),
@@ -50,18 +51,18 @@ class GatesInTraining:
     def merge(self, model: Any) -> None:
         kept = self.gated.open_heads()
         self.gated.fold()
-        if self.args.should_save:
-            write_json(self.place, {"kept": [[*key, heads] for key, heads in kept.items()]})
+        write_json(self.folder / KEPT, {"kept": [[*key, heads] for key, heads in kept.items()]})
 
 
 class MasksInTraining(TrainerCallback):
     """Masks of weights, whose share of zeros grows with the steps."""
 
-    def __init__(self, choice: Pruning):
-        self.choice = choice
+    def __init__(self, choice: Pruning, args: Seq2SeqTrainingArguments, folder: Path):
+        self.choice, self.args, self.folder = choice, args, folder
         self.masks: list[nn.Module] = []
 
     def put(self, model: Any) -> None:
+        write_json(self.folder / SETTINGS, _settings(self.choice))
         self.weights = prunable_weights(model, self.choice.exclude)
         self.masks = put_masks(self.weights, self.choice.chosen_by, self.choice.pattern)
 
@@ -80,56 +81,46 @@ class MasksInTraining(TrainerCallback):
         self._set(cubic(state.global_step + 1, state.max_steps, self.choice.sparsity))
 
 
-def train_gates(
+def train(
     choice: Pruning,
     args: Seq2SeqTrainingArguments,
     folder: Path,
-    callbacks: Sequence[TrainerCallback],
-    say: Told,
-) -> tuple[PreTrainedModel, Kept]:
-    """(the trained model, its closed heads at zero; the heads that are open)."""
-    place = folder / KEPT
-    if not (place.is_file() and read_summary(folder).get("status") == "finished"):
-        _train(choice, args, folder, GatesInTraining(choice, args, place), callbacks, say)
-    entries = read_object(place)["kept"]
-    return open_model(folder), {(tower, index): heads for tower, index, heads in entries}
-
-
-def train_masks(
-    choice: Pruning,
-    args: Seq2SeqTrainingArguments,
-    folder: Path,
-    callbacks: Sequence[TrainerCallback],
-    say: Told,
-) -> PreTrainedModel:
-    """The trained model, its masked weights at zero."""
-    if read_summary(folder).get("status") != "finished" or not (folder / "config.json").is_file():
-        masks = MasksInTraining(choice)
-        _train(choice, args, folder, masks, [*callbacks, masks], say)
-    return open_model(folder)
-
-
-def _train(
-    choice: Pruning,
-    args: Seq2SeqTrainingArguments,
-    folder: Path,
-    insertion: PutIn,
     callbacks: Sequence[TrainerCallback],
     say: Told,
 ) -> None:
-    """A run on the model's own task or objective that starts from its weights."""
+    """Trains on the model's own task or objective, from its weights, unless that is finished in `folder`.
+
+    Raises:
+        ValueError: settings other than those that the training was begun with.
+    """
     from ..finetuning.trained import does_a_task
     from ..training.run import Run
 
-    own = Run(args).stage(folder.name, load_best_model_at_end=False)  # it is an early one, with all its parts
+    run = Run(args)
+    if (folder / SETTINGS).is_file():
+        run.check_settings(read_object(folder / SETTINGS), _settings(choice))
+    if read_summary(folder).get("status") == "finished":
+        return
+    insertion: Any = (GatesInTraining if choice.method == "heads" else MasksInTraining)(choice, args, folder)
+    if isinstance(insertion, TrainerCallback):
+        callbacks = [*callbacks, insertion]
+    own = run.stage(folder.name, load_best_model_at_end=False)  # it is an early one, with all its parts
     if own.save_strategy == SaveStrategy.BEST:
         own.save_strategy = SaveStrategy.EPOCH
     found = own.resume_from_checkpoint
     say(f"training in {folder}" + ("" if found is None else f", resuming from {found}"))
-    if does_a_task(choice.model):
-        _train_task(choice, own, insertion, callbacks)
-    else:
-        _train_text(choice, own, insertion, callbacks)
+    (_train_task if does_a_task(choice.model) else _train_text)(choice, own, insertion, callbacks)
+
+
+def kept_heads(folder: Path) -> Kept:
+    """The heads whose gates a training has left open."""
+    return {(tower, index): heads for tower, index, heads in read_object(folder / KEPT)["kept"]}
+
+
+def _settings(choice: Pruning) -> dict[str, Any]:
+    """What a training that continues has to share with its start."""
+    own = {name: getattr(choice, name) for name in OWN[choice.method]}
+    return {"model": choice.model, "method": choice.method, "by": choice.chosen_by, "data": choice.data, **own}
 
 
 def _train_task(
@@ -175,4 +166,4 @@ def _train_text(
     train(preparation.run(), args, callbacks, adapters=insertion)
 
 
-__all__ = ["KEPT", "GatesInTraining", "MasksInTraining", "train_gates", "train_masks"]
+__all__ = ["KEPT", "GatesInTraining", "MasksInTraining", "kept_heads", "train"]

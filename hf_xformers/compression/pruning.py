@@ -24,7 +24,19 @@ from .geometry import towers_of
 from .head_pruning import HeadLayer, Kept, alike_by_tower, head_layers, prune_heads, whole
 from .importance import head_importance, layer_angles, layer_losses, least_important, normalised
 from .layers import choose_layers, least_important_layers, prune_layers
-from .report import FILE, Measuring, Row, compare, count, measure, open_model, size_on_disk, write_table
+from .report import (
+    FILE,
+    Measuring,
+    Row,
+    compare,
+    count,
+    measure,
+    open_model,
+    refuse_any_adapter,
+    refuse_processes,
+    size_on_disk,
+    write_table,
+)
 from .rows import carried_files, training_batches, without_figures
 from .weights import apply_masks, magnitude_masks, prunable_weights, two_of_four
 
@@ -53,6 +65,7 @@ class Pruner:
     ) -> None:
         choice.check()
         measuring.check()
+        refuse_processes(args)
         self.choice, self.measuring, self.args, self.say = choice, measuring, args, say
         measuring.use_cpu = args.use_cpu
         self.callbacks = callbacks
@@ -65,19 +78,21 @@ class Pruner:
     def run(self) -> tuple[Row, Row] | None:
         """Prunes, saves and measures: the rows before and after, None without measuring."""
         with self.this_run.lock():
-            self._make_room()
+            there = [name for name in ("config.json", TRAINING) if (self.folder / name).exists()]
+            if there:
+                self.this_run.refuse_loss(repr(there[0]))
             model = open_model(self.choice.model)
+            refuse_any_adapter(model, repr(self.choice.model))
             self._look(model)
             before = measure(self.choice.model, self.measuring) if self.choice.measure else None
-            pruned = self._pruned(model)
-            return self._save(pruned, before)
+            if not self.this_run.resumes:
+                shutil.rmtree(self.folder / TRAINING, ignore_errors=True)
+            if self.choice.trains:
+                from .learned import train
 
-    def _make_room(self) -> None:
-        there = [name for name in ("config.json", TRAINING) if (self.folder / name).exists()]
-        if there:
-            self.this_run.refuse_loss(repr(there[0]))
-        if not self.this_run.resumes:
-            shutil.rmtree(self.folder / TRAINING, ignore_errors=True)
+                train(self.choice, self.args, self.folder / TRAINING, self.callbacks, self.say)
+                model = open_model(self.folder / TRAINING)
+            return self._save(self._pruned(model), before)
 
     def _look(self, model: PreTrainedModel) -> None:
         """Refuses a model that this method has no hold on, before anything is measured."""
@@ -108,12 +123,10 @@ class Pruner:
 
     def _without_heads(self, model: PreTrainedModel) -> PreTrainedModel:
         layers = head_layers(model)
-        if self.choice.chosen_by == "gates":
-            from .learned import train_gates
+        if self.choice.trains:
+            from .learned import kept_heads
 
-            model, kept = train_gates(self.choice, self.args, self.folder / TRAINING, self.callbacks, self.say)
-            layers = head_layers(model)
-            kept = _as_alike(kept, layers, alike_by_tower(model, layers))
+            kept = _as_alike(kept_heads(self.folder / TRAINING), layers, alike_by_tower(model, layers))
         elif self.choice.heads:
             kept = self._explicit(layers)
         else:
@@ -205,13 +218,8 @@ class Pruner:
         return prune_layers(model, kept)
 
     def _without_weights(self, model: PreTrainedModel) -> PreTrainedModel:
-        if self.choice.trains:
-            from .learned import train_masks
-
-            model = train_masks(self.choice, self.args, self.folder / TRAINING, self.callbacks, self.say)
-            weights = prunable_weights(model, self.choice.exclude)
-        else:
-            weights = prunable_weights(model, self.choice.exclude)
+        weights = prunable_weights(model, self.choice.exclude)
+        if not self.choice.trains:
             values = {name: module.weight.detach() for name, module in weights.items()}
             if self.choice.pattern == "2:4":
                 masks = {name: two_of_four(value) for name, value in values.items()}
@@ -234,8 +242,6 @@ class Pruner:
 
     def _save(self, model: PreTrainedModel, before: Row | None) -> tuple[Row, Row] | None:
         """The model with all that belongs to it, each file whole or not at all."""
-        if not self.args.should_save:
-            return None
         with saving_into(self.folder) as staging:
             model.save_pretrained(staging)
             files = carried_files(self.choice.model)

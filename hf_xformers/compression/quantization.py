@@ -20,11 +20,13 @@ import torch
 from torch import nn
 
 from ..core.saved_files import SUMMARY_FILE, read_object, saving_into, write_json
+from ..modeling_base import XFormerPreTrainedModel
 from ..training.folder_lock import folder_lock
 from ..training.run_folder import read_summary
+from .geometry import probe
 from .quantizable import Split, kind_of, output_errors, split
 from .report import FILE as TABLE
-from .report import Measuring, Row, compare, measure, open_model, write_table
+from .report import Measuring, Row, compare, measure, open_model, refuse_any_adapter, refuse_processes, write_table
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
@@ -171,6 +173,8 @@ class Quantizer:
         self.measuring, self.say = measuring or Measuring(), say
         self.measuring.check()
         self.data, self.task, self.args, self.callbacks = data, task, args, list(callbacks)
+        if args is not None:
+            refuse_processes(args)
         if choice.quantization_aware and (args is None or data is None or not data.data):
             raise ValueError("--quantization_aware trains on rows of the model's task; name them with --data")
         self.source = choice.model
@@ -180,6 +184,7 @@ class Quantizer:
         """(what was quantized, the source's row, the result's)."""
         self._check_target()
         model = open_model(self.source)
+        refuse_any_adapter(model, repr(self.source))
         parts = split(model, group_size=self.choice.grouped, keep=self.choice.keep)
         first = measure(self.source, self.measuring)  # what cannot be measured is refused before anything is written
         with folder_lock(self.folder):
@@ -236,8 +241,11 @@ class Quantizer:
             write_json(staging / SUMMARY_FILE, {**summary, "quantization": made})
 
     def _tell_errors(self, model: PreTrainedModel, parts: Split) -> None:
-        ids = torch.randint(model.config.vocab_size, (4, 16), generator=torch.Generator().manual_seed(0))
-        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        if isinstance(model, XFormerPreTrainedModel):
+            batch = probe(model)
+        else:
+            ids = torch.randint(model.config.vocab_size, (4, 16), generator=torch.Generator().manual_seed(0))
+            batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         configuration = recipe(self.choice)
         errors = output_errors(model, [batch], lambda module: quantize_module(module, configuration), parts.chosen)
         for kind, error in errors.items():

@@ -133,6 +133,37 @@ def open_model(name: str | Path) -> PreTrainedModel:
     return load_model(name, objective).eval()
 
 
+def refuse_adapter(model: Any, what: str) -> None:
+    """Raises `ValueError` for an adapter of peft on its base. what: the model, for the message."""
+    if hasattr(model, "peft_config"):
+        raise ValueError(
+            f"{what} is an adapter on its base; merge the two with peft's `merge_and_unload()`, save the result, and"
+            " give that"
+        )
+
+
+def refuse_any_adapter(model: Any, what: str) -> None:
+    """Raises `ValueError` for an adapter of peft or of this package: a saved model holds neither."""
+    from ..adapters.bottleneck import STATE
+
+    refuse_adapter(model, what)
+    state = getattr(model, STATE, None)
+    if state is not None and state.configs:
+        raise ValueError(
+            f"{what} is its base with the adapter {next(iter(state.configs))!r}, which the result could not be"
+            " saved with; give a model that was trained without one"
+        )
+
+
+def refuse_processes(args: Any) -> None:
+    """Raises `ValueError` for several processes: one alone measures, whose Trainer would wait for the others."""
+    if args.world_size > 1:
+        raise ValueError(
+            f"a compression is measured before and after in one process, and this is one of {args.world_size}; start"
+            " the command without a launcher"
+        )
+
+
 def _measured(name: str, measuring: Measuring) -> tuple[Row, PreTrainedModel]:
     from ..finetuning.trained import does_a_task
 
@@ -198,7 +229,8 @@ def _batches(models: list[PreTrainedModel], measuring: Measuring, device: torch.
     length = min([measuring.time_length, *(limit for limit in limits if limit is not None)])
     size = (measuring.eval_batch_size, length)
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(min(model.config.vocab_size for model in models), size, generator=generator).to(device)
+    sizes = [getattr(model.config, name, None) for model in models for name in ("vocab_size", "decoder_vocab_size")]
+    ids = torch.randint(min(filter(None, sizes)), size, generator=generator).to(device)
     found = []
     for model in models:
         batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -339,6 +371,9 @@ __all__ = [
     "measure",
     "open_model",
     "read_steps",
+    "refuse_adapter",
+    "refuse_any_adapter",
+    "refuse_processes",
     "seconds_by_turns",
     "size_on_disk",
     "table",

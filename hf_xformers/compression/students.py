@@ -23,6 +23,7 @@ from ..finetuning.loading import has_head, load_model, open_config, saved_config
 from ..training.building import with_changes
 from ..training.presets import size_fields
 from ..variants import config_class, family, resolve
+from .geometry import own_layers, tower_fields
 from .layer_maps import copied
 
 FROM_TEACHER, FROM_SCRATCH = "teacher", "scratch"
@@ -162,10 +163,13 @@ def reduced_config(
         else:  # layers that several steps share
             kept[tower] = list(range(built))
     values = {name: value for name, value in before.to_dict().items() if name not in _NOT_OURS}
-    own = {int(number): entry for number, entry in (values.get("per_layer_config") or {}).items()}
-    if own and "per_layer_config" not in fields:
-        order = kept["trunk"] or list(range(fields["num_hidden_layers"]))
-        values["per_layer_config"] = {new: own[old] for new, old in enumerate(order) if old in own} or None
+    for tower in towers:
+        decodes = tower == "decoder"
+        own = own_layers(before, decodes)
+        if own and (decodes or "per_layer_config" not in fields):
+            order = kept[tower] or list(range(fields[names[tower]]))
+            left = {new: own[old] for new, old in enumerate(order) if old in own}
+            values |= tower_fields(before, decodes, {"per_layer_config": left or None})
     if before.layer_map is not None and not {"layer_map", "distinct_layers"} & fields.keys():
         steps = copied(choice.copy_layers, fields["num_hidden_layers"], before.num_hidden_layers)
         used = sorted({before.layer_map[step] for step in steps})
@@ -216,7 +220,7 @@ def _of_variant(teacher: PreTrainedModel, variant: str, choice: StudentChoice, s
     else:
         sizes = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
         values |= {name: taught[name] for name in sizes if isinstance(taught.get(name), int)}
-    values |= {name: taught[name] for name in _SAME if name in taught and (name in known or name in taught)}
+    values |= {name: taught[name] for name in _SAME if name in taught}
     values = {name: value for name, value in values.items() if name in known or name in ("id2label", "label2id")}
     for key in ("problem_type", "pad_token_id", "bos_token_id", "eos_token_id"):
         if taught.get(key) is not None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.saved_files import write_text
 from .methods.sequence_level import SequenceLevel
 
 FILE = "teacher_texts.jsonl"
@@ -56,8 +57,9 @@ def _read(path: Path) -> list[list[int]]:
     """The rows of a file, up to one that was cut off, which is taken out."""
     if not path.is_file():
         return []
-    found = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+    found: list[list[int]] = []
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    for line in lines:
         try:
             ids = json.loads(line)
         except ValueError:
@@ -65,7 +67,8 @@ def _read(path: Path) -> list[list[int]]:
         if not line.endswith("\n") or not isinstance(ids, list):
             break
         found.append(ids)
-    path.write_text("".join(json.dumps(ids) + "\n" for ids in found), encoding="utf-8")
+    if len(found) < len(lines):
+        write_text(path, "".join(lines[: len(found)]))
     return found
 
 

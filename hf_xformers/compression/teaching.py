@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.utils import skip_init
 
+from ..modeling.classifiers import XFormerForMultipleChoice
 from ..training.loss_terms import LossTerms, Term, progress_of
 from .methods import DistillationMethod, Pass
 from .passes import asked, own_heads, teacher_pass
@@ -27,23 +28,20 @@ class Teaching(LossTerms):
     a micro-batch."""
 
     method: DistillationMethod
-    teacher: Any = None
+    teacher: Any
     stored: StoredOutputs | None = None
-
-    def attach(self, student: Any, teacher_config: Any, seed: int) -> None:
-        """Gives the student the learned maps that the method needs. They are saved with checkpoints."""
-        wanted = self.method.projections(student.config, teacher_config)
-        if not wanted:
-            return
-        generator, maps = torch.Generator().manual_seed(seed), {}
-        for name, (own, theirs) in wanted.items():
-            maps[name] = skip_init(nn.Linear, own, theirs, bias=False)
-            nn.init.normal_(maps[name].weight, std=own**-0.5, generator=generator)
-        setattr(student, PROJECTIONS, nn.ModuleDict(maps).to(student.device, student.dtype))
 
     # What a run puts into a model while it trains.
     def put(self, model: Any) -> None:
-        self.attach(model, self.teacher.config, 0)
+        """Gives the student the learned maps that the method needs. They are saved with checkpoints."""
+        wanted = self.method.projections(model.config, self.teacher.config)
+        if not wanted:
+            return
+        generator, maps = torch.Generator().manual_seed(0), {}
+        for name, (own, theirs) in wanted.items():
+            maps[name] = skip_init(nn.Linear, own, theirs, bias=False)
+            nn.init.normal_(maps[name].weight, std=own**-0.5, generator=generator)
+        setattr(model, PROJECTIONS, nn.ModuleDict(maps).to(model.device, model.dtype))
 
     def merge(self, model: Any) -> None:
         """Takes them out again."""
@@ -58,9 +56,8 @@ class Teaching(LossTerms):
     def begin(self, trainer: Any) -> None:
         if self.stored is not None:
             trainer.data_collator = _WithRows(trainer.data_collator)
-        if self.teacher is not None:
-            self.teacher.to(trainer.args.device).requires_grad_(False).eval()
-            trainer.models_beside = [self.teacher]
+        self.teacher.to(trainer.args.device).requires_grad_(False).eval()
+        trainer.models_beside = [self.teacher]
 
     def given(self, inputs: dict[str, Any]) -> dict[str, Any]:
         return {**{name: value for name, value in inputs.items() if name != ROW}, **asked(self.method)}
@@ -73,9 +70,9 @@ class Teaching(LossTerms):
 
     def terms(self, trainer: Any, batch: dict[str, Any], outputs: Any, seen: Any) -> dict[str, Term]:
         found: tuple[Mapping[str, Any], Any]
-        rows, inner = batch.pop(ROW, None), trainer.accelerator.unwrap_model(trainer.model)
-        if self.stored is not None and rows is not None:
-            found = self.stored.batch(rows, batch.get("attention_mask"), inner.device), {}
+        inner = trainer.accelerator.unwrap_model(trainer.model)
+        if self.stored is not None:
+            found = self.stored.batch(batch.pop(ROW), batch.get("attention_mask"), inner.device), {}
         else:
             with trainer.accelerator.autocast():
                 found = teacher_pass(self.method, self.teacher, batch, self._depths(inner))
@@ -93,23 +90,18 @@ class Teaching(LossTerms):
         return {name: Term(value) for name, value in self.method.terms(both).items()}
 
     def _depths(self, student: Any) -> tuple[int, int]:
-        depth = student.config.num_hidden_layers
-        return depth, depth if self.teacher is None else self.teacher.config.num_hidden_layers
+        return student.config.num_hidden_layers, self.teacher.config.num_hidden_layers
 
 
+@dataclass
 class _WithRows:
-    """A collator that hands the number of each row on."""
+    """A collator of training rows that passes on the number of each."""
 
-    def __init__(self, collator: Any) -> None:
-        self.collator = collator
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["collator"], name)
+    collator: Any
 
     def __call__(self, features: list[dict[str, Any]]) -> dict[str, Any]:
-        rows = [feature.get(ROW) for feature in features]
-        batch = self.collator([{k: v for k, v in feature.items() if k != ROW} for feature in features])
-        return {**batch, ROW: torch.tensor(rows)} if None not in rows else dict(batch)
+        rows = torch.tensor([feature[ROW] for feature in features])
+        return {**self.collator([{k: v for k, v in feature.items() if k != ROW} for feature in features]), ROW: rows}
 
 
 def probe(method: DistillationMethod, student: Any, teacher: Any) -> None:
@@ -118,18 +110,20 @@ def probe(method: DistillationMethod, student: Any, teacher: Any) -> None:
     Raises:
         ValueError: other numbers of states, of tokens or of labels; attention that hands out nothing.
     """
-    if method.generates or method.replaces or not hasattr(student, "config"):
+    if method.generates or method.replaces:
         return
     method.check(student, teacher)
-    ids = torch.arange(8).remainder(min(student.config.vocab_size, teacher.config.vocab_size)).expand(2, 8)
+    views = [view for model in (student, teacher) for view in model.config.tower_configs()]
+    ids = torch.arange(8).remainder(min(view.vocab_size for view in views)).expand(2, 8)
+    if isinstance(student, XFormerForMultipleChoice):
+        ids = ids[:, None]
     batch: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if student.config.is_encoder_decoder:
         batch["decoder_input_ids"] = ids
     depths = student.config.num_hidden_layers, teacher.config.num_hidden_layers
-    training, attached = student.training, hasattr(student, PROJECTIONS)
+    training, teaching = student.training, Teaching(method, teacher)
     student.eval()
-    if not attached:
-        Teaching(method).attach(student, teacher.config, 0)
+    teaching.put(student)
     try:
         with torch.no_grad():
             with own_heads(method, student, depths) as own:
@@ -151,8 +145,7 @@ def probe(method: DistillationMethod, student: Any, teacher: Any) -> None:
             method.terms(seen)
     finally:
         student.train(training)
-        if not attached:
-            Teaching(method).merge(student)
+        teaching.merge(student)
 
 
 def _check_states(method: DistillationMethod, own: Any, taught: Any, depths: tuple[int, int]) -> None:

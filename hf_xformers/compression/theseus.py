@@ -96,7 +96,7 @@ class Replacing:
     def merge(self, student: Any) -> None:
         """Takes the teacher's layers away; all of the student learns again."""
         for layer in _tower(student).layers:
-            for name in ("forward", "prepare"):
+            for name in ("run", "prepare"):
                 vars(layer).pop(name, None)
         student.requires_grad_(True)
 

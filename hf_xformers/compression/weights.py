@@ -38,6 +38,7 @@ def prunable_weights(model: nn.Module, exclude: Iterable[str] = ()) -> dict[str,
         for name, module in tower.layers.named_modules():
             if isinstance(module, nn.Linear) and id(module.weight) not in tied and module.weight.is_floating_point():
                 found[f"{prefix}.layers.{name}".lstrip(".")] = module
+    left = dict(found)
     for part in exclude:
         matching = [name for name in found if part in name]
         if not matching:
@@ -46,13 +47,13 @@ def prunable_weights(model: nn.Module, exclude: Iterable[str] = ()) -> dict[str,
                 f" {', '.join(sorted({name.rpartition('.')[2] for name in found})[:8])}"
             )
         for name in matching:
-            del found[name]
-    if not found:
+            left.pop(name, None)
+    if not left:
         raise ValueError(
             f"{type(model).__name__} has no linear map that could be pruned; leave some out of --exclude, or take a"
             " model of this package"
         )
-    return found
+    return left
 
 
 # ------------------------------------------------------------------------------------------------ masks

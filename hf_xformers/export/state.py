@@ -203,7 +203,8 @@ def sample(model: XFormerPreTrainedModel, batch: int, tokens: int, seed: int = 0
     """Texts of so many tokens; before the text of row i stand i places of padding. before: tokens of what an encoder
     reads, of which row i has i fewer."""
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(0, model.config.vocab_size, (batch, tokens), generator=generator)
+    written = model.config.tower_configs()[-1].vocab_size  # a decoder may have a table of its own
+    ids = torch.randint(0, written, (batch, tokens), generator=generator)
     rows = torch.arange(batch)[:, None]
     mask = torch.arange(tokens) >= rows.clamp(max=tokens - 1)
     found = [ids, mask.long()]

@@ -243,6 +243,7 @@ class BartDenoisingObjective(Objective):
 
     summary: ClassVar[str] = "a whole text, of which spans are masked and sentences shuffled (BART)"
     head: ClassVar[str] = "Seq2SeqLM"
+    collates = BartDenoisingCollator
     shape = "seq2seq"
     add_special_tokens: ClassVar[bool] = True
     sample_by = "document"
@@ -258,12 +259,6 @@ class BartDenoisingObjective(Objective):
     @property
     def masks_units(self) -> bool:
         return self.whole_word and self.mask_length != "subword"
-
-    def collator(
-        self, tokenizer: Any, *, seed: int = 0, pad_to_multiple_of: int | None = None, static: bool = False
-    ) -> BartDenoisingCollator:
-        """Raises ValueError if the tokenizer lacks sep or mask."""
-        return BartDenoisingCollator(self, tokenizer, seed=seed, pad_to_multiple_of=pad_to_multiple_of, static=static)
 
     def raw_block_size(self, block_size: int) -> int:
         """Tokens of a row that still fits after the insertions. Raises ValueError where none does."""

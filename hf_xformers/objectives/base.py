@@ -36,8 +36,8 @@ TOKEN_COLUMNS = {"token_type_ids": 0, "position_ids": 0}
 class Objective(TypedSpec):
     """Base of all objectives.
 
-    A subclass declares typed fields, the settings of the paper, is registered with [`register`], and implements
-    `collator`. What the commands have to know about it stands in the class variables below.
+    A subclass declares typed fields, the settings of the paper, is registered with [`register`], and names its
+    collator. What the commands have to know about it stands in the class variables below.
 
     Attributes:
         id: its name in `OBJECTIVES`, set by `register`.
@@ -45,6 +45,7 @@ class Objective(TypedSpec):
         corrupts: what it does to the text that the model reads, in one line; empty: nothing.
         head: the head of a family that it trains, as in `<Family>For<head>`; settings may choose another one for an
             instance.
+        collates: the class of its data collator, unless `collator` makes another.
         component: (slot, name) of a component that it needs besides; None: none.
         shape: what kind of model that is.
         preferred: whether it is what a model of this shape is trained on where nobody says.
@@ -66,6 +67,7 @@ class Objective(TypedSpec):
     summary: ClassVar[str] = ""
     corrupts: ClassVar[str] = ""
     head: ClassVar[str]
+    collates: ClassVar[type[Collator]]
     component: ClassVar[tuple[str, str] | None] = None
     shape: ClassVar[Literal["encoder", "decoder", "seq2seq"]] = "encoder"
     preferred: ClassVar[bool] = False
@@ -95,8 +97,9 @@ class Objective(TypedSpec):
     def collator(
         self, tokenizer: Any, *, seed: int = 0, pad_to_multiple_of: int | None = None, static: bool = False
     ) -> Collator:
-        """The data collator of this objective; with `static=True` (evaluation) its noise ignores the epoch."""
-        raise NotImplementedError
+        """The data collator of this objective; with `static=True` (evaluation) its noise ignores the epoch. Raises
+        ValueError for a tokenizer without what the noise needs."""
+        return self.collates(self, tokenizer, seed=seed, pad_to_multiple_of=pad_to_multiple_of, static=static)
 
     def fitted(self, rows: Any, tokenizer: Any) -> Objective:
         """The objective with what it has to know of the training rows; most know nothing. Raises ValueError for rows

@@ -44,6 +44,7 @@ class BidirectionalLMObjective(Objective):
 
     summary: ClassVar[str] = "each token from those before it, and apart from those behind it (ELMo)"
     head: ClassVar[str] = "BidirectionalLM"
+    collates = BidirectionalLMCollator
     shape = "decoder"
     sample_by = "document"
     tokenizer_style = "gpt"
@@ -51,13 +52,6 @@ class BidirectionalLMObjective(Objective):
     def config_fields(self) -> dict[str, Any]:
         settings = {"share_embedding": self.share_embeddings, "share_softmax": self.share_softmax, "mix": self.mix}
         return {"pretraining": {"bidirectional_lm": settings}}
-
-    def collator(
-        self, tokenizer: Any, *, seed: int = 0, pad_to_multiple_of: int | None = None, static: bool = False
-    ) -> BidirectionalLMCollator:
-        return BidirectionalLMCollator(
-            self, tokenizer, seed=seed, pad_to_multiple_of=pad_to_multiple_of, static=static
-        )
 
 
 __all__ = ["BidirectionalLMCollator", "BidirectionalLMObjective"]

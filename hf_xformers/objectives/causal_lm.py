@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -41,12 +41,8 @@ class CausalLMObjective(Objective):
 
     summary: ClassVar[str] = "each token from those before it (GPT)"
     head: ClassVar[str] = "CausalLM"
+    collates = CausalLMCollator
     shape = "decoder"
     preferred: ClassVar[bool] = True
     sample_by = "document"
     tokenizer_style = "gpt"
-
-    def collator(
-        self, tokenizer: Any, *, seed: int = 0, pad_to_multiple_of: int | None = None, static: bool = False
-    ) -> CausalLMCollator:
-        return CausalLMCollator(self, tokenizer, seed=seed, pad_to_multiple_of=pad_to_multiple_of, static=static)

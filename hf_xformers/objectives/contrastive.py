@@ -109,6 +109,7 @@ class ContrastiveObjective(Objective):
     summary: ClassVar[str] = "the other view of a text, among those of other texts (InfoNCE and its kin)"
     corrupts: ClassVar[str] = "two crops of half the text"
     head: ClassVar[str] = "TextContrast"
+    collates = ContrastiveCollator
     target: ClassVar[Literal["token", "label"]] = "label"
     needed_tokens: ClassVar[tuple[str, ...]] = ("pad", "cls", "sep")
     add_special_tokens: ClassVar[bool] = True
@@ -145,8 +146,3 @@ class ContrastiveObjective(Objective):
                 " raise that, or take views='crops'"
             )
         return self
-
-    def collator(
-        self, tokenizer: Any, *, seed: int = 0, pad_to_multiple_of: int | None = None, static: bool = False
-    ) -> ContrastiveCollator:
-        return ContrastiveCollator(self, tokenizer, seed=seed, pad_to_multiple_of=pad_to_multiple_of, static=static)

@@ -103,6 +103,7 @@ class CpcEtcObjective(MaskedLMObjective):
 
     summary: ClassVar[str] = "masked words, and vectors of masked sentences told apart (ETC)"
     head: ClassVar[str] = "ContrastivePrediction"
+    collates = CpcCollator
     preferred: ClassVar[bool] = False
     rows = "sentences"
     sample_by = "document"
@@ -115,9 +116,3 @@ class CpcEtcObjective(MaskedLMObjective):
 
     def config_fields(self) -> dict[str, Any]:
         return {"pretraining": {"contrastive_prediction": {"weight": self.cpc_weight}}}
-
-    def collator(
-        self, tokenizer: Any, *, seed: int = 0, pad_to_multiple_of: int | None = None, static: bool = False
-    ) -> CpcCollator:
-        """Raises ValueError if the tokenizer has no mask token."""
-        return CpcCollator(self, tokenizer, seed=seed, pad_to_multiple_of=pad_to_multiple_of, static=static)

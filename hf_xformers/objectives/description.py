@@ -16,9 +16,8 @@ ROWS = {
 
 def needs(cls: type[Objective]) -> str:
     """What an objective needs of model, text and tokenizer, in a line."""
-    article = "an" if cls.shape == "encoder" else "a"
     shape = {"seq2seq": "encoder-decoder"}.get(cls.shape, cls.shape)
-    article = "an" if shape.startswith("e") else article
+    article = "an" if shape.startswith("e") else "a"
     tokens = [f"a {name} token" for name in cls.needed_tokens if name not in ("pad",)]
     try:
         tokens += ["sentinel tokens"] if build_objective(cls.type).num_sentinels else []

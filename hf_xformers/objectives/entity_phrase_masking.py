@@ -88,6 +88,7 @@ class EntityPhraseObjective(MaskedLMObjective):
     phrases: tuple[str, ...] | None = None
 
     summary: ClassVar[str] = "tokens of words, phrases or entities that are masked as wholes (ERNIE)"
+    collates = EntityPhraseCollator
     preferred: ClassVar[bool] = False
 
     def check_fields(self) -> None:
@@ -139,9 +140,3 @@ class EntityPhraseObjective(MaskedLMObjective):
                 "no words stand together often enough in the text to be phrases: give more text, or set phrases_file"
             )
         return dataclasses.replace(self, phrases=tuple(found))
-
-    def collator(
-        self, tokenizer: Any, *, seed: int = 0, pad_to_multiple_of: int | None = None, static: bool = False
-    ) -> EntityPhraseCollator:
-        """Raises ValueError if the tokenizer has no mask token, or cuts no words."""
-        return EntityPhraseCollator(self, tokenizer, seed=seed, pad_to_multiple_of=pad_to_multiple_of, static=static)

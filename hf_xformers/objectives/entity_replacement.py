@@ -150,6 +150,7 @@ class EntityReplacementObjective(Objective):
 
     summary: ClassVar[str] = "which names were replaced by others of their type (WKLM)"
     head: ClassVar[str] = "EntityReplacement"
+    collates = EntityReplacementCollator
     add_special_tokens: ClassVar[bool] = True
     sample_by = "document"
     needed_tokens: ClassVar[tuple[str, ...]] = ("pad", "cls", "sep", "mask")
@@ -166,12 +167,4 @@ class EntityReplacementObjective(Objective):
                 return self
         raise ValueError(
             f"the text mentions no entity of entity_table={self.entity_table!r}: give a table of names that it has"
-        )
-
-    def collator(
-        self, tokenizer: Any, *, seed: int = 0, pad_to_multiple_of: int | None = None, static: bool = False
-    ) -> EntityReplacementCollator:
-        """Raises ValueError if the tokenizer has no mask token or cuts no words, and for a table that does not do."""
-        return EntityReplacementCollator(
-            self, tokenizer, seed=seed, pad_to_multiple_of=pad_to_multiple_of, static=static
         )

@@ -132,6 +132,7 @@ class InfoWordObjective(Objective):
     summary: ClassVar[str] = "the phrase masked in a text, among those of others (InfoWord)"
     corrupts: ClassVar[str] = "15 % of the tokens: a phrase, and single ones"
     head: ClassVar[str] = "PhraseContrast"
+    collates = InfoWordCollator
     needed_tokens: ClassVar[tuple[str, ...]] = ("pad", "cls", "sep", "mask")
     add_special_tokens: ClassVar[bool] = True
     rows_at_once: ClassVar[int] = 2
@@ -153,9 +154,3 @@ class InfoWordObjective(Objective):
             "gather_negatives": self.gather_negatives,
         }
         return {"pretraining": {"phrase_contrast": settings}}
-
-    def collator(
-        self, tokenizer: Any, *, seed: int = 0, pad_to_multiple_of: int | None = None, static: bool = False
-    ) -> InfoWordCollator:
-        """Raises ValueError if the tokenizer has no mask token."""
-        return InfoWordCollator(self, tokenizer, seed=seed, pad_to_multiple_of=pad_to_multiple_of, static=static)

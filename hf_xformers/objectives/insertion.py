@@ -116,6 +116,7 @@ class InsertionObjective(Objective):
 
     summary: ClassVar[str] = "words in any order, each with the place where it is inserted (InDIGO)"
     head: ClassVar[str] = "CausalLM"
+    collates = InsertionCollator
     shape = "decoder"
     component: ClassVar[tuple[str, str] | None] = ("head", "insertion")
     needed_tokens: ClassVar[tuple[str, ...]] = ("pad", "cls", "sep")
@@ -128,9 +129,3 @@ class InsertionObjective(Objective):
             block_size >= 4, f"block_size {block_size} must hold two boundaries, a word and the end: at least 4"
         )
         return block_size - 3
-
-    def collator(
-        self, tokenizer: Any, *, seed: int = 0, pad_to_multiple_of: int | None = None, static: bool = False
-    ) -> InsertionCollator:
-        """Raises ValueError if the tokenizer has no boundaries."""
-        return InsertionCollator(self, tokenizer, seed=seed, pad_to_multiple_of=pad_to_multiple_of, static=static)

@@ -296,6 +296,7 @@ class MaskedLMObjective(Objective):
     summary: ClassVar[str] = "tokens that are masked, replaced or kept, from both sides (BERT)"
     corrupts: ClassVar[str] = "15 % of the tokens: masked, random or kept"
     head: ClassVar[str] = "MaskedLM"
+    collates: ClassVar[type[Collator]] = MaskedLMCollator
     preferred: ClassVar[bool] = True
     needed_tokens: ClassVar[tuple[str, ...]] = ("pad", "cls", "sep", "mask")
     add_special_tokens: ClassVar[bool] = True
@@ -323,9 +324,3 @@ class MaskedLMObjective(Objective):
     @property
     def random_ids(self) -> str:
         return self.random_vocab or ("non_special" if self.selection == "roberta" else "all")
-
-    def collator(
-        self, tokenizer: Any, *, seed: int = 0, pad_to_multiple_of: int | None = None, static: bool = False
-    ) -> MaskedLMCollator:
-        """Raises ValueError if the tokenizer has no mask token."""
-        return MaskedLMCollator(self, tokenizer, seed=seed, pad_to_multiple_of=pad_to_multiple_of, static=static)

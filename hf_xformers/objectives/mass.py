@@ -7,7 +7,7 @@ Source: Song et al. 2019 (arXiv 1905.02450), section 3.2, and the released code.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -119,6 +119,7 @@ class MassObjective(Objective):
 
     summary: ClassVar[str] = "a fragment of a text, written where it stood (MASS)"
     head: ClassVar[str] = "Seq2SeqLM"
+    collates = MassCollator
     shape = "seq2seq"
     add_special_tokens: ClassVar[bool] = True
     sample_by = "document"
@@ -128,12 +129,6 @@ class MassObjective(Objective):
     def check_fields(self) -> None:
         total = self.mask_token_prob + self.random_prob
         self._require(total <= 1 + 1e-9, f"mask_token_prob + random_prob is {total}: it must not exceed 1")
-
-    def collator(
-        self, tokenizer: Any, *, seed: int = 0, pad_to_multiple_of: int | None = None, static: bool = False
-    ) -> MassCollator:
-        """Raises ValueError if the tokenizer has no mask token."""
-        return MassCollator(self, tokenizer, seed=seed, pad_to_multiple_of=pad_to_multiple_of, static=static)
 
     def target_length(self, block_size: int) -> int:
         return max(round(self.fragment_ratio * block_size), 1)

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ..core.components import bounded
 from .base import IGNORE_INDEX, TOKEN_COLUMNS, Collator, Objective, Row, pad_rows, register
+from .masked_lm import given_units
 
 _EVERYBODY_SEES = -1  # rank of what is there from the start
 
@@ -151,15 +152,7 @@ class PermutedLMCollator(Collator):
 
     def words(self, row: Row) -> Tensor | None:
         """The word of each token, [n]; None: each is one."""
-        if not self.objective.masks_units:
-            return None
-        for name in ("unit_ids", "word_ids"):
-            if name in row.columns:
-                return row.columns[name]
-        raise ValueError(
-            "whole words need the column 'unit_ids' or 'word_ids': add it with word_unit_ids(tokenizer(text)) and set"
-            " remove_unused_columns=False, or set whole_word=False"
-        )
+        return given_units(row) if self.objective.masks_units else None
 
 
 @register("permuted_lm", aliases=("plm", "xlnet"))
@@ -188,6 +181,7 @@ class PermutedLMObjective(Objective):
 
     summary: ClassVar[str] = "tokens in a random order, each from those before it (XLNet)"
     head: ClassVar[str] = "MaskedLM"
+    collates = PermutedLMCollator
     component: ClassVar[tuple[str, str] | None] = ("stack", "two_stream")
     needed_tokens: ClassVar[tuple[str, ...]] = ("pad", "cls", "sep")
     add_special_tokens: ClassVar[bool] = True
@@ -215,10 +209,5 @@ class PermutedLMObjective(Objective):
         """Targets in the part [begin, end) of a row of `length` tokens; those of its parts add up to `num_predict`."""
         if self.num_predict is None:
             return round((end - begin) * self.mask_beta / self.mask_alpha)
-        upto = [round(self.num_predict * place / length) for place in (begin, end)]
+        upto = [round(self.num_predict * place / max(length, 1)) for place in (begin, end)]
         return min(end - begin, upto[1] - upto[0])
-
-    def collator(
-        self, tokenizer: Any, *, seed: int = 0, pad_to_multiple_of: int | None = None, static: bool = False
-    ) -> PermutedLMCollator:
-        return PermutedLMCollator(self, tokenizer, seed=seed, pad_to_multiple_of=pad_to_multiple_of, static=static)

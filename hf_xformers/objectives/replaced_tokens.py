@@ -134,6 +134,7 @@ class ReplacedTokenObjective(Objective):
 
     summary: ClassVar[str] = "which tokens of a text a small generator has put there (ELECTRA)"
     head: ClassVar[str] = "ReplacedTokenPreTraining"
+    collates = ReplacedTokenCollator
     target = "label"
     needed_tokens: ClassVar[tuple[str, ...]] = ("pad", "cls", "sep", "mask")
     add_special_tokens: ClassVar[bool] = True
@@ -153,9 +154,3 @@ class ReplacedTokenObjective(Objective):
         }
         given = {name: value for name, value in settings.items() if value is not None}
         return {"pretraining": {"replaced_tokens": given}} if given else {}
-
-    def collator(
-        self, tokenizer: Any, *, seed: int = 0, pad_to_multiple_of: int | None = None, static: bool = False
-    ) -> ReplacedTokenCollator:
-        """Raises ValueError if the tokenizer has no mask token."""
-        return ReplacedTokenCollator(self, tokenizer, seed=seed, pad_to_multiple_of=pad_to_multiple_of, static=static)

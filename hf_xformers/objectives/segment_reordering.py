@@ -102,15 +102,8 @@ class SegmentReorderingObjective(MaskedLMObjective):
     summary: ClassVar[str] = "masked tokens, and the order of a document's shuffled parts (ERNIE-Doc)"
     corrupts: ClassVar[str] = "15 % of the tokens, and the order of up to 3 parts"
     head: ClassVar[str] = "SegmentReordering"
+    collates = SegmentReorderingCollator
     preferred: ClassVar[bool] = False
 
     def config_fields(self) -> dict[str, Any]:
         return {"pretraining": {"reordering": {"chunks": self.chunks}}}
-
-    def collator(
-        self, tokenizer: Any, *, seed: int = 0, pad_to_multiple_of: int | None = None, static: bool = False
-    ) -> SegmentReorderingCollator:
-        """Raises ValueError if the tokenizer has no mask token."""
-        return SegmentReorderingCollator(
-            self, tokenizer, seed=seed, pad_to_multiple_of=pad_to_multiple_of, static=static
-        )

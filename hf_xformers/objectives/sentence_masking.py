@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ..core.components import bounded
-from .base import IGNORE_INDEX, Collator, Objective, Row, pad_rows, register, round_up
+from .base import IGNORE_INDEX, Objective, Row, pad_rows, register, round_up
+from .masked_lm import MaskingCollator
 
 MASK, KEEP, REPLACE = 0, 1, 2  # what becomes of a chosen sentence
 
@@ -49,17 +50,12 @@ def apply_noise(
     return noisy
 
 
-class SentenceMaskingCollator(Collator):
+class SentenceMaskingCollator(MaskingCollator):
     """Batches with `input_ids`, `attention_mask`, `sentence_ids` [B, T], `target_positions` [B, M], where the chosen
     sentences end in the row (-1: none), and `labels` [B, M, W], what stood there (-100: padding)."""
 
     objective: SentenceMaskingObjective
     columns = ("sentence_ids",)
-
-    def __init__(self, objective: SentenceMaskingObjective, tokenizer: Any, **settings: Any) -> None:
-        super().__init__(objective, tokenizer, **settings)
-        if tokenizer.mask_token_id is None:
-            raise ValueError(f"{type(tokenizer).__name__} has no mask token, which stands for masked words: add one")
 
     def collate(self, rows: list[Row]) -> dict[str, Tensor]:
         made = [self.corrupt(row) for row in rows]
@@ -99,7 +95,7 @@ class SentenceMaskingCollator(Collator):
         chosen, kind, other = sample_noise(
             len(sentences), spec.mask_rate, spec.mask_prob, spec.random_prob, self.generator(row.ids)
         )
-        noisy = apply_noise(sentences, chosen, kind, other, self.tokenizer.mask_token_id)
+        noisy = apply_noise(sentences, chosen, kind, other, self.mask_token_id)
         sizes = torch.tensor([len(sentence) for sentence in noisy])
         ends = sizes.cumsum(0) - 1
         places = torch.arange(len(sizes)).repeat_interleave(sizes)
@@ -125,6 +121,7 @@ class SentenceMaskingObjective(Objective):
     summary: ClassVar[str] = "sentences that are masked, each written from its vector (HIBERT)"
     corrupts: ClassVar[str] = "15 % of the sentences: masked, another one or kept"
     head: ClassVar[str] = "MaskedSentences"
+    collates = SentenceMaskingCollator
     shape = "seq2seq"
     rows = "sentences"
     sample_by = "document"
@@ -134,14 +131,6 @@ class SentenceMaskingObjective(Objective):
         self._require(
             self.mask_prob + self.random_prob <= 1,
             f"mask_prob {self.mask_prob} and random_prob {self.random_prob} must not add up to more than 1",
-        )
-
-    def collator(
-        self, tokenizer: Any, *, seed: int = 0, pad_to_multiple_of: int | None = None, static: bool = False
-    ) -> SentenceMaskingCollator:
-        """Raises ValueError if the tokenizer lacks a mask token."""
-        return SentenceMaskingCollator(
-            self, tokenizer, seed=seed, pad_to_multiple_of=pad_to_multiple_of, static=static
         )
 
     def sentence_length(self, block_size: int) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..core.components import bounded
 from .base import Collator, Objective, build_objective, keyed_generator, read_row, register
-from .masked_lm import MaskedLMCollator, MaskedLMObjective, merge_words
+from .masked_lm import MaskedLMObjective, merge_words
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -285,7 +285,7 @@ class SentencePairCollator(Collator):
 
     def __init__(self, objective: SentencePairObjective, tokenizer: Any, **settings: Any) -> None:
         super().__init__(objective, tokenizer, **settings)
-        self.masking: MaskedLMCollator | None = None
+        self.masking: Collator | None = None
         if objective.mlm is not None:
             self.masking = objective.mlm.collator(tokenizer, **settings)
             self.masking._epoch = self._epoch
@@ -328,6 +328,7 @@ class SentencePairObjective(Objective):
     dupe_factor: int = bounded(1, least=1)
 
     head: ClassVar[str] = "NextSentencePrediction"
+    collates: ClassVar[type[Collator]] = SentencePairCollator
     target = "label"
     add_special_tokens: ClassVar[bool] = True
     rows = "segment_pairs"
@@ -353,11 +354,6 @@ class SentencePairObjective(Objective):
     def sample_second(self, sentences: int, generator: torch.Generator) -> int | None:
         """The label for a chunk of so many sentences; None: the chunk gives no row."""
         raise NotImplementedError
-
-    def collator(
-        self, tokenizer: Any, *, seed: int = 0, pad_to_multiple_of: int | None = None, static: bool = False
-    ) -> SentencePairCollator:
-        return SentencePairCollator(self, tokenizer, seed=seed, pad_to_multiple_of=pad_to_multiple_of, static=static)
 
 
 @register("nsp")

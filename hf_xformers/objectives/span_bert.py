@@ -163,6 +163,7 @@ class SpanBertObjective(Objective):
 
     summary: ClassVar[str] = "masked spans, from within and from the tokens around them (SpanBERT)"
     head: ClassVar[str] = "SpanBoundary"
+    collates = SpanBertCollator
     add_special_tokens: ClassVar[bool] = True
     sample_by = "document"
     needed_tokens: ClassVar[tuple[str, ...]] = ("pad", "cls", "sep", "mask")
@@ -191,9 +192,3 @@ class SpanBertObjective(Objective):
             "weight": self.sbo_weight,
         }
         return {"pretraining": {"span_boundary": settings}}
-
-    def collator(
-        self, tokenizer: Any, *, seed: int = 0, pad_to_multiple_of: int | None = None, static: bool = False
-    ) -> SpanBertCollator:
-        """Raises ValueError if the tokenizer has no mask token."""
-        return SpanBertCollator(self, tokenizer, seed=seed, pad_to_multiple_of=pad_to_multiple_of, static=static)

@@ -138,17 +138,12 @@ class SpanCorruptionObjective(Objective):
     summary: ClassVar[str] = "spans that sentinels stand for (T5)"
     corrupts: ClassVar[str] = "15 % of the tokens, in spans of 3, each a sentinel in the input"
     head: ClassVar[str] = "Seq2SeqLM"
+    collates = SpanCorruptionCollator
     shape = "seq2seq"
     preferred: ClassVar[bool] = True
     sample_by = "document"
     tokenizer_style = "t5"
     needed_tokens: ClassVar[tuple[str, ...]] = ("pad",)
-
-    def collator(
-        self, tokenizer: Any, *, seed: int = 0, pad_to_multiple_of: int | None = None, static: bool = False
-    ) -> SpanCorruptionCollator:
-        """Raises ValueError if the tokenizer lacks eos, pad or sentinels."""
-        return SpanCorruptionCollator(self, tokenizer, seed=seed, pad_to_multiple_of=pad_to_multiple_of, static=static)
 
     def raw_block_size(self, block_size: int) -> int:
         """Raw tokens per row so that the encoder input (text, sentinels, eos) has exactly `block_size` tokens.

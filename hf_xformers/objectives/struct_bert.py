@@ -133,6 +133,7 @@ class StructBertObjective(SentencePairObjective):
     summary: ClassVar[str] = "masked tokens, shuffled trigrams and the order of two texts (StructBERT)"
     corrupts: ClassVar[str] = "15 % of the tokens, 5 % of the trigrams, two thirds of the pairs"
     head: ClassVar[str] = "PreTraining"
+    collates = StructBertCollator
     replaces_second: ClassVar[bool] = True
 
     def check_fields(self) -> None:
@@ -145,9 +146,3 @@ class StructBertObjective(SentencePairObjective):
         if self.sentence_classes == 2:
             return 1 if sentences == 1 else int(_chance(generator) < 0.5)
         return None if sentences == 1 else _integer(0, 2, generator)
-
-    def collator(
-        self, tokenizer: Any, *, seed: int = 0, pad_to_multiple_of: int | None = None, static: bool = False
-    ) -> StructBertCollator:
-        """Raises ValueError if the tokenizer has no mask token."""
-        return StructBertCollator(self, tokenizer, seed=seed, pad_to_multiple_of=pad_to_multiple_of, static=static)

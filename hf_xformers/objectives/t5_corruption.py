@@ -137,6 +137,7 @@ class T5CorruptionObjective(Objective):
 
     summary: ClassVar[str] = "the other corruptions of T5: a prefix, shuffled, masked or dropped tokens"
     head: ClassVar[str] = "Seq2SeqLM"
+    collates = T5CorruptionCollator
     shape = "seq2seq"
     sample_by = "document"
     tokenizer_style = "t5"
@@ -145,12 +146,6 @@ class T5CorruptionObjective(Objective):
     @property
     def num_sentinels(self) -> int:
         return {"iid_denoise": self.max_sentinels, "bert_style": 1, "mass_style": 1}.get(self.corruption, 0)
-
-    def collator(
-        self, tokenizer: Any, *, seed: int = 0, pad_to_multiple_of: int | None = None, static: bool = False
-    ) -> T5CorruptionCollator:
-        """Raises ValueError if the tokenizer lacks eos, pad or sentinels."""
-        return T5CorruptionCollator(self, tokenizer, seed=seed, pad_to_multiple_of=pad_to_multiple_of, static=static)
 
     def raw_block_size(self, block_size: int) -> int:
         """Tokens of a text whose inputs and targets fit into `block_size` whatever is drawn.

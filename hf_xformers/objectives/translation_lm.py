@@ -222,6 +222,7 @@ class TranslationLMObjective(Multilingual):
     summary: ClassVar[str] = "masked tokens of a sentence and its translation (XLM)"
     corrupts: ClassVar[str] = "15 % of the tokens, rare ones more often: masked, random or kept"
     head: ClassVar[str] = "MaskedLM"
+    collates = TranslationLMCollator
     needed_tokens: ClassVar[tuple[str, ...]] = ("pad", "cls", "sep", "mask")
 
     def check_fields(self) -> None:
@@ -238,12 +239,6 @@ class TranslationLMObjective(Multilingual):
     def tasks_of_rows(self) -> tuple[str, ...]:
         return self.tasks
 
-    def collator(
-        self, tokenizer: Any, *, seed: int = 0, pad_to_multiple_of: int | None = None, static: bool = False
-    ) -> TranslationLMCollator:
-        """Raises ValueError if the tokenizer has no mask token."""
-        return TranslationLMCollator(self, tokenizer, seed=seed, pad_to_multiple_of=pad_to_multiple_of, static=static)
-
 
 @register("multilingual_clm")
 class MultilingualCLMObjective(Multilingual):
@@ -257,12 +252,6 @@ class MultilingualCLMObjective(Multilingual):
 
     summary: ClassVar[str] = "each token from those before it, of several languages (XLM)"
     head: ClassVar[str] = "CausalLM"
+    collates = MultilingualCLMCollator
     shape = "decoder"
     tokenizer_style = "gpt"
-
-    def collator(
-        self, tokenizer: Any, *, seed: int = 0, pad_to_multiple_of: int | None = None, static: bool = False
-    ) -> MultilingualCLMCollator:
-        return MultilingualCLMCollator(
-            self, tokenizer, seed=seed, pad_to_multiple_of=pad_to_multiple_of, static=static
-        )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -25,14 +24,6 @@ AnyUniLM = TypeVar("AnyUniLM", bound="UniLMObjective")
 
 # The order in which the paper names the modes, and that of `mode_probs`.
 ORDER = (BIDIRECTIONAL, SEQ2SEQ, LEFT_TO_RIGHT, RIGHT_TO_LEFT)
-
-
-@dataclass
-class ModeNoise:
-    """What is random about a row: its mode, and the tokens that are masked in it once it has that mode's form."""
-
-    mode: int
-    tokens: MaskNoise
 
 
 def in_mode(ids: Tensor, second: Tensor, mode: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -168,6 +159,7 @@ class UniLMObjective(SentencePairObjective):
     summary: ClassVar[str] = "masked tokens, read from both sides, either side, or as a target (UniLM)"
     corrupts: ClassVar[str] = "15 % of the tokens, singly or in bigrams and trigrams; what a token may see"
     head: ClassVar[str] = "PreTraining"
+    collates = UniLMCollator
     component: ClassVar[tuple[str, str] | None] = ("stack", "mask_modes")
 
     @property
@@ -210,12 +202,6 @@ class UniLMObjective(SentencePairObjective):
     def sample_second(self, sentences: int, generator: torch.Generator) -> int | None:
         draw = _chance(generator)
         return None if sentences == 1 else int(draw < self.mode_probs[0] * self.random_prob)
-
-    def collator(  # type: ignore[override]
-        self, tokenizer: Any, *, seed: int = 0, pad_to_multiple_of: int | None = None, static: bool = False
-    ) -> UniLMCollator:
-        """Raises ValueError if the tokenizer has no mask token."""
-        return UniLMCollator(self, tokenizer, seed=seed, pad_to_multiple_of=pad_to_multiple_of, static=static)
 
 
 __all__ = ["UniLMCollator", "UniLMObjective", "in_mode", "sample_mode", "sample_noise"]

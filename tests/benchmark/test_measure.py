@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import subprocess
 import sys
@@ -165,8 +166,13 @@ def test_peak_of_a_call(measure):
 
 @linux
 def test_an_error_in_the_child_is_one_here():
+    """What dies without a word is not waited for."""
     with pytest.raises(RuntimeError, match="ValueError: cannot be made"):
         forked_memory(failing)
+    with pytest.raises(RuntimeError, match="ended with exit code 9"):
+        forked_memory(os._exit, 9)
+    with pytest.raises(RuntimeError, match="not done after 0.1 seconds"):
+        forked_memory(time.sleep, 60, timeout=0.1)
 
 
 @linux

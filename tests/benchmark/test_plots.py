@@ -25,6 +25,21 @@ QUALITY = [
 MAPS = [{"label": "dense", "shape": "encoder", "at": None, "status": "ok", "maps": {"encoder": [[0.5, 0.5], [0, 1]]}}]
 
 
+def test_a_sweep_shows_the_tasks_whose_models_keep_a_state(tmp_path):
+    """Models that read both sides keep none."""
+    point = {"hidden_size": 16, "learning_rate": 1e-3, "seed": 0}
+    known = {"label": "it", "status": "ok", "point": point, "accuracy": 0.5, "chance accuracy": 0.1}
+    rows = [
+        {**known, "shape": shape, "at": task, "state size": size}
+        for shape, task, size in (("decoder", "copy", 64), ("encoder", "listops", None))
+    ]
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        assert plot_all(tmp_path, [], rows, []) == ["state.png"]
+        text = (tmp_path / "state.svg").read_text()
+        assert ">copy<" in text and "listops" not in text
+        assert plot_all(tmp_path, [], rows[1:], []) == []
+
+
 @pytest.fixture
 def texts(tmp_path):
     """The texts of each picture, from its SVG."""

@@ -2,17 +2,23 @@
 
 import importlib.util
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForSequenceClassification, TrainerCallback
+from transformers import AutoModelForSequenceClassification, TrainerCallback, TrainingArguments
 
 from hf_xformers.cli import main
 from hf_xformers.cli.distill import run
-from hf_xformers.compression.distillation import FILE, STUDENT
+from hf_xformers.compression.distillation import FILE, STUDENT, Distiller
+from hf_xformers.compression.distilling_options import Distilling
+from hf_xformers.compression.pruning import Pruner, Pruning
+from hf_xformers.compression.report import Measuring
 from hf_xformers.hub.training_record import read_record
 from hf_xformers.training.earlier_stages import put_aside
+from hf_xformers.training.text import TextData
+from tests.compression.test_methods import make
 from tests.finetuning.task_data import classification, finetune, tagging, translation
 from tests.training.runs import flags, pretrain, summary, weights
 
@@ -150,6 +156,24 @@ def test_translations_of_the_teacher(tmp_path):
     assert len((out / "teacher_texts.jsonl").read_text().splitlines()) == 64
 
 
+def test_the_teacher_computes_with_the_numbers_that_are_asked_for(tmp_path):
+    """By default in float32, however it is saved."""
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    distiller = Distiller(Distilling(teacher="it"), "distilbert", TextData(), args)
+    assert distiller._in_dtype(make().bfloat16()).dtype == torch.float32
+
+
+def test_several_processes_are_refused(tmp_path):
+    """All but one would wait for what is measured, or be waited for."""
+    args = SimpleNamespace(world_size=2, output_dir=str(tmp_path), resume_from_checkpoint=None)
+    for make_one in (
+        lambda: Distiller(Distilling(teacher="it"), "distilbert", TextData(), args),
+        lambda: Pruner(Pruning(model="it", method="layers"), Measuring(), args),
+    ):
+        with pytest.raises(ValueError, match="and this is one of 2; start the command without a launcher"):
+            make_one()
+
+
 REFUSED = {
     "no teacher": ({"teacher": "nowhere"}, "nowhere"),
     "method": ({"method": "distillbert"}, "Did you mean 'distilbert'"),
@@ -161,6 +185,11 @@ REFUSED = {
         "under a softmax, which attention 'performer' of the student",
     ),
     "stored": ({"method": "tinybert", "store_teacher": True}, "--store_teacher keeps predictions and states"),
+    "stored texts": (
+        {"task": "translation", "method.cosine_weight": 0, "store_teacher": True},
+        "predictions are as many numbers as the vocabulary has",
+    ),
+    "stored choices": ({"task": "multiple-choice", "store_teacher": True}, "keeps the states of one text of each row"),
     "width": ({"method": "theseus", "student.hidden_size": 8}, "student has width 8"),
     "written": ({"method": "sequence_level"}, "trains on texts that the teacher writes"),
     "student": ({"student": "berd"}, "neither 'teacher', 'scratch', a folder, nor a variant"),

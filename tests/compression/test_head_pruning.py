@@ -7,10 +7,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_xformers.compression.head_pruning import alike_by_tower, gated, head_layers, prune_heads, whole
 from hf_xformers.compression.importance import head_importance, least_important
+from hf_xformers.compression.report import Measuring, seconds_by_turns
 from hf_xformers.conversion import to_transformers
 from hf_xformers.conversion.swap import open_model as open_converted
+from hf_xformers.export import whole_text
+from hf_xformers.export.state import sample
+from hf_xformers.variants import config_class, family
 from tests.compression.models import batch, tiny
-from tests.helpers import close
+from tests.helpers import close, tiny_fields
 
 KEPT = {("model.trunk", 0): [[0, 2, 3]], ("model.trunk", 2): [[1]]}
 
@@ -160,6 +164,25 @@ def test_both_attentions_of_a_decoder_lose_as_many():
         prune_heads(model, {decoder[1].key: [[0, 1], [2]]})
 
 
+def test_models_that_read_something_else_are_looked_at():
+    """Images that are no squares, several texts in a row, and a decoder whose table is shorter than its encoder's."""
+    image = {"image_size": (16, 32), "patch_size": 8}
+    picture = config_class("xf_vision_transformer")
+    torch.manual_seed(0)
+    models = [
+        family("xf_vision_transformer")["ForImageClassification"](picture(**tiny_fields(picture, **image))).eval(),
+        tiny("ForMultipleChoice", double=False),
+        tiny("ForSeq2SeqLM", double=False, decoder_vocab_size=9),
+    ]
+    for model in models:
+        first = head_layers(model)[0]
+        pruned = prune_heads(model, {first.key: [[0]]})  # compared with the gates inside
+        assert head_layers(pruned)[0].heads == 1
+    written = models[-1]
+    assert sample(written, 2, 20).ids.max() < 9 and whole_text._sample(written, 2, 20)["decoder_input_ids"].max() < 9
+    assert seconds_by_turns([written], Measuring(time_batches=1, time_length=8))[0] > 0
+
+
 def test_conversion_of_a_pruned_model_works_or_says_why_not():
     """Llama has a head width of its own, but layers that are alike; BERT has heads of hidden_size / heads."""
     config = LlamaConfig(
@@ -184,6 +207,8 @@ def test_conversion_of_a_pruned_model_works_or_says_why_not():
     [
         ({("model.trunk", 1): [[]]}, "layer 1 would lose all of its 4 heads; leave it one, or remove the whole layer"),
         ({("model.trunk", 1): [[0, 7]]}, "has heads from 0 to 3"),
+        ({("trunk", 1): [[0]]}, r"no heads to remove in \('trunk', 1\); layers with heads are \('model.trunk', 0\)"),
+        ({("model.trunk", 1): [[0], [1]]}, "layer 1 has 1 attentions"),
     ],
 )
 def test_what_cannot_go_is_refused(kept, message):

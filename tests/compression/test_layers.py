@@ -64,6 +64,13 @@ def test_the_loss_and_the_angle_of_a_layer():
         assert found == pytest.approx(float((torch.acos(cosine) / torch.pi).mean()), rel=1e-6)
 
 
+def test_padding_of_a_decoder_turns_no_angle():
+    model, inputs = tiny("ForSeq2SeqLM"), batch()
+    longer = {**inputs, "labels": nn.functional.pad(inputs["labels"], (0, 5), value=-100)}
+    one, other = (layer_angles(model, model.model.decoder, [given]) for given in (inputs, longer))
+    assert one == pytest.approx(other, rel=1e-9)
+
+
 @pytest.mark.parametrize(
     "fields, message",
     [
@@ -75,6 +82,8 @@ def test_the_loss_and_the_angle_of_a_layer():
 def test_layers_whose_place_counts_are_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         prune_layers(tiny(double=False, **fields), {"model.trunk": [0, 1]})
+    with pytest.raises(ValueError, match="no tower 'trunk'; it has 'model.trunk'"):
+        prune_layers(tiny(double=False, **fields), {"trunk": [0, 1]})
 
 
 def test_layer_drop_leaves_layers_out_in_training_alone():

@@ -5,7 +5,13 @@ import math
 import pytest
 import torch
 
-from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerForMaskedLM, XFormerForSequenceClassification
+from hf_xformers import (
+    XFormerConfig,
+    XFormerForCausalLM,
+    XFormerForMaskedLM,
+    XFormerForMultipleChoice,
+    XFormerForSequenceClassification,
+)
 from hf_xformers.compression.layer_maps import copied, patient, uniform
 from hf_xformers.compression.methods import Pass, build_method
 from hf_xformers.compression.passes import asked, own_heads, teacher_pass
@@ -172,7 +178,7 @@ def test_tinybert():
     """The scores of mapped layers where a real token sees a real one, states with a learned map, then predictions."""
     student, teacher, batch = make(seed=1, layers=2, width=4), make(seed=2, layers=4), rows()
     method = build_method({"type": "tinybert", "intermediate": 0.5, "hidden_weight": 3})
-    Teaching(method).attach(student, teacher.config, 0)
+    Teaching(method, teacher).put(student)
     maps = {name: linear.double().weight for name, linear in getattr(student, PROJECTIONS).items()}
     assert {name: list(weight.shape) for name, weight in maps.items()} == {"embeddings": [8, 4], "states": [8, 4]}
     terms = method.terms(seen(method, student, teacher, batch, progress=0.4))
@@ -231,10 +237,17 @@ def test_a_student_that_is_its_teacher_has_nothing_to_learn(name, cls):
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_padding_moves_nothing(name, side):
-    student, teacher, method = make(seed=1), make(seed=2, layers=4), build_method(name)
-    one, other = (method.terms(seen(method, student, teacher, rows(side, extra))) for extra in (0, 3))
-    for key in one:
-        torch.testing.assert_close(one[key], other[key], rtol=1e-9, atol=1e-12)
+    """Nor in rows of several texts."""
+    method = build_method(name)
+    for cls in (XFormerForSequenceClassification, XFormerForMultipleChoice):
+        student, teacher = make(cls, seed=1), make(cls, seed=2, layers=4)
+        probe(method, student, teacher)
+        texts = [rows(side, extra) for extra in (0, 3)]
+        if cls is XFormerForMultipleChoice:
+            texts = [{key: value[None] for key, value in text.items()} for text in texts]
+        one, other = (method.terms(seen(method, student, teacher, text)) for text in texts)
+        for key in one:
+            torch.testing.assert_close(one[key], other[key], rtol=1e-9, atol=1e-12)
 
 
 def test_at_a_high_temperature_logits_are_matched():

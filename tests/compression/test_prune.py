@@ -9,9 +9,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 
+from hf_xformers.adapters import add_adapter
 from hf_xformers.cli import main
 from hf_xformers.cli.prune import run
-from hf_xformers.compression.report import FILE, Measuring, count, measure, open_model, read_steps
+from hf_xformers.compression.report import FILE, Measuring, count, measure, open_model, read_steps, refuse_any_adapter
 from hf_xformers.hub.checkpoint_card import checkpoint_card
 from tests.finetuning import task_data
 from tests.finetuning.task_data import finetune
@@ -159,6 +160,9 @@ def test_training_goes_on_where_it_was_killed(method, kind, request, tmp_path):
     first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "cut"))
     assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
     assert not any("gates" in name or "parametrizations" in name for name in first)
+    other = {"gate_penalty": 9.0} if method == "heads" else {"sparsity": 0.8}
+    with pytest.raises(ValueError, match="had (gate_penalty 3.0|sparsity 0.5), and this command gives"):
+        prune(model, tmp_path / "cut", resume_from_checkpoint="true", **{**options, **other})
     if method == "heads":
         assert whole["after"]["parameters"] < whole["before"]["parameters"]
     else:
@@ -205,6 +209,8 @@ def test_zeros_stay_while_a_model_trains(classifier, tmp_path):
         ("--method layers --max_steps 3", "--max_steps is about training, and --method layers by top takes no step"),
         ("--method weights --sparsity 1", "--sparsity 1.0 is a share of weights in [0, 1)"),
         ("--method weights --exclude nowhere", "--exclude 'nowhere' is in no name"),
+        ("--method weights --pattern 2:4 --sparsity 0.9", "takes half of every four; leave out --sparsity"),
+        ("--method heads --heads 0:1 --share 0.2", "--heads says which go; leave out --share"),
     ],
 )
 def test_bad_input_is_one_paragraph_and_writes_nothing(words, message, classifier, tmp_path, capsys):
@@ -213,6 +219,14 @@ def test_bad_input_is_one_paragraph_and_writes_nothing(words, message, classifie
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("hf-xformers: error: ") and message in error
     assert not out.exists() or not any(out.iterdir())
+
+
+def test_an_adapter_that_a_pruned_model_would_lose_is_refused(classifier, tmp_path):
+    model = open_model(str(classifier))
+    add_adapter(model, "tags")
+    with pytest.raises(ValueError, match="'it' is its base with the adapter 'tags'"):
+        refuse_any_adapter(model, "'it'")
+    refuse_any_adapter(open_model(str(classifier)), "'it'")
 
 
 def test_a_folder_is_not_overwritten_by_accident(classifier, tmp_path, capsys):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_xformers import XFormerForMaskedLM, XFormerForSequenceClassification
+from hf_xformers import XFormerForMaskedLM, XFormerForSeq2SeqLM, XFormerForSequenceClassification
 from hf_xformers.compression.students import StudentChoice, build_student
 from tests.compression.test_methods import make, rows
 
@@ -32,6 +32,10 @@ def test_layers_with_geometry_of_their_own():
     student = build(teacher, copy_layers="1,3").model
     widths = [layer.feedforward.up_proj.out_features for layer in student.model.trunk.layers]
     assert widths == [8, 4] and student.config.layer(0).intermediate_size == 8
+    writer = make(XFormerForSeq2SeqLM, layers=4, is_encoder_decoder=True, decoder={"per_layer_config": layers})
+    student = build(writer, copy_layers="0,3").model
+    widths = [layer.feedforward.up_proj.out_features for layer in student.model.decoder.layers]
+    assert widths == [12, 4] and student.model.trunk.layers[1].feedforward.up_proj.out_features == 12
 
 
 def test_another_mechanism_and_another_width():

@@ -68,7 +68,7 @@ def test_who_learns():
     names = set(student.state_dict())
     replacing.merge(student)
     assert set(student.state_dict()) == names and all(p.requires_grad for p in student.parameters())
-    assert not any(name in vars(layer) for layer in layers for name in ("forward", "prepare"))
+    assert not any(name in vars(layer) for layer in layers for name in ("run", "prepare"))
 
 
 def test_how_often():

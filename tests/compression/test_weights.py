@@ -56,6 +56,7 @@ def test_only_matrices_inside_layers_can_go():
     assert not any("norm" in name or "embedding" in name or "head" in name for name in names)
     fewer = prunable_weights(model, ["o_proj", "layers.0."])
     assert len(fewer) == 2 * 5
+    assert len(prunable_weights(model, ["attention", "o_proj"])) == 3 * 2  # all that the second names is out already
     with pytest.raises(ValueError, match="--exclude 'nowhere' is in no name"):
         prunable_weights(model, ["nowhere"])
 

@@ -142,6 +142,8 @@ def test_rows_without_a_word(bert_tokenizer):
     """A batch of special tokens alone has nothing to predict, and a loss of zero."""
     batch = build_objective("permuted_lm").collator(bert_tokenizer)([{"input_ids": [2, 3]}, {"input_ids": [2]}])
     assert (batch["labels"] == -100).all() and not batch["target_mapping"].any()
+    so_many = build_objective({"type": "permuted_lm", "num_predict": 2}).collator(bert_tokenizer)
+    assert so_many([{"input_ids": []}])["labels"].tolist() == [[-100]]
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
     model = XFXLNetForMaskedLM(XFXLNetConfig(vocab_size=60, **sizes))
     loss = model(**batch).loss

@@ -44,9 +44,9 @@ class Pass:
 
     @property
     def mask(self) -> Tensor | None:
-        """[B, T] boolean, True = real; None where nothing is padded, or states are not those of the tokens."""
+        """[B, T] boolean, True = real, or [B * C, T] of rows of several texts; None where nothing is padded."""
         mask = self.batch.get("attention_mask")
-        return None if mask is None or mask.ndim != 2 else mask.bool()
+        return None if mask is None else mask.flatten(0, -2).bool()
 
     def states(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """States [B, T, D] of student and teacher: before the first layer, and after each."""
@@ -85,7 +85,6 @@ class DistillationMethod(TypedSpec):
     """
 
     summary: ClassVar[str] = ""
-    paper: ClassVar[str] = ""
     reads_states: ClassVar[bool] = False
     attention: ClassVar[tuple[str, ...]] = ()
     generates: ClassVar[bool] = False

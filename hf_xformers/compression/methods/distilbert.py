@@ -25,7 +25,6 @@ class DistilBert(DistillationMethod):
     """
 
     summary = "soft predictions, and the direction of the last states"
-    paper = "Sanh et al. 2019"
     temperature: float | int = bounded(2.0, above=0)
     logit_weight: float | int = bounded(5.0, least=0)
     task_weight: float | int = bounded(2.0, least=0)

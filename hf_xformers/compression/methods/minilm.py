@@ -23,7 +23,6 @@ class MiniLM(DistillationMethod):
     """
 
     summary = "attention and value relations of the last layer"
-    paper = "Wang et al. 2020"
     attention = ("weights", "values")
     attention_weight: float | int = bounded(1.0, least=0)
     value_weight: float | int = bounded(1.0, least=0)

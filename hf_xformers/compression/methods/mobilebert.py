@@ -25,7 +25,6 @@ class MobileBert(DistillationMethod):
     """
 
     summary = "feature maps and attention of every layer, and predictions"
-    paper = "Sun et al. 2020"
     reads_states = True
     attention = ("weights",)
     feature_weight: float | int = bounded(1.0, least=0)

@@ -30,7 +30,6 @@ class PatientDistillation(DistillationMethod):
     """
 
     summary = "predictions, and the first token's states after some layers"
-    paper = "Sun et al. 2019"
     reads_states = True
     alpha: float | int = bounded(0.5, least=0, most=1)
     beta: float | int = bounded(0.1, least=0)

@@ -16,7 +16,6 @@ class SequenceLevel(DistillationMethod):
     """
 
     summary = "training on the teacher's generated texts"
-    paper = "Kim and Rush 2016"
     generates = True
     num_beams: int = bounded(5, least=1)
     prompt_tokens: int = bounded(16, least=1)

@@ -20,7 +20,6 @@ class Theseus(DistillationMethod):
     """
 
     summary = "layers that replace blocks of the teacher's while they learn"
-    paper = "Xu et al. 2020"
     replaces = True
     replacing_rate: float | int = bounded(0.3, above=0, most=1)
     schedule: Literal["linear", "constant"] = "linear"

@@ -29,7 +29,6 @@ class TinyBert(DistillationMethod):
     """
 
     summary = "embeddings, states and attention scores, then predictions"
-    paper = "Jiao et al. 2020"
     reads_states = True
     attention = ("scores",)
     intermediate: float | int = bounded(0.5, least=0, most=1)
