@@ -54,7 +54,10 @@ class SinusoidalPosition(Position):
 @register("position", "sinusoidal_absolute", aliases=("sinusoidal",))
 class SinusoidalSpec(PositionSpec):
     """base: longest wavelength is base * 2 pi tokens. layout: order of sines and cosines along the width. offset: the
-    position that the first token has (fairseq's models start after the padding token's id)."""
+    position that the first token has (fairseq's models start after the padding token's id).
+
+    Token vectors that start as small as BERT's drown in sinusoids, and a model learns little more than the frequencies
+    of tokens for hundreds of steps; set `embedding={"type": "token", "scale": True}`, as Vaswani et al. do."""
 
     supports = frozenset({"context_parallel"})
     summary = "fixed sinusoids added to the input"

@@ -212,7 +212,7 @@ PLANS: dict[str, list[Plan]] = {
         ),
         Plan(
             "dots",
-            ("variant",),
+            ("variant", "position"),
             {"loss": "variant", "dense loss": "dense, equal steps"},
             axis="held-out loss, nats per token",
             group=("kind",),

@@ -87,17 +87,19 @@ def about_alike() -> str:
     """What was alike in the runs of the table `ALIKE`."""
     floors = {row["kind"]: row["token frequencies"] for row in pictures.alike() if "token frequencies" in row}
     told = " and ".join(f"{floor:.2f} for {kind}" for kind, floor in sorted(floors.items()))
-    missing = ", ".join(name.removeprefix("xf_") for name in pictures.not_trained())
+    missing = ", ".join(name.removeprefix("xf_") for name in pictures.unfinished())
     return (
         "Each variant that reads text and has a causal decoder (else an encoder, which learns from masked tokens),"
         f" small and in the same setting: two layers of width 64, {pictures.STEPS} steps of 16 rows of"
         f" {pictures.BLOCK} tokens, a vocabulary of 512, the documentation of Python's standard library, pre-LN in"
         " place of post-LN wherever the variant takes it, windows and blocks cut down to the rows. `loss` is held"
-        f" out, in nats per token; the frequencies of tokens alone reach {told}. `dense loss` is that of"
-        " [GPT-2](../zoo/gpt2.md) for decoders and of [BERT](../zoo/bert.md) for encoders. It compares what small"
-        " models learn in little time from short rows, at which long memories and savings on length cannot show. A"
-        " variant that learned nothing beyond the frequencies has no attention map on its page."
-        + (f"\n\nWithout a run so far: {missing}." if missing else "")
+        f" out, in nats per token, a mean over {len(pictures.SEEDS)} seeds, and `spread` the largest less the"
+        f" smallest; the frequencies of tokens alone reach {told}. `dense loss` is that of dense attention with the"
+        " same position ([GPT-2](../zoo/gpt2.md) for decoders, [BERT](../zoo/bert.md) for encoders; where the variant"
+        " has a position of its own, with learned ones): rotary positions are worth more here than most mechanisms."
+        " It compares what small models learn in little time from short rows, at which long memories and savings on"
+        " length cannot show. A variant that learned nothing beyond the frequencies has no attention map on its page."
+        + (f"\n\nWithout all seeds so far: {missing}." if missing else "")
     )
 
 
