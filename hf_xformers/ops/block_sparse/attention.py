@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..common.padding import may_look, row_spans
-from ..common.products import autocast_inputs, wide_products
+from ..common.products import wide_products
 from ..common.real_tokens import real_first
+from ..common.tile_engines import autocast_inputs
 from .exported import Hidden, exported_attention
 from .few_rows import FEW_QUERIES, few_rows
 from .flex import Places, flex_applies, flex_block_sparse

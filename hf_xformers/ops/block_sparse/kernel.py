@@ -18,8 +18,7 @@ from typing import Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from ..common.dropout import Dropout
-from ..common.scratch import Scratch
+from ..common.tile_engines import Dropout, Scratch
 from .plan import TILE_BUDGET
 from .tiles import Part, Tiles
 

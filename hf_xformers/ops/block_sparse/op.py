@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..common.dropout import Dropout
 from ..common.kept import kept
 from ..common.names import OPTIONS, operator_name
+from ..common.tile_engines import Dropout
 from .kernel import Hidden, Source, backward_tiles, forward_tiles
 from .pattern_atoms import Band
 from .pattern_base import Everything, Pattern, pattern_from_key

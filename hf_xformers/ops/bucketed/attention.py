@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..common.products import autocast_inputs
+from ..common.tile_engines import autocast_inputs
 from .cluster_op import forward_op as clusters_op
 from .op import default_chunk, forward_op, sorted_codes
 from .reference import bucketed_reference, clustered_reference

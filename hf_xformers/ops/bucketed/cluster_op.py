@@ -16,10 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..common.dropout import Dropout
 from ..common.names import OPTIONS, operator_name
 from ..common.row_lookup import rows_of_tokens
-from ..common.scratch import Scratch
+from ..common.tile_engines import Dropout, Scratch
 from .rounds import HIDDEN, LOG2_E
 
 _SCORES_AT_ONCE = {"cpu": 2**18}

@@ -19,10 +19,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..common.dropout import Dropout
 from ..common.names import OPTIONS, operator_name
 from ..common.row_lookup import rows_of_tokens
-from ..common.scratch import Scratch
+from ..common.tile_engines import Dropout, Scratch
 from .rounds import LOG2_E, Layout, Round
 
 # Scores are kept in units of log 2: on a CPU exp2 takes any argument at full speed, exp only those near zero.

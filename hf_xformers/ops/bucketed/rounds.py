@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..common.scratch import Scratch
+from ..common.tile_engines import Scratch
 
 HIDDEN = 2.0**30  # subtracted from the score of a pair that does not count; a power of two keeps codes exact
 LOG2_E = math.log2(math.e)

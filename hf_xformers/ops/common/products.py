@@ -29,15 +29,6 @@ def autocast_state(device_type: str) -> dict[str, Any]:
     }
 
 
-def autocast_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast as autocast casts the inputs of dense attention."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
-
-
 def wide_products(query: Tensor, key: Tensor) -> Tensor:
     """query [..., t, d] key [..., s, d]^T -> [..., t, s], in float32 at least, under autocast too.
 
@@ -78,7 +69,6 @@ def widened(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 __all__ = [
-    "autocast_inputs",
     "autocast_state",
     "masked_softmax",
     "needs_room",

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..bucketed.attention import HIDDEN, OWN_KEY, Chunks, Recent, Round, sorted_layout
 from ..common.row_lookup import sum_rows
-from ..common.scratch import Scratch
+from ..common.tile_engines import Scratch
 from .terms import ScoreTerms, Tiles
 from .tiles import attend_in_tiles, over_heads, tiled_heads_at_once
 
