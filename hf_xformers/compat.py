@@ -206,6 +206,11 @@ def fingerprint(dataset: Any) -> str:
     return dataset._fingerprint
 
 
+def read_columns(trainer: Any, dataset: Any) -> Any:
+    """The columns of a dataset that a trainer's model reads, or all where its arguments keep them."""
+    return trainer._remove_unused_columns(dataset, description="training")
+
+
 def has_hooks(module: Any) -> bool:
     """Whether anything is called before or after a module's own `forward` or its derivative."""
     return bool(

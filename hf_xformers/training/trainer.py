@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers.utils import logging
 
-from ..compat import LabelSmoother
+from ..compat import LabelSmoother, read_columns
 from ..configuration_xformer import XFormerConfig
 from ..core.call_readers import check_sharding, sharding_in_force
 from ..core.losses import labels_after_real_tokens, step_share
@@ -179,7 +179,7 @@ class XFormerTrainer(MeasuringTrainer):
             world_size=self.args.world_size,
         )
         loader = torch.utils.data.DataLoader(
-            self._remove_unused_columns(self.train_dataset, description="training"),
+            read_columns(self, self.train_dataset),
             batch_sampler=sampler,
             collate_fn=self.data_collator,
             num_workers=self.args.dataloader_num_workers,
