@@ -258,9 +258,10 @@ def longest_input(config: PreTrainedConfig) -> int | None:
     """Tokens up to which every tower of a configuration has positions, and every attention places; None without a
     limit. Of a configuration of transformers, what its position table is for."""
     if not isinstance(config, XFormerConfig):
-        rows = getattr(config, "max_position_embeddings", None)
-        behind_padding = config.model_type in _BEHIND_PADDING and rows is not None
-        return rows - (config.pad_token_id or 0) - 1 if behind_padding else rows
+        rows: int | None = getattr(config, "max_position_embeddings", None)
+        if rows is None or config.model_type not in _BEHIND_PADDING:
+            return rows
+        return rows - (config.pad_token_id or 0) - 1
     attention = _shortest_attention(config)
     return _smallest((_longest_by_position(config), None if attention is None else attention[0]))
 
