@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which waiting texts go into one padded batch, so that all are done soonest (Fang et al. 2021, arXiv 2010.05680,
 section 5: TurboTransformers' scheduler).
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Graphs of two classes that path lengths alone tell apart."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A Music Transformer learns tunes and continues one: python examples/music.py --folder music
 
 Makes tunes in ABC notation, pretrains the model on them with `hf-xformers pretrain`, measures held-out tunes against
