@@ -24,6 +24,7 @@ from .geometry import towers_of
 from .head_pruning import HeadLayer, Kept, alike_by_tower, head_layers, prune_heads, whole
 from .importance import head_importance, layer_angles, layer_losses, least_important, normalised
 from .layers import choose_layers, least_important_layers, prune_layers
+from .quantization import refuse_quantized_source
 from .report import (
     FILE,
     Measuring,
@@ -83,6 +84,7 @@ class Pruner:
                 self.this_run.refuse_loss(repr(there[0]))
             model = open_model(self.choice.model)
             refuse_any_adapter(model, repr(self.choice.model))
+            refuse_quantized_source(self.choice.model)
             self._look(model)
             before = measure(self.choice.model, self.measuring) if self.choice.measure else None
             if not self.this_run.resumes:

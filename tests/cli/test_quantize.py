@@ -147,6 +147,8 @@ def test_a_folder(weights_, activations, source, tmp_path, capsys):
     assert quantize(out, tmp_path / "twice") == 2
     assert "is quantized already (torchao)" in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "twice").exists()
+    cut = ["prune", "--model", str(out), "--method", "heads", "--use_cpu", "--output_dir", str(tmp_path / "cut")]
+    assert main(cut) == 2 and "is quantized already (torchao)" in " ".join(capsys.readouterr().err.split())
     assert quantize(source, out) == 2 and "holds a model already" in capsys.readouterr().err
     command = ["finetune", "--task", "text-classification", "--model", str(out), "--data", "x.csv"]
     assert main([*command, "--output_dir", str(tmp_path / "tuned")]) == 2
