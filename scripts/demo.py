@@ -274,7 +274,7 @@ def training_step(objective: str, folder: str, dense: bool, length: int) -> Call
     fields = {**config.to_dict(), **grown_positions(config, length)}
     for key in ("model_type", "transformers_version", "architectures"):
         fields.pop(key, None)
-    config = XFormerConfig(**{**fields, "attention": "dense"}) if dense else type(config)(**fields)
+    config = XFormerConfig(**with_dense_attention(fields)) if dense else type(config)(**fields)
     model = AUTO_CLASS[objective].from_config(config).train()
     ids = torch.randint(0, config.vocab_size, (1, length))
 
@@ -285,14 +285,32 @@ def training_step(objective: str, folder: str, dense: bool, length: int) -> Call
     return step
 
 
+def with_dense_attention(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a config with dense attention in every layer."""
+    layers = {
+        index: {name: value for name, value in layer.items() if name != "attention"}
+        for index, layer in (fields.get("per_layer_config") or {}).items()
+    }
+    changed = {"attention": "dense", "per_layer_config": {index: layer for index, layer in layers.items() if layer}}
+    if "attention" in (fields.get("decoder") or {}):
+        changed["decoder"] = {**fields["decoder"], "attention": "dense"}
+    return {**fields, **changed}
+
+
 def print_costs(objective: str, folder: Path) -> None:
     """Time and memory of a training step next to dense attention's, measured here and now."""
-    kind = AutoConfig.from_pretrained(folder).attention.type
-    if kind == "dense":
+    towers = AutoConfig.from_pretrained(folder).tower_configs()
+    kinds = [layer.attention.type for tower in towers for layer in tower.layer_configs()]
+    kind = next((kind for kind in kinds if kind != "dense"), None)
+    if kind is None:
         return
     length = int(os.environ.get("COST_LENGTH") or LONG)
     names = {kind: False, "dense": True}
-    steps = {name: training_step(objective, str(folder), dense, length) for name, dense in names.items()}
+    try:
+        steps = {name: training_step(objective, str(folder), dense, length) for name, dense in names.items()}
+    except ValueError as error:  # other parts of the model ask for its own attention
+        console.print(f"A training step is not compared with dense attention: {error}", markup=False)
+        return
     with warnings.catch_warnings(record=True) as remarks:  # that other programs ran meanwhile, say
         warnings.simplefilter("always")
         seconds = {name: statistics.median(runs) for name, runs in interleaved_seconds(steps, rounds=3).items()}

@@ -10,6 +10,10 @@ import types
 import pytest
 
 from hf_xformers.cli import main
+from hf_xformers.conversion import converters
+from hf_xformers.finetuning.tasks import TASKS
+from hf_xformers.objectives import OBJECTIVES
+from hf_xformers.variants import model_types
 from tests.documents import (
     ROOT,
     blocks,
@@ -73,3 +77,14 @@ def test_tests_that_hold_its_claims_exist():
     assert claims and not [
         test for file, test in claims if f"def {test}(" not in (ROOT / file).read_text(encoding="utf-8")
     ]
+
+
+def test_numbers_are_those_of_the_registries():
+    known = {
+        "Transformer variants": model_types(),
+        "families of transformers": converters(),
+        "pretraining objectives": OBJECTIVES,
+        "tasks": TASKS,
+    }
+    for what, entries in known.items():
+        assert re.findall(rf"\b(\d+) {what}", TEXT) == [str(len(entries))], what

@@ -18,6 +18,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from hf_xformers import XFormerConfig
+from hf_xformers.variants import config_class
+from tests.helpers import tiny_fields
+
 ROOT = Path(__file__).resolve().parent.parent
 DEMO_HEADER = [line for line in (ROOT / "scripts" / "demo.sh").read_text().splitlines() if line.startswith("#   ")]
 SMALL = {"STEPS": "2", "LENGTH": "48", "BATCH": "2", "COST_LENGTH": "64"}
@@ -103,6 +107,24 @@ def test_demo_command_keeps_to_other_models_as_they_are(search_path, monkeypatch
     assert {"--num_hidden_layers", "--learning_rate"}.isdisjoint(demo.command("mlm", Path("runs")))
     monkeypatch.setenv("VARIANT", "bert")
     assert "--residual" not in demo.command("mlm", Path("runs"))
+
+
+@pytest.mark.parametrize(("variant", "compared"), [("funnel_transformer", False), ("gpt3_alternating", True)])
+def test_demo_costs_of_other_variants(variant, compared, search_path, tmp_path, monkeypatch, capsys):
+    """Parts that ask for the variant's own attention are named, and layers that differ all become dense."""
+    monkeypatch.setenv("COST_LENGTH", "32")
+    demo = load(ROOT / "scripts" / "demo.py")
+    monkeypatch.setattr(demo, "memory_in_fresh_process", lambda *args, **options: 2**20)
+    cls = config_class(variant)
+    config = cls(**tiny_fields(cls, "decoder" if compared else "encoder"), is_decoder=compared)
+    config.save_pretrained(tmp_path)
+    demo.print_costs("clm" if compared else "mlm", tmp_path)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert ("a training step on one row of 32 tokens" in printed) is compared
+    assert ("A training step is not compared with dense attention: funnel" in printed) is not compared
+    fields = {"num_hidden_layers": 2, "per_layer_config": {1: {"attention": "longformer"}}}
+    dense = XFormerConfig(**demo.with_dense_attention(fields))
+    assert {layer.attention.type for layer in dense.layer_configs()} == {"dense"}
 
 
 def test_demo_shell_script(tmp_path):
