@@ -1,6 +1,6 @@
 """The dense baseline against transformers' own: forward + backward of whole models of equal size.
 
-python benchmarks/dense_baseline.py [--lengths 128,512,2048] [--rounds 5]
+python benchmarks/dense_baseline.py [--lengths 128,512,2048] [--rounds 9]
 """
 
 from __future__ import annotations

@@ -170,7 +170,7 @@ def write(rows: list[dict[str, Any]], tuning_steps: int) -> None:
     note = (
         "Width 64, two layers. An objective trains from nothing on the sentences of SST-2's training part without"
         " labels; then some of these sentences, drawn at random, have labels, from which a probe of frozen states and"
-        f" all weights ({tuning_steps} steps of 32 sentences) learn. Accuracies in percent on the validation part, 871"
+        f" all weights ({tuning_steps} steps of 32 sentences) learn. Accuracies in percent on the validation part, 872"
         " sentences, means over seeds and draws, compared with those of random weights. These are drawn anew each"
         " time, where the model of a pretraining seed serves all draws. `better in`: in how many of seeds times draws"
         " the pretrained model was the better one; `spread of draws`: standard deviation of the fine-tuned random"

@@ -2,7 +2,7 @@
 
     python benchmarks/padding_removal.py --variant bert --fill 0.5 --length 256 --batch 16
 
-Lengths are drawn uniformly such that `fill` of the slots are real tokens. Prints one line per path and their ratio;
+Lengths are spread evenly such that `fill` of the slots are real tokens. Prints one line per path and their ratio;
 both paths are run on the same batch, alternately, and the median of `--repeats` runs counts.
 """
 

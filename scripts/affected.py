@@ -150,8 +150,6 @@ def family_modules() -> dict[str, set[str]]:
 @functools.cache
 def covered_families() -> set[str]:
     """The families that the contract's cover of components is made of; of the others it has a smoke test alone."""
-    if str(ROOT) not in sys.path:
-        sys.path.append(str(ROOT))
     from tests.common.cases import PARTS
 
     return {case.name for case in PARTS}

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 # name of a built-in function that this file uses: importing a submodule binds its name here.
 COMMANDS = {
     "list": ("listing", "show variants and components: what they change, which architectures they fit"),
-    "pretrain": ("pretrain", "train a variant, or a free mix of components, on text"),
+    "pretrain": ("pretrain", "train a variant, or a free mix of components, on text or images"),
     "finetune": ("finetune", "train a saved model, or a variant, on a task: classify, tag, answer, translate, ..."),
     "features": ("features", "write hidden states of chosen layers to files; train a linear probe on them"),
     "predict": ("predict", "run a fine-tuned model on new rows: labels, tags, answers, texts"),
@@ -52,7 +52,8 @@ can then be named.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a sub-command and returns the exit code: 0, 2 for input that cannot work, 130 when interrupted."""
+    """Runs a sub-command and returns the exit code: 0, 1 (no cell of a benchmark was measured), 2 (input that cannot
+    work), 130 (interrupted), 141 (nobody reads the output any more)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not sys.stderr.isatty():  # bars that move are of no use in a file
         for library in ("HF_HUB", "HF_DATASETS"):

@@ -120,7 +120,7 @@ def make_parser() -> CommandParser:
         "suite",
         choices=list(SUITES),
         help="options for a question; recall: accuracy against the size of the state, of rows full of pairs to"
-        " remember (add --tasks two_hop,parity,permutations for more than that)",
+        " remember (--tasks recall,two_hop,parity,permutations asks for more than that)",
     )
     learn = parser.add_argument_group("quality")
 
@@ -194,6 +194,8 @@ def read_settings(options: argparse.Namespace) -> Settings:
     from ..benchmark.runner import Settings
     from ..benchmark.tasks import TASKS
 
+    if options.resume and options.overwrite_output_dir:
+        raise ValueError("--resume keeps what the folder has, and --overwrite_output_dir begins again; drop one")
     given = {name: getattr(options, name) for name in ("max_memory", "timeout", "batch_size", "threads", "rounds")}
     given |= {name: getattr(options, name) for name in _FIELDS if name != "seed"}
     for name, values in given.items():
@@ -232,6 +234,11 @@ def read_settings(options: argparse.Namespace) -> Settings:
             raise ValueError(
                 f"argument --train_length: task {short[0]!r} needs at least {least} tokens, not {options.train_length}"
             )
+    else:
+        usual = make_parser().get_default
+        idle = [name for name in ("tasks", *_FIELDS) if getattr(options, name) != usual(name)]
+        if idle:
+            raise ValueError(f"--{idle[0]} is about training; add --train or --train_only, or leave it out")
     swept = any(len(getattr(options, name)) > 1 for name in _SWEPT)
 
     def first(value: Any) -> Any:

@@ -18,6 +18,7 @@ input_ids and attention_mask, encoder-decoders decoder_input_ids as well, image 
 input_features. A decoder's graph reads the whole text, without a cache; with --step it is that of one step, which
 reads a token and the state so far and gives the next state, for any batch and any number of tokens. An encoder-decoder
 has a second graph then, which makes the first state of the text for its encoder."""
+_SAMPLE = (2, 16)  # rows, tokens
 # Arguments of the function below -> options.
 _OPTIONS = {
     "dynamic=False": "--fixed",
@@ -49,6 +50,9 @@ def run(argv: Sequence[str]) -> int:
         )
     if arguments.step and arguments.fixed:
         raise ValueError("--step makes a graph for any batch and length; leave --fixed out")
+    sample = (arguments.batch, arguments.length)
+    if arguments.step and sample != _SAMPLE:
+        raise ValueError("--batch and --length are of the sample of a whole text; leave them out with --step")
     refuse_damaged_weights(source)
     with in_options(_OPTIONS):
         try:
@@ -122,8 +126,8 @@ def make_parser() -> CommandParser:
     )
     parser.add_argument("--step", action="store_true", help="of a decoder: one step, with its state in and out")
     parser.add_argument("--fixed", action="store_true", help="a graph for --batch and --length alone")
-    parser.add_argument("--batch", type=int, default=2, metavar="N", help="rows of the sample (default: 2)")
+    parser.add_argument("--batch", type=int, default=_SAMPLE[0], metavar="N", help="rows of the sample (default: 2)")
     parser.add_argument(
-        "--length", type=int, default=16, metavar="N", help="tokens of the sample of text (default: 16)"
+        "--length", type=int, default=_SAMPLE[1], metavar="N", help="tokens of the sample of text (default: 16)"
     )
     return parser

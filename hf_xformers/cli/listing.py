@@ -27,6 +27,7 @@ _COLUMN = 22  # of the names
 
 def run(argv: Sequence[str]) -> int:
     arguments = make_parser().parse_args(list(argv))
+    _refuse_together(arguments)
     if arguments.objectives:
         _show_objectives(arguments.word, arguments.json)
         return 0
@@ -53,6 +54,16 @@ def run(argv: Sequence[str]) -> int:
     else:
         _show_groups(entries)
     return 0
+
+
+def _refuse_together(arguments: argparse.Namespace) -> None:
+    """Raises ValueError for options of which one would be ignored."""
+    lists = [name for name in ("objectives", "families", "components") if getattr(arguments, name)]
+    of_variants = [name for name in ("changes", "shape") if getattr(arguments, name)]
+    if len(lists) > 1:
+        raise ValueError(f"--{lists[0]} and --{lists[1]} are two lists; ask for one at a time")
+    if lists and of_variants:
+        raise ValueError(f"--{of_variants[0]} chooses variants, and --{lists[0]} lists none; leave one out")
 
 
 def make_parser() -> CommandParser:
@@ -221,6 +232,8 @@ def _show_components(where: str, words: Sequence[str], as_json: bool) -> None:
         )
     if slot not in SLOTS and (slot != "all" or name):
         raise ValueError(f"there is no slot {slot!r}.{did_you_mean(slot, SLOTS)} The slots are {', '.join(SLOTS)}")
+    if words and name:
+        raise ValueError(f"{where!r} names a component, and {words[0]!r} a variant that has its own; leave one out")
     if words:
         entries, explain = _of_variants(words, slot), True
     elif name:

@@ -45,12 +45,12 @@ def run(argv: Sequence[str], callbacks: Sequence[Any] = ()) -> int:
     idle = [name for name in _OF_TRAINING if not choice.trains and named_option(argv, name) is not None]
     if idle:
         raise ValueError(
-            f"--{idle[0]} is about training, and --method {choice.method} by {choice.chosen_by} takes no step; leave"
+            f"--{idle[0]} is about training, and --method {choice.method} by {choice.told_by} takes no step; leave"
             " it out, and continue with `hf-xformers finetune --model DIR`"
         )
     rows = pruner.run()
     if rows is not None:
-        print_table(f"pruned: {choice.method} by {choice.chosen_by}", *table(*rows))
+        print_table(f"pruned: {choice.method} by {choice.told_by}", *table(*rows))
     show(f"saved in {args.output_dir}", indent=2)
     return 0
 

@@ -31,6 +31,9 @@ def run(argv: Sequence[str]) -> int:
     sizes = upload.sizes()
     if upload.card_is_generated and arguments.license is None:
         say("the card names no license: say it with --license, e.g. --license apache-2.0")
+    unused = [f"--{name}" for name in ("license", "language", "dataset", "tag") if getattr(arguments, name)]
+    if unused and not upload.card_is_generated:
+        say(f"README.md in the folder is the card as it is, without {unused[0]}")
     if arguments.dry_run:
         print_table(f"would be uploaded to {arguments.repo}", ("file", "bytes"), sizes.items())
         print(upload.card)

@@ -47,12 +47,12 @@ def run(argv: Sequence[str], callbacks: Sequence[Any] = ()) -> int:
     facts = {
         "weights": choice.weights + (f", groups of {choice.group_size}" if choice.grouped else ", a scale by output"),
         "activations": "8 bits, by token" if choice.activations == "int8" else "as they are",
-        "quantised": f"{len(parts.chosen)} modules",
+        "quantized": f"{len(parts.chosen)} modules",
         "left as they are": f"{len(parts.kept)} modules" if kept else "none",
         **{f"... {kind}": reason for kind, reason in kept.items()},
         "saved in": folder,
     }
-    print_facts("quantised", facts)
+    print_facts("quantized", facts)
     print_table("before and after", *table(before, after))
     return 0
 

@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ..core.given_options import changed, refuse_alone
 from .weights import check_sparsity
 
 BY = {
@@ -80,10 +80,13 @@ class Pruning:
     def trains(self) -> bool:
         return self.chosen_by in ("gates", "movement") or (self.method == "weights" and self.train_masked)
 
+    @property
+    def told_by(self) -> str:
+        """How it was chosen, for the record: by `number` where heads or layers are named."""
+        return "number" if self.heads or self.layers is not None else self.chosen_by
+
     def _given(self, name: str) -> bool:
-        """Whether a field is not as it is where nobody says."""
-        entry = next(entry for entry in dataclasses.fields(self) if entry.name == name)
-        return getattr(self, name) != (entry.default if entry.default is not dataclasses.MISSING else [])
+        return name in changed(self)
 
     def check(self) -> None:
         """Raises `ValueError` for an unknown method, and for settings that are another one's or make no sense."""
@@ -105,6 +108,8 @@ class Pruning:
             check_sparsity(self.sparsity)
             if self.pattern == "2:4" and self.chosen_by == "movement":
                 raise ValueError("--pattern 2:4 is chosen by magnitude; leave out --by movement")
+            if self.train_masked and self.chosen_by == "movement":
+                raise ValueError("--by movement trains, with masks that grow; leave out --train_masked")
             if self.granularity == "model" and self.trains:
                 raise ValueError("while training the share is that of every matrix; leave out --granularity model")
         if self.method == "heads":
@@ -115,6 +120,10 @@ class Pruning:
                 raise ValueError(f"{why}; leave out --share and --by_layer")
             if not 0 < self.share < 1:
                 raise ValueError(f"--share {self.share} is a share of heads between 0 and 1; take one inside")
+            if self.chosen_by != "gates":
+                refuse_alone(self, ("gate_penalty", "gate_learning_rate"), "--by gates")
+            if self.heads and self.by is not None:
+                raise ValueError("--heads says which go; leave out --by")
             if self.gate_penalty <= 0 or self.gate_learning_rate <= 0:
                 raise ValueError("--gate_penalty and --gate_learning_rate must be above 0")
         if self.layers is not None and (self.keep_layers is not None or self.by is not None):

@@ -254,7 +254,7 @@ class Pruner:
             summary = staging / SUMMARY_FILE
             if summary.is_file():
                 write_json(summary, {**without_figures(read_object(summary)), "parameters": count(model)[0]})
-            settings = {**dataclasses.asdict(self.choice), "by": self.choice.chosen_by, **self.details}
+            settings = {**dataclasses.asdict(self.choice), "by": self.choice.told_by, **self.details}
             settings.pop("overwrite_output_dir")
             if before is not None:
                 first, second = compare(before, staging, self.measuring)

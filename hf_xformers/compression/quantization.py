@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
+from ..core.given_options import refuse_alone
 from ..core.saved_files import SUMMARY_FILE, read_object, saving_into, write_json
 from ..modeling_base import XFormerPreTrainedModel
 from ..training.folder_lock import folder_lock
@@ -40,7 +41,7 @@ Told = Callable[[str], None]
 class Quantizing:
     """What becomes of which model."""
 
-    _argument_group_name = "quantisation"
+    _argument_group_name = "quantization"
 
     model: str = field(metadata={"help": "Trained model in full precision: a folder or a Hub id."})
     weights: Literal["int8", "int4"] = field(default="int8", metadata={"help": "Numbers of the weights."})
@@ -62,9 +63,11 @@ class Quantizing:
     overwrite_output_dir: bool = field(default=False, metadata={"help": "Replace an earlier model in --output_dir."})
 
     def check(self) -> None:
-        """Raises `ValueError` for a group that makes no sense."""
+        """Raises `ValueError` for a group that makes no sense, or has no effect."""
         if self.group_size < 2:
             raise ValueError(f"--group_size must be at least 2, got {self.group_size}; 32 is usual")
+        if self.grouped is None:
+            refuse_alone(self, ("group_size",), "--weights int4")
 
     @property
     def grouped(self) -> int | None:
@@ -197,7 +200,7 @@ class Quantizer:
                 self._save_rest(trained, staging, parts)
             del quantized
             before, after = compare(first, self.folder, self.measuring)
-            settings = {**asdict(self.choice), "quantised": len(parts.chosen), "kept": _by_kind(parts.kept)}
+            settings = {**asdict(self.choice), "quantized": len(parts.chosen), "kept": _by_kind(parts.kept)}
             write_table(before, after, self.folder, command="quantize", settings=settings)
         return parts, before, after
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.given_options import refuse_alone
 from . import loading
 
 POOLINGS = ("first", "mean", "last", "none")
@@ -106,6 +107,10 @@ class FeatureOptions:
             )
         if self.mix_scores and "mix" not in self.layers:
             raise ValueError("--mix_scores are of --layers mix; add it, or leave the scores out")
+        if "mix" not in self.layers:
+            refuse_alone(self, ("normalize",), "--layers mix")
+        if self.probe is None:
+            refuse_alone(self, ("probe_l2",), "--probe")
         if getattr(loading.open_config(self.model), "modality", "text") == "sound":
             raise ValueError(
                 f"--model {self.model!r} reads sounds, and features are of texts or images; take its hidden states in"

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..core.given_options import refuse_alone
 from ..core.pooling import pool
 from ..core.saved_files import read_object, write_json
 from . import loading
@@ -58,7 +59,10 @@ def prepare(options: FeatureOptions, source: TaskData) -> Extraction:
     options.check()
     if not source.data:
         raise ValueError("there are no texts or images to read; give them with --data")
-    source.validation_fraction = source.validation_fraction if options.probe is not None else 0.0
+    if options.probe is None:  # nothing is held out
+        if source.validation_fraction:
+            refuse_alone(source, ("validation_fraction",), "--probe")
+        source.validation_fraction = 0.0
     config = loading.open_config(options.model)
     reader: Reader | None = None
     if reads_images(config):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..core.given_options import changed
+from ..core.given_options import changed, refuse_alone
 from .uncertainty import CANDIDATES, UNCERTAINTY
 
 if TYPE_CHECKING:
@@ -53,6 +53,8 @@ class MultiTaskOptions:
             raise ValueError(f"--sampling {self.sampling!r} is unknown; take one of {', '.join(SAMPLINGS)}")
         if not 0 < self.sampling_temperature < math.inf:
             raise ValueError(f"--sampling_temperature {self.sampling_temperature:g} must be above 0, as 1 is")
+        if self.sampling != "temperature":
+            refuse_alone(self, ("sampling_temperature",), "--sampling temperature")
 
     def chosen(self) -> bool:
         """Whether anything differs from the defaults."""

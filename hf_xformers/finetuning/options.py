@@ -88,7 +88,7 @@ class TaskData:
 
 @dataclass
 class TaskOptions:
-    """The task, its columns and its lengths. Options that a task does not know are ignored by it."""
+    """The task, its columns and its lengths. What is of other tasks the command refuses, and a task ignores."""
 
     _argument_group_name = "task"
 
@@ -104,7 +104,8 @@ class TaskOptions:
                 "Column of the text (or tokens, article, question). Default: the first of the usual names that is"
                 f" there: of texts {_listed(names.TEXT_PAIRS)}; of words {_listed(names.WORDS)}; to summarize"
                 f" {_listed(names.LONG_TEXTS)}; of questions {_listed(names.QUESTIONS)}; next to choices"
-                f" {_listed(names.CHOICE_TEXTS)}."
+                f" {_listed(names.CHOICE_TEXTS)}; of transcripts {_listed(names.TRANSCRIPTS)}; to translate the"
+                " language, or source."
             )
         },
     )
@@ -140,21 +141,26 @@ class TaskOptions:
         default=0.0,
         metadata={
             "help": (
-                "Text classification, tagging: how much more rare classes count in the loss, from 0 (every example"
-                " counts alike) to 1 (every class does). About 0.5 finds more entities where nearly all words are"
-                " outside."
+                "Classification of texts and images, tagging: how much more rare classes count in the loss, from 0"
+                " (every example counts alike) to 1 (every class does). About 0.5 finds more entities where nearly all"
+                " words are outside."
             )
         },
     )
     target_column: str | None = field(
         default=None,
         metadata={
-            "help": f"Column of the text to generate. Default: target, or of summaries {_listed(names.SUMMARIES)}."
+            "help": (
+                "Column of the text to generate. Default: of translations the language, or target; of summaries"
+                f" {_listed(names.SUMMARIES)}."
+            )
         },
     )
     choice_columns: list[str] = field(
         default_factory=list,
-        metadata={"help": "Columns of the choices. Default: 'choices' or 'endings', 'ending0', ..."},
+        metadata={
+            "help": f"Columns of the choices. Default: one of {_listed(names.CHOICES)}, or ending0, ending1, ..."
+        },
     )
     source_lang: str | None = field(
         default=None, metadata={"help": "Translation: language, and suffix of parallel files, to translate from."}
@@ -169,9 +175,7 @@ class TaskOptions:
     )
     summary_sentences: int | None = field(
         default=None,
-        metadata={
-            "help": "Extractive summarization: sentences to take. Default: as many as the oracle's in the middle."
-        },
+        metadata={"help": "Extractive summarization: sentences to take. Default: the median of the oracle's."},
     )
     label_all_pieces: bool = field(
         default=False, metadata={"help": "Tagging: label every piece of a word, not the first alone."}

@@ -84,6 +84,8 @@ class TaskRequest:
             raise ValueError(
                 "give either --model, a saved model to start from, or --variant, to start from random weights"
             )
+        if self.model.tokenizer is not None or not (self.model.model is None or self.model.train_tokenizer):
+            refuse_alone(self.model, ("tokenizer_type",), "--train_tokenizer")
         if self.model.model is None:
             from ..variants import resolve
 
@@ -123,6 +125,8 @@ class TaskRequest:
                 )
         elif self.peft_fields:
             raise ValueError("--peft.FIELD options are about a method; name it with --peft")
+        if run.max_tokens and not self.task.reads_text:
+            raise ValueError(f"--max_tokens counts tokens of texts, and {self.task.id} reads none; leave it out")
         if self.task.one_row and (args.generation_num_beams or 1) != 1:
             raise ValueError(
                 f"--generation_num_beams {args.generation_num_beams} searches with an encoder-decoder, and"
@@ -137,6 +141,8 @@ class TaskRequest:
             refuse_alone(run, ("early_stopping_threshold",), "--early_stopping_patience")
         if run.early_stopping_patience is not None and run.early_stopping_patience < 1:
             raise ValueError(f"--early_stopping_patience {run.early_stopping_patience} must be at least 1")
+        if run.early_stopping_patience is not None and args.eval_strategy == "no":
+            raise ValueError("--early_stopping_patience counts evaluations, and --eval_strategy is no; drop one")
         run.check_layerwise(args, run.peft)
         run.check_self_ensemble(self.task.head, self.task.id, run.average_checkpoints is not None)
         if run.devices():

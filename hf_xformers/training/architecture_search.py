@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -180,6 +181,10 @@ def search(
         raise ValueError(
             f"--architecture_learning_rate {searching.architecture_learning_rate} learns nothing; give a number above"
             " 0"
+        )
+    if not 0 <= searching.architecture_weight_decay < math.inf:
+        raise ValueError(
+            f"--architecture_weight_decay {searching.architecture_weight_decay} must be a number of at least 0"
         )
     if searching.derived_layers is not None and searching.derived_layers < 1:
         raise ValueError(f"--derived_layers must be 1 or more, got {searching.derived_layers}")

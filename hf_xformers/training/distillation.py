@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..core.chunked_loss import divergence_of_chosen
+from ..core.given_options import refuse_alone
 from .building import longest_input
 from .loss_terms import LossTerms, Term
 from .partial_checkpoints import share_frozen
@@ -53,6 +54,8 @@ class Distillation:
                 raise ValueError(f"--{name} must not be negative, got {getattr(self, name)}")
         if self.temperature <= 0:
             raise ValueError(f"--temperature must be above 0, got {self.temperature}")
+        if self.teacher is None:
+            refuse_alone(self, ("logit_weight", "temperature", "hidden_weight"), "--teacher")
         if self.teacher is not None and self.logit_weight == self.hidden_weight == 0:
             raise ValueError("a --teacher with --logit_weight 0 and --hidden_weight 0 teaches nothing; leave it out")
 

@@ -53,7 +53,7 @@ class ImageData:
     )
     colors: int | None = field(
         default=None,
-        metadata={"aliases": ["--colours"], "help": "Clusters of colors that are tokens. Default: 512."},
+        metadata={"aliases": ["--colours"], "help": "Clusters of colors that are tokens. Default: 512 at most."},
     )
 
     def size(self) -> tuple[int, int] | None:

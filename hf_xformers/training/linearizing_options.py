@@ -11,6 +11,12 @@ from ..core.given_options import refuse_alone
 from .distillation import Distillation
 
 STAGES = tuple(TITLES)
+# Options of one stage alone.
+_OWN = {
+    "transfer": ("transfer_learning_rate", "transfer_loss"),
+    "distillation": ("distillation_learning_rate",),
+    "lora": ("lora_learning_rate", "lora_rank", "lora_alpha"),
+}
 
 
 @dataclass
@@ -69,10 +75,13 @@ class Linearizing:
             )
         if self.lora_rank < 1:
             raise ValueError(f"--lora_rank must be at least 1, got {self.lora_rank}")
-        if not self.lora_steps:
-            refuse_alone(self, ("lora_learning_rate", "lora_rank", "lora_alpha"), "--lora_steps")
+        for name, own in _OWN.items():
+            if not self.steps(name):
+                refuse_alone(self, own, f"--{name}_steps")
         if self.transfer_loss not in ("output", "weights"):
             raise ValueError(f"--transfer_loss is 'output' or 'weights', not {self.transfer_loss!r}")
+        if not (self.distillation_steps or self.lora_steps):
+            refuse_alone(self, ("logit_weight", "temperature"), "--distillation_steps or --lora_steps")
         self.teaching().check()
 
     def steps(self, stage: str) -> int:

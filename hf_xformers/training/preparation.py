@@ -46,6 +46,19 @@ if TYPE_CHECKING:
     from ..configuration_xformer import XFormerConfig
 
 
+# Heads whose loss is not made of `labels` and `logits` alone.
+_OWN_LOSS = frozenset(
+    {
+        "BidirectionalLM",
+        "MaskedImageModeling",
+        "MultiTokenPrediction",
+        "PreTraining",
+        "ReplacedTokenPreTraining",
+        "TextContrast",
+    }
+)
+
+
 @dataclass
 class ModelChoice:
     """What to train; component and configuration options come besides it."""
@@ -67,7 +80,8 @@ class ModelChoice:
         default=None, metadata={"help": "Tokens of a model input. Default: by size, at most what positions cover."}
     )
     tokenizer: str | None = field(
-        default=None, metadata={"help": "Tokenizer to use, a folder or a Hub id. Default: trained on the data."}
+        default=None,
+        metadata={"help": "Tokenizer, a folder or a Hub id. Default: that of --init_from, or trained on the data."},
     )
     tokenizer_type: str = field(
         default="bpe",
@@ -164,6 +178,11 @@ class Request:
         objective = choice.objective or usual(self.config_class)
         check_objective(self.config_class, objective)
         self.objective = build_objective({"type": objective, **(further.get("objective_fields") or {})})
+        if args.label_smoothing_factor and self.objective.head in _OWN_LOSS:
+            raise ValueError(
+                f"--label_smoothing_factor smooths a loss of one class for each token, and objective {objective!r} has"
+                " another one; leave it out"
+            )
         self.checkpoint = self.this_run.checkpoint
 
     def _variant_of_start(self, folder: str, variant: str | None) -> str:
@@ -228,6 +247,12 @@ class Preparation(Request):
     ) -> None:
         super().__init__(choice, args, **further)
         refuse_images(self.config_class, self.objective, source.data)
+        brought = next((name for name in ("tokenizer", "init_from") if getattr(choice, name) is not None), None)
+        if brought is not None and choice.tokenizer_type != "bpe":
+            raise ValueError(
+                f"--tokenizer_type {choice.tokenizer_type} is of a tokenizer that is trained, and --{brought} has one;"
+                " leave one of them out"
+            )
         check_rows_at_once(self.objective, args.train_batch_size * args.world_size)
         self.source = source.named_for(self.objective)
         if source.streaming and args.max_steps <= 0:

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from ..core.given_options import refuse_alone
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainingArguments
 
@@ -27,16 +29,14 @@ class Recipe:
 
     label_smoothing_support: Literal["all", "others"] = field(
         default="all",
-        metadata={
-            "help": ("What shares --label_smoothing_factor: all classes (torch), or the others alone (fairseq).")
-        },
+        metadata={"help": "What shares --label_smoothing_factor: all classes (torch) or the others alone (fairseq)."},
     )
     vaswani_lr_scale: float | None = field(
         default=None,
         metadata={
             "help": (
-                "The paper's schedule: rate X * D^-0.5 * min(s^-0.5, s * warmup^-1.5) at step s = 1, 2, ..., D the"
-                " model's width, warmup from --warmup_steps."
+                "The paper's schedule in place of Trainer's: rate X * D^-0.5 * min(s^-0.5, s * warmup^-1.5) at step"
+                " s = 1, 2, ..., width D, warmup from --warmup_steps."
             )
         },
     )
@@ -66,13 +66,16 @@ class Recipe:
                 f"--vaswani_lr_scale counts warm-up in steps, and --warmup_steps is {args.warmup_steps:g}; give a"
                 " whole number of at least 1, such as 4000"
             )
-        kept = args.save_total_limit
-        if self.average_checkpoints is not None and (
-            args.save_strategy == SaveStrategy.NO or (kept is not None and kept < self.average_checkpoints)
-        ):
+        if not args.label_smoothing_factor:
+            refuse_alone(self, ("label_smoothing_support",), "--label_smoothing_factor")
+        # Of those that are kept one is the best, however old it is.
+        best, kept = args.metric_for_best_model is not None, args.save_total_limit
+        wanted = None if self.average_checkpoints is None else self.average_checkpoints + best
+        if wanted is not None and (args.save_strategy == SaveStrategy.NO or (kept is not None and kept < wanted)):
             raise ValueError(
-                f"--average_checkpoints {self.average_checkpoints} needs as many checkpoints at the end; give"
-                f" --save_strategy steps, --save_steps, and --save_total_limit {self.average_checkpoints} or more"
+                f"--average_checkpoints {self.average_checkpoints} needs as many checkpoints at the end"
+                f"{', besides the best one' if best else ''}; give --save_strategy steps or epoch, and"
+                f" --save_total_limit {wanted} or more"
             )
 
     def chosen(self) -> dict[str, Any]:
@@ -116,8 +119,15 @@ def row_lengths(dataset: Any) -> list[int]:
     if not isinstance(dataset, Dataset):
         raise ValueError("--max_tokens needs the lengths of all rows; leave --streaming out")
     names = [name for name in ("input_ids", "labels") if name in dataset.column_names]
-    columns = [[len(row) if hasattr(row, "__len__") else 0 for row in dataset[name]] for name in names]
+    columns = [[_tokens(row) for row in dataset[name]] for name in names]
     return [max(sizes) for sizes in zip(*columns)]
+
+
+def _tokens(row: Any) -> int:
+    """Of several texts in a row, such as choices, all are as long as the longest."""
+    if not hasattr(row, "__len__"):
+        return 0
+    return len(row) * max(map(len, row)) if len(row) and hasattr(row[0], "__len__") else len(row)
 
 
 def average_last_checkpoints(model: PreTrainedModel, folder: Path, count: int, world_size: int = 1) -> list[str]:

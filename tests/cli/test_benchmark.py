@@ -123,6 +123,8 @@ def test_training_only(tmp_path, forked):
         (["--variants", "bert", "--train_hidden_size", "64,9"], "--train_hidden_size 9 cannot be divided among"),
         (["--variants", "bert", "--learning_rate", "0.1,0"], "argument --learning_rate: 0 must be greater than 0"),
         (["--variants", "bert", "--seed", "1,x"], "argument --seed: "),
+        (["--variants", "bert", "--tasks", "copy"], "--tasks is about training; add --train"),
+        (["--variants", "bert", "--resume", "--overwrite_output_dir"], "overwrite_output_dir begins again; drop one"),
     ],
 )
 def test_refusals(tmp_path, capsys, arguments, message):

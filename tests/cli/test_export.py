@@ -174,6 +174,8 @@ def test_a_step_is_refused(tmp_path, capsys):
     save(model)
     both = refused(capsys, "export", "--model", model, "--output", tmp_path / "step.onnx", "--step", "--fixed")
     assert "--step makes a graph for any batch and length; leave --fixed out" in both
+    sample = refused(capsys, "export", "--model", model, "--output", tmp_path / "step.onnx", "--step", "--length", "9")
+    assert "--batch and --length are of the sample of a whole text" in sample
     alone = refused(capsys, "export", "--model", model, "--output", tmp_path / "step.onnx", "--step")
     assert "generates nothing, step by step" in alone
     assert [path.name for path in tmp_path.iterdir()] == ["model"]

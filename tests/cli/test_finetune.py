@@ -89,12 +89,20 @@ REQUESTS = {
     ),
     "no length": ({"max_length": 0}, ["--max_length 0 must be at least 1"]),
     "patience": ({"early_stopping_patience": 0}, ["--early_stopping_patience 0 must be at least 1"]),
+    "patience without evaluations": (
+        {"early_stopping_patience": 1, "eval_strategy": "no", "load_best_model_at_end": "false"},
+        ["--early_stopping_patience counts evaluations, and --eval_strategy is no"],
+    ),
     "patience without validation": (
         {"early_stopping_patience": 1, "validation_fraction": 0, "one_file": True},
         ["needs validation rows; raise --validation_fraction above 0"],
     ),
     "column": ({"label_column": "lable"}, ["there is no column 'lable'", "['text', 'label']", "--label_column"]),
     "two tokenizers": ({"tokenizer": "t", "train_tokenizer": True}, ["exclude each other"]),
+    "type of a tokenizer that is there": (
+        {"tokenizer": "t", "tokenizer_type": "wordpiece"},
+        ["--tokenizer_type wordpiece has no effect without --train_tokenizer; give both"],
+    ),
     "tokenizer": ({"tokenizer": "./nowhere"}, ["no tokenizer could be loaded from './nowhere'"]),
     "adapter without a model": ({"peft": "lora"}, ["--variant starts from random weights; give a --model"]),
     "fields without a method": ({"peft.r": 4}, ["--peft.FIELD options are about a method; name it with --peft"]),
@@ -116,6 +124,10 @@ REQUESTS = {
     "smoothed forecasts": (
         {"task": "forecasting", "variant": "informer", "label_smoothing_factor": 0.1},
         ["of which one is right, and forecasting has none"],
+    ),
+    "batches by tokens of what has none": (
+        {"task": "forecasting", "variant": "informer", "max_tokens": 64},
+        ["--max_tokens counts tokens of texts, and forecasting reads none"],
     ),
     "no token to write": (
         {"task": "summarization", "variant": "bart", "generation_max_length": 1},

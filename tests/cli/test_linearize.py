@@ -277,6 +277,10 @@ REFUSED = {
     "weights": ({"attention": "delta_net", "transfer_loss": "weights"}, "take --transfer_loss output"),
     "rank": ({"lora_rank": 0}, "--lora_rank must be at least 1"),
     "rank without its stage": ({"lora_rank": 4}, "--lora_rank 4 has no effect without --lora_steps; give both"),
+    "loss without its stage": (
+        {"transfer_steps": 0, "transfer_loss": "weights"},
+        "--transfer_loss weights has no effect without --transfer_steps",
+    ),
     "field": ({"attention.windows": 3}, "Unknown field 'windows'"),
     "temperature": ({"temperature": 0}, "--temperature must be above 0"),
 }

@@ -145,6 +145,9 @@ def test_component_tables(capsys, monkeypatch):
         (["--components", "attention.dens"], "Did you mean 'dense'?"),
         (["deberta", "--shape", "decoder"], "no variant fits"),
         (["--shape", "decodr"], "Did you mean 'decoder'?"),
+        (["--objectives", "--shape", "decoder"], "--shape chooses variants, and --objectives lists none"),
+        (["--objectives", "--families"], "--objectives and --families are two lists"),
+        (["longformer", "--components", "attention.dense"], "'attention.dense' names a component"),
     ],
 )
 def test_unknown_names(argv, words, capsys):

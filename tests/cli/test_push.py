@@ -455,7 +455,7 @@ def test_the_snippet_of_a_self_contained_model(pushed, folders, tmp_path):
     pushed.client(WITHOUT_PACKAGE + snippet + check, folder=tmp_path, HF_TOKEN="hf_writer")
 
 
-def test_cards_by_hand_stay(pushed, folders, tmp_path):
+def test_cards_by_hand_stay(pushed, folders, tmp_path, capsys):
     """A card in the folder is taken; a generated one and a library's template are made anew. One in the repository
     stays."""
     files = pushed.hub.files("user/hand")
@@ -468,6 +468,8 @@ def test_cards_by_hand_stay(pushed, folders, tmp_path):
     assert prepare_upload(target, "user/x").card_is_generated
     (target / "README.md").write_text("# By hand\n")
     assert prepare_upload(target, "user/x").card == "# By hand\n"
+    assert main(["push", str(target), "--repo", "user/x", "--license", "mit", "--dry-run"]) == 0
+    assert "README.md in the folder is the card as it is, without --license" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("head", ["Model", "ForCausalLM", "ForSequenceClassification", "ForQuestionAnswering"])

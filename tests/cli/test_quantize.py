@@ -185,6 +185,7 @@ REFUSED = {
     "no model": ({"model": "nowhere"}, "nowhere"),
     "bits": ({"weights": "int2"}, "int2"),
     "group": ({"weights": "int4", "group_size": 1}, "--group_size must be at least 2"),
+    "group of int8": ({"group_size": 64}, "--group_size 64 has no effect without --weights int4"),
     "nothing left": ({"weights": "int4", "group_size": 48}, "nothing of the model can be quantized"),
     "keep": ({"keep": "nothing"}, "--keep nothing names no linear module"),
     "no rows": ({"quantization_aware": True}, "name them with --data"),

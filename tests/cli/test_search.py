@@ -57,6 +57,7 @@ def test_a_search(text, tmp_path, capsys):
 def test_refusals(text, tmp_path, capsys):
     for options, message in (
         ({"architecture_learning_rate": 0}, "learns nothing"),
+        ({"architecture_weight_decay": -1}, "must be a number of at least 0"),
         ({"derived_layers": 0}, "1 or more"),
         ({"block": "vanilla"}, "a search is for block 'dartsformer'"),
         ({"validation_fraction": 0}, "--validation_fraction above 0"),

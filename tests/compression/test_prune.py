@@ -85,6 +85,7 @@ def test_it_composes(classifier, tmp_path):
     prune(tmp_path / "a", tmp_path / "b", method="heads", heads="0:1,3")
     steps = prune(tmp_path / "b", tmp_path / "c", method="weights", sparsity=0.5, exclude="o_proj")
     assert [step["settings"]["method"] for step in steps] == ["layers", "heads", "weights"]
+    assert [step["settings"]["by"] for step in steps] == ["top", "number", "magnitude"]
     sizes = [step["after"]["parameters"] for step in steps]
     assert sizes[0] > sizes[1] == sizes[2]
     settings, after = steps[-1]["settings"], steps[-1]["after"]
@@ -211,6 +212,9 @@ def test_zeros_stay_while_a_model_trains(classifier, tmp_path):
         ("--method weights --exclude nowhere", "--exclude 'nowhere' is in no name"),
         ("--method weights --pattern 2:4 --sparsity 0.9", "takes half of every four; leave out --sparsity"),
         ("--method heads --heads 0:1 --share 0.2", "--heads says which go; leave out --share"),
+        ("--method heads --heads 0:1 --by gradient", "--heads says which go; leave out --by"),
+        ("--method heads --gate_penalty 2", "--gate_penalty 2.0 has no effect without --by gates"),
+        ("--method weights --by movement --train_masked", "leave out --train_masked"),
     ],
 )
 def test_bad_input_is_one_paragraph_and_writes_nothing(words, message, classifier, tmp_path, capsys):

@@ -353,6 +353,7 @@ REFUSED = [
     ({"a": "clasification"}, [], {}, "unknown task 'clasification'"),
     (BOTH, [], {"sampling": "often"}, "--sampling 'often' is unknown; take one of proportional"),
     (BOTH, [], {"sampling_temperature": 0}, "--sampling_temperature 0 must be above 0"),
+    (BOTH, [], {"sampling_temperature": 2}, "2.0 has no effect without --sampling temperature; give both"),
     ({**BOTH, "c": "regression"}, [], {"sampling": "uncertainty"}, "reads probabilities, and --task c=regression"),
     (BOTH, [], {"sampling": "uncertainty", "variant": "bert", "tag_decoder": "crf"}, "probabilities of single tags"),
     (BOTH, [], {"sampling": "uncertainty", "self_ensemble": "sda"}, "compares one answer; drop one"),

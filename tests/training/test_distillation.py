@@ -126,6 +126,7 @@ def test_teachers_that_do_not_fit(tmp_path, name):
         ({"logit_weight": -1.0}, "--logit_weight must not be negative, got -1.0"),
         ({"temperature": 0.0}, "--temperature must be above 0, got 0.0"),
         ({"teacher": "x", "logit_weight": 0.0}, "teaches nothing; leave it out"),
+        ({"hidden_weight": 1.0}, "--hidden_weight 1.0 has no effect without --teacher"),
     ],
 )
 def test_settings_out_of_range(settings, message):

@@ -14,7 +14,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 import hf_xformers.cli
 from hf_xformers import XFormerConfig, XFormerForCausalLM
-from hf_xformers.training.recipe import Recipe, smoothing_among_all, vaswani_rate, vaswani_schedule
+from hf_xformers.training.recipe import Recipe, row_lengths, smoothing_among_all, vaswani_rate, vaswani_schedule
 from hf_xformers.training.trainer import XFormerTrainer
 from tests.training.runs import pretrain, pretrain_flags, same_run, summary, weights
 
@@ -91,9 +91,17 @@ def test_what_does_not_go_together(text, tmp_path, capsys):
     for options, message in (
         ({"vaswani_lr_scale": 1, "warmup_steps": 0.1}, "counts warm-up in steps"),
         ({"average_checkpoints": 3}, "needs as many checkpoints"),
+        ({"average_checkpoints": 2, "metric_for_best_model": "loss"}, "besides the best one"),
+        ({"label_smoothing_support": "others"}, "has no effect without --label_smoothing_factor"),
+        (
+            {"variant": "electra", "objective": "replaced_token_detection", "label_smoothing_factor": 0.1},
+            "objective 'replaced_token_detection' has another one; leave it out",
+        ),
+        ({"tokenizer": "t", "tokenizer_type": "wordpiece"}, "that is trained, and --tokenizer has one"),
         ({"max_tokens": 0}, "--max_tokens 0 must be above 0"),
     ):
-        assert hf_xformers.cli.main(["pretrain", *pretrain_flags(text, tmp_path / "no", variant="gpt2", **options)])
+        options = {"variant": "gpt2", **options}
+        assert hf_xformers.cli.main(["pretrain", *pretrain_flags(text, tmp_path / "no", **options)])
         assert message in capsys.readouterr().err
 
 
@@ -110,3 +118,11 @@ def test_the_order_of_rows_may_be_drawn_by_zero(tmp_path):
         trainer = XFormerTrainer(model=model, args=args, train_dataset=data, recipe=Recipe(max_tokens=10))
         orders.append([batch["input_ids"][:, 0].tolist() for batch in trainer.get_train_dataloader()])
     assert orders[0] == orders[1] != orders[2]
+
+
+def test_the_length_of_a_row_is_what_it_takes_in_a_batch():
+    """Inputs or labels, whichever are more; all choices of a row are padded to the longest."""
+    rows = Dataset.from_dict({"input_ids": [[1, 2], [1]], "labels": [[1], [1, 2, 3]]})
+    assert row_lengths(rows) == [2, 3]
+    choices = Dataset.from_dict({"input_ids": [[[1, 2, 3], [1]], [[1], [2]]], "labels": [0, 1]})
+    assert row_lengths(choices) == [6, 2]
