@@ -64,7 +64,7 @@ def alike() -> list[dict[str, Any]]:
             "kind": {"clm": "decoders", "mlm": "encoders"}.get(found.get("objective", ""), "not trained"),
             "position": kind,
             "loss": _mean(losses),
-            "spread": max(losses) - min(losses) if losses else None,
+            "spread": max(losses) - min(losses) if len(losses) > 1 else None,
             "seeds": len(losses) or None,
             "dense loss": _mean(dense.get("losses")),
             "token frequencies": found.get("baseline"),

@@ -93,13 +93,13 @@ def about_alike() -> str:
         f" small and in the same setting: two layers of width 64, {pictures.STEPS} steps of 16 rows of"
         f" {pictures.BLOCK} tokens, a vocabulary of 512, the documentation of Python's standard library, pre-LN in"
         " place of post-LN wherever the variant takes it, windows and blocks cut down to the rows. `loss` is held"
-        f" out, in nats per token, a mean over {len(pictures.SEEDS)} seeds, and `spread` the largest less the"
-        f" smallest; the frequencies of tokens alone reach {told}. `dense loss` is that of dense attention with the"
-        " same position ([GPT-2](../zoo/gpt2.md) for decoders, [BERT](../zoo/bert.md) for encoders; where the variant"
-        " has a position of its own, with learned ones): rotary positions are worth more here than most mechanisms."
-        " It compares what small models learn in little time from short rows, at which long memories and savings on"
-        " length cannot show. A variant that learned nothing beyond the frequencies has no attention map on its page."
-        + (f"\n\nWithout all seeds so far: {missing}." if missing else "")
+        f" out, in nats per token, a mean over {len(pictures.SEEDS)} seeds where there is a `spread`, the largest"
+        f" less the smallest, and else of one; the frequencies of tokens alone reach {told}. `dense loss` is that of"
+        " dense attention with the same position ([GPT-2](../zoo/gpt2.md) for decoders, [BERT](../zoo/bert.md) for"
+        " encoders; where the variant has a position of its own, with learned ones): rotary positions are worth more"
+        " here than most mechanisms. It compares what small models learn in little time from short rows, at which long"
+        " memories and savings on length cannot show. A variant that learned nothing beyond the frequencies has no"
+        " attention map on its page." + (f"\n\nWith one seed so far: {missing}." if missing else "")
     )
 
 

@@ -108,7 +108,7 @@ def test_variants_that_were_trained_alike():
     rows = pictures.alike()
     text = results.result("pretraining").partition(f"## {results.ALIKE}")[2]
     missing = pictures.unfinished()
-    assert ("Without all seeds so far" in text) == bool(missing) and all(
+    assert ("With one seed so far" in text) == bool(missing) and all(
         name.removeprefix("xf_") in text for name in missing
     )
     assert len(rows) == len(found) and text and all(f"[{row['variant']}]" in text for row in rows)
