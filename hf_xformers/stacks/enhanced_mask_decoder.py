@@ -34,7 +34,9 @@ class EnhancedMaskDecoder(PlainStack):
         table = context.inputs.get(ABSOLUTE_POSITIONS)
         if table is None:
             return super().forward(run)
-        longest = int(context.positions.max()) + 1 if can_inspect() else 0
+        longest = run.hidden_states.shape[1]  # with padding, which has no position of its own
+        if (longest > table.shape[0] or context.position_ids is not None) and can_inspect():
+            longest = int(context.positions.max()) + 1
         if longest > table.shape[0]:
             raise ValueError(
                 f"The sequence has {longest} tokens, but the enhanced mask decoder knows"
