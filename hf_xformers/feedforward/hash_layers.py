@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache
 
 from ..core.cache import RecurrentStateLayer
 from ..core.call import Call, SublayerOutput, self_attention_cache
-from ..core.components import aliased, bounded, register
+from ..core.components import aliased, bounded, check_layers, register
 from ..core.hand_overs import HandOver
 from ..core.prepared import Prepared
 from .base import FeedForward
@@ -318,6 +318,7 @@ class HashLayersSpec(ExpertsSpec):
 
     def check(self, config) -> None:
         super().check(config)
+        check_layers(self, config)
         for name in ("hidden_size", "intermediate_size"):
             if getattr(config, name) % self.multi_hash:
                 raise ValueError(
