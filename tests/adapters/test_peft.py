@@ -263,3 +263,10 @@ def test_an_adapter_brings_its_layer_of_answers(names, tmp_path):
     loaded = peft.AutoPeftModelForQuestionAnswering.from_pretrained(tmp_path / "adapter").eval()
     with torch.no_grad():
         close(loaded(input_ids=ids).end_logits, changed(input_ids=ids).end_logits, 1e-6)
+
+
+def test_distances_are_no_rows_of_a_mixed_batch():
+    """Also where there are as many."""
+    _, changed = adapted(BY_NAME["xf_ernie_doc-decoder"], target_modules=["r_proj"])
+    with pytest.raises(ValueError, match="`adapter_names` should be the same"):
+        changed(input_ids=tokens(3, 3), adapter_names=["default", "__base__", "default"])
