@@ -189,6 +189,11 @@ def has_adapter(model: Any) -> bool:
     return model._hf_peft_config_loaded
 
 
+def was_loaded(parameter: Any) -> bool:
+    """Whether `from_pretrained` found a parameter in the checkpoint."""
+    return getattr(parameter, "_is_hf_initialized", False)
+
+
 def chosen(generation_config: Any) -> Any:
     """The same settings, which transformers no longer takes for a copy of those in a model's config."""
     generation_config._from_model_config = False

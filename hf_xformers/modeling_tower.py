@@ -144,6 +144,11 @@ class XFormerTower(XFormerPreTrainedModel):
         each execution step [B, steps, M, D]; past_key_values or, by its other name, cache."""
         past_key_values = one_cache(past_key_values, cache)
         if past_key_values is not None and self.recomputes:
+            if cast(Cache, self_attention_cache(past_key_values)).get_seq_length():
+                raise ValueError(
+                    "Activation checkpointing runs layers twice, so that tokens in a cache (the prefix of peft's"
+                    " prefix tuning, say) cannot be read; call `gradient_checkpointing_disable()`."
+                )
             logger.warning_once("A cache is left out under activation checkpointing, where layers run twice.")
             past_key_values = None
         kwargs.update(

@@ -4,7 +4,7 @@ shared."""
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -46,4 +46,10 @@ class TiedLinear(nn.Module):
         return F.linear(states, self.weight, self.bias)
 
 
-__all__ = ["TiedLinear", "is_plain_linear"]
+def project(linear: nn.Module, states: Tensor) -> Tensor:
+    """linear(states). Under peft's trainable tokens a map that is tied to the token table forgets its bias."""
+    inside: Any = getattr(linear, "token_adapter", None)
+    return linear(states) if inside is None else F.linear(states, cast(Tensor, linear.weight), inside.bias)
+
+
+__all__ = ["TiedLinear", "is_plain_linear", "project"]

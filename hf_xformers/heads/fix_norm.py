@@ -20,7 +20,8 @@ class FixNormHead(LanguageModelHead):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[..., D] -> [..., V]."""
-        bias = None if self.decoder.bias is None else weight_of(self.decoder, "bias")
+        inside = getattr(self.decoder, "token_adapter", self.decoder)  # that of peft has no bias itself
+        bias = None if inside.bias is None else weight_of(inside, "bias")
         return F.linear(hidden_states, F.normalize(weight_of(self.decoder), dim=-1, eps=1e-5), bias)
 
 

@@ -11,6 +11,7 @@ from transformers.activations import ACT2FN
 
 from ..core.bounds import factor_or_flag
 from ..core.components import bounded, register
+from ..core.linear_maps import project
 from .base import HeadSpec, Logits
 
 
@@ -57,7 +58,7 @@ class LanguageModelHead(nn.Module):
             hidden_states = self.norm(self.activation(hidden_states))
         if self.scale is not None:
             hidden_states = hidden_states * self.scale
-        logits = self.decoder(hidden_states)
+        logits = project(self.decoder, hidden_states)
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
 
 

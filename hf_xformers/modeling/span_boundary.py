@@ -14,6 +14,7 @@ from ..compat import shared_setting
 from ..core import outputs
 from ..core.components import bounded
 from ..core.inputs import check_token_labels
+from ..core.linear_maps import project
 from ..core.losses import step_share, token_cross_entropy
 from ..core.pretraining_specs import PretrainingSpec, register_pretraining
 from .language_model import LanguageModel
@@ -51,7 +52,7 @@ class SpanBoundaryHead(nn.Module):
         """left, right: [..., D]; place: [...]. Returns logits [..., V]."""
         hidden = torch.cat([left, right, self.places(place).to(left.dtype)], dim=-1)
         hidden = self.norm_in(F.gelu(self.dense_in(hidden)))
-        return self.decoder(self.norm_out(F.gelu(self.dense_out(hidden))))
+        return project(self.decoder, self.norm_out(F.gelu(self.dense_out(hidden))))
 
 
 class XFormerForSpanBoundary(LanguageModel):
