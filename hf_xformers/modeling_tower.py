@@ -19,6 +19,7 @@ from .configuration_xformer import XFormerConfig
 from .core.cache import make_cache, self_attention_layers
 from .core.call import (
     Call,
+    Extent,
     can_inspect,
     check_axes,
     document_numbers,
@@ -82,7 +83,7 @@ class XFormerTower(XFormerPreTrainedModel):
         self.repeats_layers = is_shared(config) and not shares_parts(config)
         carry = layers[-1].attention.carries(layers[-1]) if config.add_pooler else None
         self.text_state = carry.kind if carry is not None and carry.reach == "pooler" else None
-        self.takes_pairs = all("pair_mask" in layer.attention.supports for layer in layers)
+        self.takes_pairs = all("pair_mask" in layer.attention.supports and not layer.block.mixes for layer in layers)
         self.keeps_documents_apart = all(
             "packed_rows" in spec.supports for layer in layers for spec in (layer.attention, layer.block, layer.stack)
         )
@@ -151,6 +152,7 @@ class XFormerTower(XFormerPreTrainedModel):
                 )
             logger.warning_once("A cache is left out under activation checkpointing, where layers run twice.")
             past_key_values = None
+        kwargs.setdefault("return_dict", True)  # the model around it makes tuples
         kwargs.update(
             input_ids=input_ids,
             token_type_ids=token_type_ids,
@@ -216,6 +218,11 @@ class XFormerTower(XFormerPreTrainedModel):
         **kwargs: Any,
     ) -> TowerOutput:
         """[`XFormerTower.forward`] of rows without padding between their tokens."""
+        if kwargs.get("is_causal") is False and self.config.is_decoder:  # of the call, or else of the config
+            raise ValueError(
+                "`is_causal=False` was given to a decoder, which reads both ways only if it is built so; load it with"
+                " `is_decoder=False`, such as `AutoModel.from_pretrained(..., is_decoder=False)`."
+            )
         inputs_embeds = self._token_vectors(input_ids, inputs_embeds)
         given_cache = past_key_values is not None
         reader = reader_of_call(past_key_values)
@@ -360,13 +367,21 @@ class XFormerTower(XFormerPreTrainedModel):
             explicit_mask=explicit,
             segment_ids=segments,
             memory_padding_mask=None if encoder_attention_mask is None else encoder_attention_mask.bool(),
-            implementation=self.config._attn_implementation,
+            implementation=self._back_end(extent, explicit, segments),
             output_attentions=output_attentions,
             output_hidden_states=output_hidden_states,
             inputs_embeds=inputs_embeds,
             position_ids=chosen,
             back_end=back_end or {},
         )
+
+    def _back_end(self, extent: Extent, explicit: Tensor | None, segments: Tensor | None) -> str:
+        """The attention back-end of a call. FlashAttention knows of order and padding alone, and of documents in a
+        single row: SDPA has the rest."""
+        name: str = self.config._attn_implementation or "eager"
+        packed = segments is not None and extent.batch > 1
+        more = packed or explicit is not None or extent.static or "score_bias" in self.config.position.acts
+        return "sdpa" if more and "flash" in name else name
 
     def from_zero(self, position_ids: Tensor | None) -> Tensor | None:
         """The caller's positions, counted from 0."""

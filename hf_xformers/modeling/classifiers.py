@@ -58,7 +58,7 @@ class Classifier(TellsAdapters, XFormerPreTrainedModel):
                 "`classifier_pooling='first'` would classify a text by its first token, and the decoder of "
                 f"{type(self).__name__} lets that read nothing else; take 'last' (what 'auto' does) or 'mean'."
             )
-        self.model = XFormerModel(config, add_pooler=self.reads_pooler)
+        self.model = XFormerModel(config, add_pooling_layer=self.reads_pooler)
         self.model.under_a_head = True
         rate = config.hidden_dropout_prob if config.classifier_dropout is None else config.classifier_dropout
         self.transform = build_transform(config)

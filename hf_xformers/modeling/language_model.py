@@ -26,7 +26,7 @@ class LanguageModel(XFormerPreTrainedModel):
 
     def __init__(self, config: XFormerConfig):
         super().__init__(config)
-        self.model = XFormerModel(config, add_pooler=self.reads_pooler)
+        self.model = XFormerModel(config, add_pooling_layer=self.reads_pooler)
         self.model.under_a_head = True
         view = config.layer(max(config.num_hidden_layers - 1, 0))
         if not config.shares_token_table:  # what is predicted are ids of the decoder
