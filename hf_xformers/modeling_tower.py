@@ -16,7 +16,7 @@ from .attention.shared.base import Attention
 from .blocks.base import XFormerLayer
 from .compat import CACHE, capture_outputs, merge_with_config_defaults, one_cache
 from .configuration_xformer import XFormerConfig
-from .core.cache import make_cache, self_attention_layers
+from .core.cache import decoder_cache, make_cache, self_attention_layers
 from .core.call import (
     Call,
     Extent,
@@ -38,6 +38,7 @@ from .core.precision import Float32Module
 from .core.sharing import built_layers, is_shared, map_of, share_parts, shares_parts
 from .modeling_base import XFormerPreTrainedModel
 from .normalization.base import norm_inputs
+from .ops.common.real_tokens import places_behind
 from .position.base import Position, PositionActs, ScoreBias
 from .stacks.driver import Pass
 
@@ -83,6 +84,9 @@ class XFormerTower(XFormerPreTrainedModel):
         self.repeats_layers = is_shared(config) and not shares_parts(config)
         carry = layers[-1].attention.carries(layers[-1]) if config.add_pooler else None
         self.text_state = carry.kind if carry is not None and carry.reach == "pooler" else None
+        # Whether padding behind a text has its places: ColBERT reads what becomes of it.
+        by_length = any(layer.position.turns_by_length(layer.attention.angles) for layer in layers)
+        self.counts_on = not (config.is_decoder or by_length)
         self.takes_pairs = all("pair_mask" in layer.attention.supports and not layer.block.mixes for layer in layers)
         self.keeps_documents_apart = all(
             "packed_rows" in spec.supports for layer in layers for spec in (layer.attention, layer.block, layer.stack)
@@ -230,7 +234,8 @@ class XFormerTower(XFormerPreTrainedModel):
         if not keeps_cache or (not self.config.is_decoder and not given_cache):
             use_cache = False
         if use_cache and not given_cache:
-            past_key_values = make_cache(self.config)
+            make = make_cache if encoder_hidden_states is None else decoder_cache
+            past_key_values = make(self.config)
         states = kwargs.get("output_hidden_states", self.config.output_hidden_states)
         context = self.make_context(
             inputs_embeds,
@@ -356,6 +361,9 @@ class XFormerTower(XFormerPreTrainedModel):
         asked = chosen is not None and (extent.fresh or extent.device.type == "cpu")
         if self.max_length is not None and (asked or extent.exceeds(self.max_length)):
             self.check_length(positions)
+        if padding is not None and position_ids is None and extent.fresh and self.counts_on:
+            counted, last = positions + places_behind(padding), self.max_length or self.config.max_position_embeddings
+            positions = torch.maximum(positions, counted.clamp(max=last - 1))
         return Call(
             padding_mask=padding,
             positions=positions,

@@ -47,7 +47,8 @@ class XFormerModel(XFormerPreTrainedModel):
 
     def __init__(self, config: XFormerConfig, add_pooling_layer: bool = True):
         super().__init__(config)
-        self.trunk = XFormerTower(config.tower("trunk") if config.is_encoder_decoder else config)
+        reads = config.is_decoder and getattr(config, "add_cross_attention", False)  # as in transformers' decoders
+        self.trunk = XFormerTower(config.tower("trunk") if config.is_encoder_decoder else config, cross=reads)
         self.decoder = XFormerTower(config.tower("decoder"), cross=True) if config.is_encoder_decoder else None
         pooled = add_pooling_layer and config.add_pooler and not config.is_encoder_decoder
         self.pooler = build_pooler(config) if pooled else None
@@ -86,7 +87,8 @@ class XFormerModel(XFormerPreTrainedModel):
         """Names of inputs besides those that `forward` names, which components of this model read."""
         decoder = () if self.decoder is None else self.decoder.extra_inputs
         pooler = () if self.pooler is None else tuple(self.pooler.inputs)
-        return (*self.trunk.extra_inputs, *decoder, *pooler)
+        memory = ("encoder_hidden_states", "encoder_attention_mask") if self.trunk.cross else ()
+        return (*self.trunk.extra_inputs, *decoder, *pooler, *memory)
 
     def get_encoder(self, modality: str | None = None) -> nn.Module:
         # transformers asks for encoders of images and of sound, and goes by the answer that there is another model.

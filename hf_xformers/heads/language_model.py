@@ -106,7 +106,8 @@ class LinearHeadSpec(HeadSpec):
 
     def logits(self, config: Any) -> Logits:
         scale = 1.0 if self.scale is False else config.hidden_size**-0.5 if self.scale is True else float(self.scale)
-        return Logits(scale, self.cap, plain=not self.bias and not self.unpredicted and self.cap is None)
+        plain = not self.bias and not self.unpredicted and self.cap is None
+        return Logits(scale, self.cap, plain, projects=True)
 
     def build(self, config: Any, **where: Any) -> LanguageModelHead:
         scale = None if self.scale is False else self.logits(config).scale
