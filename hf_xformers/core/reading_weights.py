@@ -11,15 +11,16 @@ from ..compat import offloading_hook
 def weight_of(module: nn.Module, name: str = "weight") -> Tensor:
     """The parameter `name` of `module`, for what reads it outside of the module's own call.
 
-    Where Accelerate keeps weights on the disk or in another memory, its hook brings a module's for each call and takes
-    them away after it. Here the hook is asked for them in the same way.
+    Where Accelerate keeps weights on the disk, in another memory or in fewer bits, its hook brings a module's for each
+    call and takes them away after it. Here the hook is asked for them in the same way.
     """
     weight: Tensor = getattr(module, name)
-    hook = offloading_hook(module) if weight.is_meta else None
+    hook = offloading_hook(module)
     if hook is None:
         return weight
     hook.pre_forward(module)
     weight = getattr(module, name)
+    weight = weight.view_as(weight)  # a parameter that is put back into its former type is the same object
     hook.post_forward(module, None)
     return weight
 
