@@ -163,6 +163,11 @@ def offloading_hook(module: Any) -> Any:
     return getattr(module, "_hf_hook", None)
 
 
+def runs_again(module: Any) -> bool:
+    """Whether it is torch's wrapper for activation checkpointing, which Accelerate's FSDP puts around layers."""
+    return "_checkpoint_wrapped_module" in module._modules
+
+
 def graphs_at_most(count: int) -> Any:
     """A context in which torch compiles a function as often, and then fails, where it would continue uncompiled."""
     import torch
