@@ -157,8 +157,8 @@ def _register(head: str, config_class: Any, made: Any) -> None:
 
 
 def _naming(forward: Any, names: tuple[str, ...]) -> Any:
-    """`forward` of a head, whose signature names these inputs too: Trainer takes columns of a dataset out that stand in
-    no signature."""
+    """`forward` of a head, whose signature names these inputs too: Trainer takes out the columns of a dataset that it
+    does not name."""
     own = inspect.signature(forward)
     *named, others = own.parameters.values()
     further = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in names]
