@@ -206,6 +206,13 @@ def parallelism_in_force() -> Any:
     return None if state is None else state.AcceleratorState._shared_state.get("parallelism_config")
 
 
+def weights_from_one_process() -> bool:
+    """Whether Accelerate's FSDP2 takes the weights of a model from the first process (`cpu_ram_efficient_loading`)."""
+    state = sys.modules.get("accelerate.state")
+    plugin = None if state is None else state.AcceleratorState._shared_state.get("fsdp_plugin")
+    return plugin is not None and plugin.fsdp_version == 2 and bool(plugin.cpu_ram_efficient_loading)
+
+
 def fingerprint(dataset: Any) -> str:
     """What datasets knows a dataset's content by."""
     return dataset._fingerprint
