@@ -163,6 +163,11 @@ def offloading_hook(module: Any) -> Any:
     return getattr(module, "_hf_hook", None)
 
 
+def runs_again(module: Any) -> bool:
+    """Whether it is torch's wrapper for activation checkpointing, which Accelerate's FSDP puts around layers."""
+    return "_checkpoint_wrapped_module" in module._modules
+
+
 def graphs_at_most(count: int) -> Any:
     """A context in which torch compiles a function as often, and then fails, where it would continue uncompiled."""
     import torch
@@ -204,6 +209,13 @@ def parallelism_in_force() -> Any:
     """Accelerate's `ParallelismConfig`, if anybody has made one in this process."""
     state = sys.modules.get("accelerate.state")  # not imported: nobody has asked Accelerate for anything
     return None if state is None else state.AcceleratorState._shared_state.get("parallelism_config")
+
+
+def weights_from_one_process() -> bool:
+    """Whether Accelerate's FSDP2 takes the weights of a model from the first process (`cpu_ram_efficient_loading`)."""
+    state = sys.modules.get("accelerate.state")
+    plugin = None if state is None else state.AcceleratorState._shared_state.get("fsdp_plugin")
+    return plugin is not None and plugin.fsdp_version == 2 and bool(plugin.cpu_ram_efficient_loading)
 
 
 def fingerprint(dataset: Any) -> str:

@@ -14,7 +14,7 @@ from transformers.utils import logging
 
 from .attention.shared.base import Attention
 from .blocks.base import XFormerLayer
-from .compat import CACHE, capture_outputs, merge_with_config_defaults, one_cache
+from .compat import CACHE, capture_outputs, merge_with_config_defaults, one_cache, runs_again
 from .configuration_xformer import XFormerConfig
 from .core.cache import decoder_cache, make_cache, self_attention_layers
 from .core.call import (
@@ -122,7 +122,9 @@ class XFormerTower(XFormerPreTrainedModel):
     @property
     def recomputes(self) -> bool:
         """Whether layers run a second time for the gradient, when they would write to a cache again."""
-        return self.gradient_checkpointing and self.training and torch.is_grad_enabled()
+        if not (self.training and torch.is_grad_enabled()):
+            return False
+        return self.gradient_checkpointing or any(map(runs_again, self.layers))
 
     def get_input_embeddings(self) -> nn.Module:
         return getattr(self.embedding, "tokens", self.embedding)  # an engine may have put a placeholder there
@@ -231,7 +233,7 @@ class XFormerTower(XFormerPreTrainedModel):
         given_cache = past_key_values is not None
         reader = reader_of_call(past_key_values)
         keeps_cache = reader is None or reader.keeps_cache(given_cache)
-        if not keeps_cache or (not self.config.is_decoder and not given_cache):
+        if not keeps_cache or (not self.config.is_decoder and not given_cache) or self.recomputes:
             use_cache = False
         if use_cache and not given_cache:
             make = make_cache if encoder_hidden_states is None else decoder_cache

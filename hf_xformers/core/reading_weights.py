@@ -14,9 +14,9 @@ from ..compat import offloading_hook
 def weight_of(module: nn.Module, name: str = "weight") -> Tensor:
     """The parameter `name` of `module`, for what reads it outside of the module's own call.
 
-    Where Accelerate keeps weights on the disk or in another memory, its hook brings a module's for each call and takes
-    them away after it. Here the hook is asked for them in the same way. Of a table with an adapter of peft, it is the
-    adapted one.
+    Where Accelerate keeps weights on the disk, in another memory or in fewer bits, its hook brings a module's for each
+    call and takes them away after it. Here the hook is asked for them in the same way. Of a table with an adapter of
+    peft, it is the adapted one.
 
     Raises:
         ValueError: an adapter that is active on another module, whose weight would be read without it.
@@ -31,11 +31,12 @@ def weight_of(module: nn.Module, name: str = "weight") -> Tensor:
             )
         return module(torch.arange(inside.num_embeddings, device=inside.weight.device))
     weight: Tensor = getattr(module, name)
-    hook = offloading_hook(module) if weight.is_meta else None
+    hook = offloading_hook(module)
     if hook is None:
         return weight
     hook.pre_forward(module)
     weight = getattr(module, name)
+    weight = weight.view_as(weight)  # a parameter that is put back into its former type is the same object
     hook.post_forward(module, None)
     return weight
 
