@@ -98,7 +98,7 @@ class XFormerModel(XFormerPreTrainedModel):
         return self.trunk if self.decoder is None else self.decoder
 
     def set_encoder(self, encoder: nn.Module, modality: str | None = None) -> None:
-        self.trunk = encoder
+        self.trunk = cast(XFormerTower, encoder)
 
     def set_decoder(self, decoder: nn.Module) -> None:
         setattr(self, "trunk" if self.decoder is None else "decoder", decoder)

@@ -65,6 +65,10 @@ class TellsAdapters:
                     self.config.label2id = {label: key for key, label in names.items()}
                     self.num_labels = len(names)
 
+    @peft_config.deleter
+    def peft_config(self) -> None:
+        vars(self).pop("_adapters", None)
+
     def _keep_answering(self, adapter: Any) -> None:
         """peft knows the layer of answers as `qa_outputs`; here it is `classifier`. It reads the names afterwards."""
         if adapter.task_type == "QUESTION_ANS" and "classifier" not in (adapter.modules_to_save or ()):
@@ -86,10 +90,6 @@ class TellsAdapters:
                 f"The checkpoint has no {' and no '.join(lost)}, and peft neither trains nor saves any: the adapter"
                 f" would be loaded next to other random numbers. Give the adapter's config `modules_to_save={lost}`."
             )
-
-    @peft_config.deleter
-    def peft_config(self) -> None:
-        vars(self).pop("_adapters", None)
 
 
 __all__ = ["TASK_TYPES", "TellsAdapters"]
