@@ -15,6 +15,9 @@ from importlib.metadata import version
 from types import FrameType
 from typing import Any
 
+import torch.nn.functional as F
+from torch import Tensor
+
 # name here -> (path, what it is for)
 BORROWED: dict[str, tuple[str, str]] = {
     "merge_with_config_defaults": (
@@ -192,6 +195,23 @@ def asked_to_shard(depth: int) -> bool:
 def has_adapter(model: Any) -> bool:
     """Whether `from_pretrained` put an adapter of peft into a model."""
     return model._hf_peft_config_loaded
+
+
+def under_adapter(module: Any) -> Any:
+    """What an adapter of peft is around; None for any other module."""
+    return module.get_base_layer() if hasattr(module, "get_base_layer") else None
+
+
+def tied_linear(module: Any) -> Any:
+    """The linear map itself where peft, which trains rows of the token table that it is tied to, has put another
+    module in its place, which knows of no bias."""
+    return getattr(module, "token_adapter", module)
+
+
+def project(linear: Any, states: Tensor) -> Tensor:
+    """linear(states), with the bias that [`tied_linear`] is about."""
+    inside = tied_linear(linear)
+    return linear(states) if inside is linear else F.linear(states, linear.weight, inside.bias)
 
 
 def was_loaded(parameter: Any) -> bool:

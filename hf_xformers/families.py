@@ -19,6 +19,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 from .auto_classes import register_config, register_model
@@ -162,11 +163,10 @@ def _naming(forward: Any, names: tuple[str, ...]) -> Any:
     own = inspect.signature(forward)
     *named, others = own.parameters.values()
     further = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in names]
-
-    @functools.wraps(forward)
-    def naming(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return forward(self, *args, **kwargs)
-
+    naming = FunctionType(
+        forward.__code__, forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__
+    )
+    functools.update_wrapper(naming, forward).__kwdefaults__ = forward.__kwdefaults__
     parameters = [*named, *(one for one in further if one.name not in own.parameters), others]
     naming.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
     return naming

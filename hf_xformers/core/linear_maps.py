@@ -4,7 +4,7 @@ shared."""
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -46,10 +46,4 @@ class TiedLinear(nn.Module):
         return F.linear(states, self.weight, self.bias)
 
 
-def project(linear: nn.Module, states: Tensor) -> Tensor:
-    """linear(states). Under peft's trainable tokens a map that is tied to the token table forgets its bias."""
-    inside: Any = getattr(linear, "token_adapter", None)
-    return linear(states) if inside is None else F.linear(states, cast(Tensor, linear.weight), inside.bias)
-
-
-__all__ = ["TiedLinear", "is_plain_linear", "project"]
+__all__ = ["TiedLinear", "is_plain_linear"]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..compat import offloading_hook
+from ..compat import offloading_hook, under_adapter
 
 
 def weight_of(module: nn.Module, name: str = "weight") -> Tensor:
@@ -22,8 +22,8 @@ def weight_of(module: nn.Module, name: str = "weight") -> Tensor:
         ValueError: an adapter that is active on another module, whose weight would be read without it.
     """
     around: Any = module
-    if name == "weight" and hasattr(module, "get_base_layer") and not (around.merged or around.disable_adapters):
-        inside = around.get_base_layer()
+    inside = under_adapter(module) if name == "weight" else None
+    if inside is not None and not (around.merged or around.disable_adapters):
         if not isinstance(inside, nn.Embedding):
             raise ValueError(
                 f"An adapter on this {type(inside).__name__} has no effect, as its weight is read without a call;"

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from ..compat import grouped_mm, grouped_mm_fallback
+from ..compat import grouped_mm, grouped_mm_fallback, under_adapter
 from ..core.call import can_inspect, dropout_rate
 from ..core.components import aliased, bounded
 from ..core.distributed import process_number
@@ -302,7 +302,7 @@ def mix(experts: nn.Module, tokens: Tensor, chosen: Tensor, gates: Tensor | None
     transformers' exchange of tokens knows no "nowhere" and asks for gates: there such an assignment goes to some
     expert, each in turn, with gate 0.
     """
-    own: Any = experts.get_base_layer() if hasattr(experts, "get_base_layer") else experts  # type: ignore[operator]
+    own = under_adapter(experts) or experts
     if own._is_expert_parallel:
         nowhere = chosen == own.all_experts
         turns = torch.arange(chosen.numel(), device=chosen.device).view_as(chosen) % own.all_experts

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
+from ..compat import project
 from ..core.bounds import factor_or_flag
 from ..core.components import bounded, register
-from ..core.linear_maps import project
 from .base import HeadSpec, Logits
 
 

@@ -10,11 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.utils import can_return_tuple
 
-from ..compat import shared_setting
+from ..compat import project, shared_setting
 from ..core import outputs
 from ..core.components import bounded
 from ..core.inputs import check_token_labels
-from ..core.linear_maps import project
 from ..core.losses import step_share, token_cross_entropy
 from ..core.pretraining_specs import PretrainingSpec, register_pretraining
 from .language_model import LanguageModel

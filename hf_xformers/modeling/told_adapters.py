@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers.utils import logging
 
-from ..compat import was_loaded
+from ..compat import under_adapter, was_loaded
 from .label_layer import LabelLayer
 
 logger = logging.get_logger(__name__)
@@ -73,8 +73,7 @@ class TellsAdapters:
         """peft knows the layer of answers as `qa_outputs`; here it is `classifier`. It reads the names afterwards."""
         if adapter.task_type == "QUESTION_ANS" and "classifier" not in (adapter.modules_to_save or ()):
             adapter.modules_to_save = [*(adapter.modules_to_save or ()), "classifier"]
-            if hasattr(self.classifier, "get_base_layer"):  # adapted, as one of all linear layers
-                self.classifier = self.classifier.get_base_layer()
+            self.classifier = under_adapter(self.classifier) or self.classifier  # adapted, as one of all linear layers
 
     def _say_what_is_lost(self, adapter: Any, kept: str) -> None:
         """Reports parts around the layers, but for `kept`, that no checkpoint had and that peft neither trains nor
