@@ -15,9 +15,6 @@ from importlib.metadata import version
 from types import FrameType
 from typing import Any
 
-import torch.nn.functional as F
-from torch import Tensor
-
 # name here -> (path, what it is for)
 BORROWED: dict[str, tuple[str, str]] = {
     "merge_with_config_defaults": (
@@ -208,10 +205,14 @@ def tied_linear(module: Any) -> Any:
     return getattr(module, "token_adapter", module)
 
 
-def project(linear: Any, states: Tensor) -> Tensor:
+def project(linear: Any, states: Any) -> Any:
     """linear(states), with the bias that [`tied_linear`] is about."""
     inside = tied_linear(linear)
-    return linear(states) if inside is linear else F.linear(states, linear.weight, inside.bias)
+    if inside is linear:
+        return linear(states)
+    from torch.nn.functional import linear as product  # this file is read before torch is
+
+    return product(states, linear.weight, inside.bias)
 
 
 def was_loaded(parameter: Any) -> bool:
