@@ -18,6 +18,7 @@ import fcntl
 import itertools
 import json
 import math
+import os
 import statistics
 import tempfile
 import time
@@ -49,7 +50,8 @@ SIZES = {
     "hidden_dropout_prob": 0,
     "attention_probs_dropout_prob": 0,
 }
-# About a quarter of a row, where the papers' windows, blocks and summaries would hold all of it; states as wide as heads.
+# About a quarter of a row, where the papers' windows, blocks and summaries would hold all of it; states as wide as
+# heads.
 WINDOW, HEAD = LENGTH // 4, 16
 OF_ATTENTION: dict[str, dict[str, Any]] = {
     "xf_adaptive_span": {"start": 0.25, "ramp": 4},
@@ -182,12 +184,14 @@ def stored() -> dict[str, dict[str, Any]]:
 
 def keep(key: str, note: Callable[[dict[str, Any]], None]) -> None:
     """Lets `note` add to what is known of a key, and writes all results anew; runs may be several at once."""
-    with PATH.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    folder = os.open(PATH.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
         runs = stored()
         note(runs.setdefault(key, {"losses": {}, "accuracies": {}}))
         write(dict(sorted(runs.items())))
-    PATH.with_suffix(".lock").unlink(missing_ok=True)
+    finally:
+        os.close(folder)
 
 
 def best_rate(found: dict[str, Any]) -> str:
@@ -196,7 +200,7 @@ def best_rate(found: dict[str, Any]) -> str:
 
 
 def wanted(rates: bool) -> list[tuple[str, float, int, int]]:
-    """Key, rate, seed and steps of the runs that are missing: first all once, then more seeds, and rates."""
+    """Key, rate, seed and steps of the runs that are missing: first all once, then rates and steps, then seeds."""
     runs = stored()
     found: list[tuple[int, tuple[str, float, int, int]]] = []
     for key in keys():
@@ -210,7 +214,7 @@ def wanted(rates: bool) -> list[tuple[str, float, int, int]]:
         found += [(2, (key, float(best), seed, STEPS)) for seed in seeds]
         if key in BASELINES:
             steps = [count for count in SHORTER_AND_LONGER if str(count) not in known.get("by steps", {})]
-            found += [(2, (key, float(best), SEEDS[0], count)) for count in steps]
+            found += [(1, (key, float(best), SEEDS[0], count)) for count in steps]
     return [run for _, run in sorted(found, key=lambda entry: entry[0])]
 
 
@@ -335,27 +339,26 @@ def write(runs: dict[str, dict[str, Any]]) -> None:
     order = list(KINDS.values())
     rows.sort(key=lambda row: (order.index(row["kind"]), row["loss"], row["variant"]))
     failed = [key for key, found in runs.items() if "failed" in found and not found["losses"]]
+    rates, counts = (", ".join(map(str, sorted(each))) for each in (RATES, (*SHORTER_AND_LONGER, STEPS)))
     note = (
-        f"Held-out loss (nats per target, lower is better) of small models, all in one setting: two layers of width 64,"
+        "Held-out loss (nats per target, lower is better) of small models, alike: two layers of width 64,"
         f" {STEPS} steps of {ROWS} rows of {LENGTH} tokens, a vocabulary of 512, the documentation of Python's standard"
         " library, pre-LN in place of post-LN wherever the variant takes it, windows, blocks and summaries of about a"
         " quarter of a row (`settings`). Variants with a causal decoder learn to continue texts, others fill masks, or"
         " spans where they have two stacks.\n\n"
-        f"`loss` is a mean over `seeds`, which set weights and order of rows; `spread`: the largest less the smallest."
-        f" `learning rate`: the best for the first seed of as many of {', '.join(map(str, sorted(RATES)))} as `rates"
-        " tried` says. `dense loss`: dense attention with the same position (GPT-2, BERT or T5; where the variant has"
-        " a position of its own, with theirs), which stand in the table as well. `time ratio`: processor time of a"
-        " training step by that dense model's. `dense, at equal time`: what it reaches when it is trained for as long,"
-        f" between runs of {', '.join(map(str, sorted((*SHORTER_AND_LONGER, STEPS))))} steps, each with its own"
-        " schedule; blank beyond them. `state`: numbers that a decoder keeps of a row for generation. What small models"
-        " learn in little time from short rows says nothing of long memories, nor of savings on length."
-        + (
-            f"\n\nNot above the frequencies of tokens by {CLEAR:g} nats, and without a row: {', '.join(poor)}."
-            if poor
-            else ""
-        )
-        + (f"\n\nCannot be trained in this setting: {', '.join(failed)}." if failed else "")
+        "`loss` is a mean over `seeds`, which set weights and order of rows; `spread`: the largest less the smallest."
+        f" `learning rate`: the best for the first seed of as many of {rates} as `rates tried` says. `dense loss`:"
+        " dense attention with the same position (GPT-2, BERT or T5; where the variant has a position of its own, with"
+        " theirs), which stand in the table as well. `time ratio`: processor time of a training step by that dense"
+        " model's. `dense, at equal time`: what it reaches when it is trained for as long, between runs of"
+        f" {counts} steps, each with its own schedule; blank beyond them. `state`: numbers that a decoder keeps of a"
+        " row for generation. What small models learn in little time from short rows says nothing of long memories,"
+        " nor of savings on length."
     )
+    if poor:
+        note += f"\n\nNot {CLEAR:g} nats below the frequencies of tokens, and without a row: {', '.join(poor)}."
+    if failed:
+        note += f"\n\nCannot be trained in this setting: {', '.join(failed)}."
     write_results("pretraining", rows, COLUMNS, "Pretraining, all variants alike", note)
     write_json(PATH, {**json.loads(PATH.read_text(encoding="utf-8")), "runs": runs})
 

@@ -100,7 +100,7 @@ def test_maps_of_trained_models():
     assert set(found) <= set(model_types())
     for key, run in found.items():
         assert (pictures.TRAINED / f"{key}.svg").exists() != ("no map" in run), key
-        assert "no map" in run or run["loss"] < run["baseline"] and run["steps"] == pictures.STEPS
+        assert "no map" in run or (run["loss"] < run["baseline"] and run["steps"] == pictures.STEPS)
 
 
 def test_names_of_charts_are_unique():
