@@ -342,8 +342,8 @@ def write(runs: dict[str, dict[str, Any]]) -> None:
     rates, counts = (", ".join(map(str, sorted(each))) for each in (RATES, (*SHORTER_AND_LONGER, STEPS)))
     note = (
         "Held-out loss (nats per target, lower is better) of small models, alike: two layers of width 64,"
-        f" {STEPS} steps of {ROWS} rows of {LENGTH} tokens, a vocabulary of 512, the documentation of Python's standard"
-        " library, pre-LN in place of post-LN wherever the variant takes it, windows, blocks and summaries of about a"
+        f" {STEPS} steps of {ROWS} rows of {LENGTH} tokens, a vocabulary of 512, the documentation of Python's"
+        " standard library, pre-LN in place of post-LN wherever the variant takes it, windows, blocks and summaries of about a"
         " quarter of a row (`settings`). Variants with a causal decoder learn to continue texts, others fill masks, or"
         " spans where they have two stacks.\n\n"
         "`loss` is a mean over `seeds`, which set weights and order of rows; `spread`: the largest less the smallest."
