@@ -113,7 +113,7 @@ def _enter_targets(constants: Any) -> None:
     for name, table in vars(constants).items():
         if name.startswith("TRANSFORMERS_MODELS_TO_") and isinstance(table, dict) and _NAMED_ALIKE in table:
             usual: tuple[str, ...] = ()
-            targets, more = table[_NAMED_ALIKE], {}
+            targets, more = table[_NAMED_ALIKE], _MIXES_BY_NETWORK
             if name == "TRANSFORMERS_MODELS_TO_LNTUNING_TARGET_MODULES_MAPPING":  # norms, ours by other names
                 targets, more, usual = (), _NORMS, ("norm", "final_norm")
             elif name == "TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING":

@@ -15,6 +15,9 @@ from importlib.metadata import version
 from types import FrameType
 from typing import Any
 
+import torch.nn.functional as F
+from torch import Tensor
+
 # name here -> (path, what it is for)
 BORROWED: dict[str, tuple[str, str]] = {
     "merge_with_config_defaults": (
@@ -163,6 +166,11 @@ def offloading_hook(module: Any) -> Any:
     return getattr(module, "_hf_hook", None)
 
 
+def runs_again(module: Any) -> bool:
+    """Whether it is torch's wrapper for activation checkpointing, which Accelerate's FSDP puts around layers."""
+    return "_checkpoint_wrapped_module" in module._modules
+
+
 def graphs_at_most(count: int) -> Any:
     """A context in which torch compiles a function as often, and then fails, where it would continue uncompiled."""
     import torch
@@ -189,6 +197,28 @@ def has_adapter(model: Any) -> bool:
     return model._hf_peft_config_loaded
 
 
+def under_adapter(module: Any) -> Any:
+    """What an adapter of peft is around; None for any other module."""
+    return module.get_base_layer() if hasattr(module, "get_base_layer") else None
+
+
+def tied_linear(module: Any) -> Any:
+    """The linear map itself where peft, which trains rows of the token table that it is tied to, has put another
+    module in its place, which knows of no bias."""
+    return getattr(module, "token_adapter", module)
+
+
+def project(linear: Any, states: Tensor) -> Tensor:
+    """linear(states), with the bias that [`tied_linear`] is about."""
+    inside = tied_linear(linear)
+    return linear(states) if inside is linear else F.linear(states, linear.weight, inside.bias)
+
+
+def was_loaded(parameter: Any) -> bool:
+    """Whether `from_pretrained` found a parameter in the checkpoint."""
+    return getattr(parameter, "_is_hf_initialized", False)
+
+
 def chosen(generation_config: Any) -> Any:
     """The same settings, which transformers no longer takes for a copy of those in a model's config."""
     generation_config._from_model_config = False
@@ -199,6 +229,13 @@ def parallelism_in_force() -> Any:
     """Accelerate's `ParallelismConfig`, if anybody has made one in this process."""
     state = sys.modules.get("accelerate.state")  # not imported: nobody has asked Accelerate for anything
     return None if state is None else state.AcceleratorState._shared_state.get("parallelism_config")
+
+
+def weights_from_one_process() -> bool:
+    """Whether Accelerate's FSDP2 takes the weights of a model from the first process (`cpu_ram_efficient_loading`)."""
+    state = sys.modules.get("accelerate.state")
+    plugin = None if state is None else state.AcceleratorState._shared_state.get("fsdp_plugin")
+    return plugin is not None and plugin.fsdp_version == 2 and bool(plugin.cpu_ram_efficient_loading)
 
 
 def fingerprint(dataset: Any) -> str:

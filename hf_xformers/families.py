@@ -19,10 +19,12 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 from .auto_classes import register_config, register_model
 from .configuration_xformer import XFormerConfig
+from .core.components import SLOTS, build_spec
 from .core.head_names import (
     ALL_HEADS,
     DECODER_HEADS,
@@ -155,6 +157,21 @@ def _register(head: str, config_class: Any, made: Any) -> None:
         register_model(SERVED[head], config_class, made)
 
 
+def _naming(forward: Any, names: tuple[str, ...]) -> Any:
+    """`forward` of a head, whose signature names these inputs too: Trainer takes out the columns of a dataset that it
+    does not name."""
+    own = inspect.signature(forward)
+    *named, others = own.parameters.values()
+    further = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in names]
+    naming = FunctionType(
+        forward.__code__, forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__
+    )
+    functools.update_wrapper(naming, forward).__kwdefaults__ = forward.__kwdefaults__
+    parameters = [*named, *(one for one in further if one.name not in own.parameters), others]
+    naming.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return naming
+
+
 def make_family(
     config_class: Any,
     prefix: str,
@@ -178,6 +195,8 @@ def make_family(
     module = sys._getframe(1).f_globals
     register_config(config_class)
     family: dict[str, Any] = {}
+    specs = [build_spec(slot, value) for slot, value in field_defaults(config_class).items() if slot in SLOTS]
+    inputs = tuple(dict.fromkeys(name for spec in specs for name in spec.inputs))
     classes = {**CLASSES, **MODALITY_CLASSES.get(config_class.modality, {})}
     for head in heads:
         if head not in classes:  # this is the code of a checkpoint, which has no use for the head
@@ -190,7 +209,10 @@ def make_family(
             family[head] = base
             continue
         doc = f"{(base.__doc__ or '').splitlines()[0]} {info.summary[0].upper()}{info.summary[1:]} ({info.paper})."
-        made = type(name, (base,), {"config_class": config_class, "__module__": module["__name__"], "__doc__": doc})
+        members = {"config_class": config_class, "__module__": module["__name__"], "__doc__": doc}
+        if inputs:
+            members["forward"] = _naming(base.forward, inputs)
+        made = type(name, (base,), members)
         _register(head, config_class, made)
         if further is not None and head in further:
             register_model(further[head], config_class, made)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
+from functools import wraps
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
@@ -35,6 +36,19 @@ class Distributed(Protocol):
 
     def after_distribution(self, batches: int) -> None:
         """batches: processes that read batches of their own, where each holds whole experts."""
+
+
+def objects_for_heads(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator of a base model's `forward`, which gives its head an output with names, whatever the config's
+    `return_dict` says."""
+
+    @wraps(forward)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.under_a_head:
+            kwargs["return_dict"] = True
+        return forward(self, *args, **kwargs)
+
+    return call
 
 
 class XFormerPreTrainedModel(PreTrainedModel):
@@ -70,6 +84,15 @@ class XFormerPreTrainedModel(PreTrainedModel):
                     ' `stack={"type": "funnel", "upsample": True}`.'
                 )
         self.model_tags = ["hf_xformers", config.model_type]  # what `push_to_hub` writes into the model card
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
+        if cls.__module__.startswith("hf_xformers."):
+            raise ValueError(
+                f"{cls.__name__} is a class of hf_xformers, whose files cannot be saved one by one; write a checkpoint"
+                " with its code by `hf_xformers.hub.bundle(model, folder)`."
+            )
+        super().register_for_auto_class(auto_class)
 
     @classmethod
     def part_configs(cls, config: XFormerConfig) -> tuple[XFormerConfig, ...]:

@@ -14,11 +14,12 @@ from transformers.utils import logging
 
 from .attention.shared.base import Attention
 from .blocks.base import XFormerLayer
-from .compat import CACHE, capture_outputs, merge_with_config_defaults, one_cache
+from .compat import CACHE, capture_outputs, merge_with_config_defaults, one_cache, runs_again
 from .configuration_xformer import XFormerConfig
-from .core.cache import make_cache, self_attention_layers
+from .core.cache import decoder_cache, make_cache, self_attention_layers
 from .core.call import (
     Call,
+    Extent,
     can_inspect,
     check_axes,
     document_numbers,
@@ -37,6 +38,7 @@ from .core.precision import Float32Module
 from .core.sharing import built_layers, is_shared, map_of, share_parts, shares_parts
 from .modeling_base import XFormerPreTrainedModel
 from .normalization.base import norm_inputs
+from .ops.common.real_tokens import places_behind
 from .position.base import Position, PositionActs, ScoreBias
 from .stacks.driver import Pass
 
@@ -82,7 +84,10 @@ class XFormerTower(XFormerPreTrainedModel):
         self.repeats_layers = is_shared(config) and not shares_parts(config)
         carry = layers[-1].attention.carries(layers[-1]) if config.add_pooler else None
         self.text_state = carry.kind if carry is not None and carry.reach == "pooler" else None
-        self.takes_pairs = all("pair_mask" in layer.attention.supports for layer in layers)
+        # Whether padding behind a text has its places: ColBERT reads what becomes of it.
+        by_length = any(layer.position.turns_by_length(layer.attention.angles) for layer in layers)
+        self.counts_on = not (config.is_decoder or by_length)
+        self.takes_pairs = all("pair_mask" in layer.attention.supports and not layer.block.mixes for layer in layers)
         self.keeps_documents_apart = all(
             "packed_rows" in spec.supports for layer in layers for spec in (layer.attention, layer.block, layer.stack)
         )
@@ -117,7 +122,9 @@ class XFormerTower(XFormerPreTrainedModel):
     @property
     def recomputes(self) -> bool:
         """Whether layers run a second time for the gradient, when they would write to a cache again."""
-        return self.gradient_checkpointing and self.training and torch.is_grad_enabled()
+        if not (self.training and torch.is_grad_enabled()):
+            return False
+        return self.gradient_checkpointing or any(map(runs_again, self.layers))
 
     def get_input_embeddings(self) -> nn.Module:
         return getattr(self.embedding, "tokens", self.embedding)  # an engine may have put a placeholder there
@@ -144,8 +151,14 @@ class XFormerTower(XFormerPreTrainedModel):
         each execution step [B, steps, M, D]; past_key_values or, by its other name, cache."""
         past_key_values = one_cache(past_key_values, cache)
         if past_key_values is not None and self.recomputes:
+            if cast(Cache, self_attention_cache(past_key_values)).get_seq_length():
+                raise ValueError(
+                    "Activation checkpointing runs layers twice, so that tokens in a cache (the prefix of peft's"
+                    " prefix tuning, say) cannot be read; call `gradient_checkpointing_disable()`."
+                )
             logger.warning_once("A cache is left out under activation checkpointing, where layers run twice.")
             past_key_values = None
+        kwargs.setdefault("return_dict", True)  # the model around it makes tuples
         kwargs.update(
             input_ids=input_ids,
             token_type_ids=token_type_ids,
@@ -211,14 +224,20 @@ class XFormerTower(XFormerPreTrainedModel):
         **kwargs: Any,
     ) -> TowerOutput:
         """[`XFormerTower.forward`] of rows without padding between their tokens."""
+        if kwargs.get("is_causal") is False and self.config.is_decoder:  # of the call, or else of the config
+            raise ValueError(
+                "`is_causal=False` was given to a decoder, which reads both ways only if it is built so; load it with"
+                " `is_decoder=False`, such as `AutoModel.from_pretrained(..., is_decoder=False)`."
+            )
         inputs_embeds = self._token_vectors(input_ids, inputs_embeds)
         given_cache = past_key_values is not None
         reader = reader_of_call(past_key_values)
         keeps_cache = reader is None or reader.keeps_cache(given_cache)
-        if not keeps_cache or (not self.config.is_decoder and not given_cache):
+        if not keeps_cache or (not self.config.is_decoder and not given_cache) or self.recomputes:
             use_cache = False
         if use_cache and not given_cache:
-            past_key_values = make_cache(self.config)
+            make = make_cache if encoder_hidden_states is None else decoder_cache
+            past_key_values = make(self.config)
         states = kwargs.get("output_hidden_states", self.config.output_hidden_states)
         context = self.make_context(
             inputs_embeds,
@@ -344,6 +363,9 @@ class XFormerTower(XFormerPreTrainedModel):
         asked = chosen is not None and (extent.fresh or extent.device.type == "cpu")
         if self.max_length is not None and (asked or extent.exceeds(self.max_length)):
             self.check_length(positions)
+        if padding is not None and position_ids is None and extent.fresh and self.counts_on:
+            counted, last = positions + places_behind(padding), self.max_length or self.config.max_position_embeddings
+            positions = torch.maximum(positions, counted.clamp(max=last - 1))
         return Call(
             padding_mask=padding,
             positions=positions,
@@ -355,13 +377,21 @@ class XFormerTower(XFormerPreTrainedModel):
             explicit_mask=explicit,
             segment_ids=segments,
             memory_padding_mask=None if encoder_attention_mask is None else encoder_attention_mask.bool(),
-            implementation=self.config._attn_implementation,
+            implementation=self._back_end(extent, explicit, segments),
             output_attentions=output_attentions,
             output_hidden_states=output_hidden_states,
             inputs_embeds=inputs_embeds,
             position_ids=chosen,
             back_end=back_end or {},
         )
+
+    def _back_end(self, extent: Extent, explicit: Tensor | None, segments: Tensor | None) -> str:
+        """The attention back-end of a call. FlashAttention knows of order and padding alone, and of documents in a
+        single row: SDPA has the rest."""
+        name: str = self.config._attn_implementation or "eager"
+        packed = segments is not None and extent.batch > 1
+        more = packed or explicit is not None or extent.static or "score_bias" in self.config.position.acts
+        return "sdpa" if more and "flash" in name else name
 
     def from_zero(self, position_ids: Tensor | None) -> Tensor | None:
         """The caller's positions, counted from 0."""

@@ -15,7 +15,7 @@ from transformers.utils import can_return_tuple
 from .compat import CACHE, one_cache
 from .configuration_xformer import XFormerConfig
 from .core.cache import decoder_cache
-from .core.call import can_inspect, segments_from_positions
+from .core.call import can_inspect, places_in_documents, segments_from_positions
 from .core.choices import build_choice_loss, joint
 from .core.hand_overs import HandOver
 from .core.inputs import refuse_unread
@@ -23,7 +23,7 @@ from .core.outputs import TowerOutput, XFormerModelOutput, XFormerSeq2SeqModelOu
 from .core.pooling import MakesTextVector, Pooler, TextPooler, fitting
 from .core.serving import taken_by_back_end
 from .core.whole_modules import end_for
-from .modeling_base import XFormerPreTrainedModel
+from .modeling_base import XFormerPreTrainedModel, objects_for_heads
 from .modeling_tower import XFormerTower
 from .ops.common.real_tokens import from_first_real, is_first_real, up_to_last_real
 
@@ -45,11 +45,12 @@ class XFormerModel(XFormerPreTrainedModel):
     second tower is `decoder`.
     """
 
-    def __init__(self, config: XFormerConfig, add_pooler: bool = True):
+    def __init__(self, config: XFormerConfig, add_pooling_layer: bool = True):
         super().__init__(config)
-        self.trunk = XFormerTower(config.tower("trunk") if config.is_encoder_decoder else config)
+        reads = config.is_decoder and getattr(config, "add_cross_attention", False)  # as in transformers' decoders
+        self.trunk = XFormerTower(config.tower("trunk") if config.is_encoder_decoder else config, cross=reads)
         self.decoder = XFormerTower(config.tower("decoder"), cross=True) if config.is_encoder_decoder else None
-        pooled = add_pooler and config.add_pooler and not config.is_encoder_decoder
+        pooled = add_pooling_layer and config.add_pooler and not config.is_encoder_decoder
         self.pooler = build_pooler(config) if pooled else None
         views = [view.layer(index) for view in config.tower_configs() for index in range(view.num_hidden_layers)]
         self.choice_loss = build_choice_loss(view.attention for view in views)
@@ -86,7 +87,8 @@ class XFormerModel(XFormerPreTrainedModel):
         """Names of inputs besides those that `forward` names, which components of this model read."""
         decoder = () if self.decoder is None else self.decoder.extra_inputs
         pooler = () if self.pooler is None else tuple(self.pooler.inputs)
-        return (*self.trunk.extra_inputs, *decoder, *pooler)
+        memory = ("encoder_hidden_states", "encoder_attention_mask") if self.trunk.cross else ()
+        return (*self.trunk.extra_inputs, *decoder, *pooler, *memory)
 
     def get_encoder(self, modality: str | None = None) -> nn.Module:
         # transformers asks for encoders of images and of sound, and goes by the answer that there is another model.
@@ -95,6 +97,13 @@ class XFormerModel(XFormerPreTrainedModel):
     def get_decoder(self) -> nn.Module:
         return self.trunk if self.decoder is None else self.decoder
 
+    def set_encoder(self, encoder: nn.Module, modality: str | None = None) -> None:
+        self.trunk = cast(XFormerTower, encoder)
+
+    def set_decoder(self, decoder: nn.Module) -> None:
+        setattr(self, "trunk" if self.decoder is None else "decoder", decoder)
+
+    @objects_for_heads
     @can_return_tuple
     def forward(
         self,
@@ -135,6 +144,10 @@ class XFormerModel(XFormerPreTrainedModel):
         if kwargs:
             back_end = taken_by_back_end(self.config, kwargs, self.further_inputs())
             refuse_unread(self.config.model_type, kwargs, self.further_inputs(), _NAMED_INPUTS)
+        ends = kwargs.get("cu_seq_lens_q")  # of documents in one row, which collators may say instead of positions
+        if ends is not None and position_ids is None and attention_mask is None:
+            tokens = cast(Tensor, inputs_embeds if input_ids is None else input_ids)
+            position_ids = self.config.first_position + places_in_documents(ends, tokens.shape[1])
         text = {
             "input_ids": input_ids,
             "attention_mask": attention_mask,

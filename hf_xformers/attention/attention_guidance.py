@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..core.call import Call
-from ..core.components import bounded
+from ..core.components import bounded, check_layers
 from ..core.distributed import sum_over_processes
 from ..core.prepared import Prepared
 from ..ops.common.real_tokens import is_first_real
@@ -171,12 +171,7 @@ class GuidanceSpec(HeadLoss):
                 f"attention_guidance draws {counts['next']} heads to the next token (`next`), which a decoder does not"
                 " see; set it to 0."
             )
-        layers = self.layers or ()
-        if any(not 0 <= layer < config.num_hidden_layers for layer in layers):
-            raise ValueError(
-                f"attention_guidance needs `layers` from 0 to {config.num_hidden_layers - 1}, those of the tower, got"
-                f" {layers}."
-            )
+        check_layers(self, config)
 
     def build(self, config, *, layer_idx: int) -> GuidanceLoss:
         guided = self.layers is None or layer_idx in self.layers

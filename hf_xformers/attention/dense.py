@@ -10,7 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
-from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
+from transformers.masking_utils import (
+    create_bidirectional_mask,
+    create_causal_mask,
+    packed_sequence_mask_function,
+)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..compat import CACHE
@@ -102,13 +106,15 @@ class DenseAttention(Attention):
         return mask | blind, blind
 
     def _mask(self, context: Call, past_key_values: Cache | None) -> Any:
-        """The mask in the form that the back-end expects."""
-        if context.back_end:  # it knows by itself who sees whom
-            return None
+        """The mask in the form that the back-end expects: none, where it has no function that makes masks."""
         if context.implementation in ("eager", "sdpa") or context.output_attentions:
             return mask_of_call(context)
         make: Callable[..., Any] = create_causal_mask if context.causal else create_bidirectional_mask
-        arguments = {"position_ids": context.position_ids} if context.causal else {}
+        arguments: dict[str, Any] = {}
+        if context.causal:
+            arguments["position_ids"] = context.position_ids
+        elif context.segment_ids is not None:
+            arguments["and_mask_function"] = packed_sequence_mask_function(context.segment_ids)
         return make(
             config=self.config,
             inputs_embeds=context.inputs_embeds,
@@ -116,6 +122,16 @@ class DenseAttention(Attention):
             **{CACHE: past_key_values},
             **arguments,
         )
+
+    def _memory_mask(self, context: Call) -> Any:
+        """The same of what cross-attention reads."""
+        padding = context.memory_padding_mask
+        if padding is None:
+            return None
+        if context.implementation in ("eager", "sdpa") or context.output_attentions:
+            return padding[:, None, None, :]
+        given = {"config": self.config, "inputs_embeds": context.inputs_embeds, "attention_mask": padding}
+        return context.prepare(DenseMask, lambda: DenseMask(create_bidirectional_mask(**given)), "memory").mask
 
     def _bias_in_blocks(self, context: Call) -> bool:
         bias = self.score_bias(context)
@@ -151,7 +167,7 @@ class DenseAttention(Attention):
             return self._in_tiles(query, key, value, context, dropout), None
         blind: Tensor | None = None
         if self.cross:
-            mask, bias = (None if padding is None else padding[:, None, None, :]), None
+            mask, bias = self._memory_mask(context), None
         else:
             prepared, made = self._made_mask(context), context.state(DenseBias)
             mask, blind = prepared.mask, prepared.blind
@@ -169,7 +185,11 @@ class DenseAttention(Attention):
         if context.implementation == "sdpa" and mask is not None and mask.shape[-2] == 1 and query.shape[2] > 1:
             # A key mask is broadcast by the kernel; expanding it would cost T x S bytes per row of the batch.
             mask = mask.expand(-1, -1, query.shape[2], -1)
-        backend = ALL_ATTENTION_FUNCTIONS[context.implementation]
+        backend, more = ALL_ATTENTION_FUNCTIONS[context.implementation], context.back_end
+        if context.segment_ids is not None and not self.cross:
+            more = {"position_ids": context.position_ids, **more}  # FlashAttention finds documents by them
+        if bias is not None and context.implementation == "flex_attention":
+            bias = bias.expand(query.shape[0], -1, -1, -1)
         with kernels_for(key, mask) if key.device.type == "cuda" else nullcontext():
             output, _ = backend(
                 self,
@@ -179,9 +199,9 @@ class DenseAttention(Attention):
                 mask,
                 dropout=dropout,
                 scaling=self.scaling,
-                is_causal=causal,
+                is_causal=self.is_causal and context.causal,  # read where the back-end is given no mask of pairs
                 position_bias=bias,
-                **context.back_end,
+                **more,
             )
         if context.back_end:  # engines give tokens side by side, without batch and heads
             output = output.reshape(query.shape[0], query.shape[2], self.num_heads, -1)

@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ..core.cache import WindowLayer
 from ..core.call import Call, SublayerOutput, self_attention_cache
-from ..core.components import bounded, register
+from ..core.components import bounded, check_layers, register
 from ..ops.block_sparse import patterns
 from ..ops.block_sparse.attention import block_sparse_attention
 from ..ops.block_sparse.patterns import Pattern
@@ -231,12 +231,7 @@ class PoolingformerSpec(BlockSparseSpec):
                 f" {self.pool_kernel} tokens before a token's own group of {self.pool_stride}; make it at least"
                 f" {self.pool_kernel + self.pool_stride}."
             )
-        for layer in self.two_level_layers or ():
-            if not 0 <= layer < config.num_hidden_layers:
-                raise ValueError(
-                    f"poolingformer's `two_level_layers` names layer {layer}; give numbers from 0 to"
-                    f" {config.num_hidden_layers - 1}."
-                )
+        check_layers(self, config, "two_level_layers")
         if self.share_projections and config.num_attention_heads * config.head_width != config.hidden_size:
             raise ValueError(
                 f"poolingformer's `share_projections` needs heads as wide together ({config.num_attention_heads} x"

@@ -27,7 +27,7 @@ from ..ops.score_terms.pattern_tiles import pattern_tiles
 from ..position.score_terms import SelfAttentionTerms
 from .shared.base import Attention, literal_softmax_attention
 from .shared.bucketed import FEW_QUERIES, BucketedSpec, BucketLayer, labels_of_all, recent_attention
-from .shared.centroids import LearnsCentroids, Places, Routes, unit_length
+from .shared.centroids import LearnsCentroids, NothingLearnt, Places, Routes, unit_length
 
 
 class RoutingAttention(LearnsCentroids, Attention):
@@ -157,6 +157,11 @@ class RoutingAttention(LearnsCentroids, Attention):
             return x.split((self.local, self.routed), dim=1)
         return (x, x[:, :0]) if self.local else (x[:, :0], x)
 
+    def prepare(self, context: Call, past_key_values: Cache | None) -> None:
+        super().prepare(context, past_key_values)
+        if not torch.is_grad_enabled():  # of the whole call: checkpointing switches gradients off for a layer
+            context.keep(NothingLearnt())
+
     def _routes(
         self, query: Tensor, key: Tensor | None, context: Call, step: int
     ) -> tuple[Routes, dict[str, Tensor] | None]:
@@ -166,6 +171,7 @@ class RoutingAttention(LearnsCentroids, Attention):
         routes = context.find(Routes, step)
         # What is frozen (under adapters) stays as it is.
         learns = routes is None and self.training and self.q_proj.weight.requires_grad
+        learns = learns and context.find(NothingLearnt) is None
         commits = self.training and self.spec.commitment_weight != 0
         if routes is None:
             routes = self.route(query, key, valid)

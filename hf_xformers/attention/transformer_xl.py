@@ -268,7 +268,8 @@ class TransformerXLAttention(Attention):
 
     def by_head(self, table: Tensor) -> Tensor:
         """The vectors of distances that scores are made with: R [n, table_width] -> W_R R [H, d, n]."""
-        return self.r_proj(table).unflatten(-1, (self.num_heads, -1)).permute(1, 2, 0)
+        # As one row of a batch: adapters that differ by row have to notice that distances are none.
+        return self.r_proj(table[None])[0].unflatten(-1, (self.num_heads, -1)).permute(1, 2, 0)
 
     def _relative(self, table: Tensor, keys: int, past_key_values: Cache | None, step: int) -> Tensor:
         """W_R R by distance, [H, d, distances]: the largest, keys - 1, first; in an encoder negative ones follow 0."""

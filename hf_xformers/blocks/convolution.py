@@ -11,7 +11,7 @@ from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 
 from ..core.call import Call, SublayerOutput
-from ..core.components import bounded, register
+from ..core.components import bounded, check_layers, register
 from .base import BlockSpec, SublayerPlan, XFormerLayer
 from .window_state import WindowCacheLayer, WindowSublayer, check_window_block
 
@@ -95,6 +95,7 @@ class ConvolutionBlockSpec(BlockSpec):
             )
 
     def check(self, config) -> None:
+        check_layers(self, config)
         if config.hidden_size % self.groups:
             raise ValueError(
                 f"block 'convolution' divides `hidden_size` {config.hidden_size} into `groups`, got {self.groups};"

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
 from ..core.call import Call, SublayerOutput
-from ..core.components import bounded, register
+from ..core.components import bounded, check_layers, register
 from ..normalization.residual import PlainSum
 from .base import BlockSpec, SublayerPlan, XFormerLayer
 from .window_state import WindowCacheLayer, WindowSublayer, check_window_block
@@ -118,6 +118,7 @@ class CPEBlockSpec(BlockSpec):
             )
 
     def check(self, config) -> None:
+        check_layers(self, config)
         if self.grid_size is not None and config.is_decoder:
             raise ValueError("block 'cpe' with `grid_size` reads whole images and cannot stand in a decoder.")
         check_window_block("cpe", config)

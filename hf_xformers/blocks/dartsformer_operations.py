@@ -46,7 +46,7 @@ class PartConvolution(WindowSublayer):
         past_key_values: Cache | None = None,
         step: int | None = None,
     ) -> SublayerOutput:
-        windows = self.windows_of(hidden_states, self.conv.kernel_size[0], context, past_key_values, step)
+        windows = self.windows_of(hidden_states, self.conv.weight.shape[-1], context, past_key_values, step)
         return SublayerOutput(F.relu(self.conv(windows.transpose(1, 2)).transpose(1, 2)))
 
 

@@ -44,7 +44,7 @@ class EncoderBranches(WindowSublayer):
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def forward(self, hidden_states: Tensor, context: Call, **given: Any) -> SublayerOutput:
-        windows = self.windows_of(hidden_states, self.conv.kernel_size[0], context, None, None)
+        windows = self.windows_of(hidden_states, self.conv.weight.shape[-1], context, None, None)
         near = self.dropout(F.relu(self.conv(windows.transpose(1, 2)).transpose(1, 2)))
         inner = self.norm(add_to_first(self.dropout(F.relu(self.up_proj(hidden_states))), near))
         mixed = self.separable(self.windows_of(inner, self.separable.kernel, context, None, None))

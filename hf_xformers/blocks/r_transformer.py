@@ -11,7 +11,6 @@ from transformers.cache_utils import Cache
 
 from ..core.call import Call, SublayerOutput
 from ..core.components import bounded, register
-from ..core.reading_weights import weight_of
 from .base import BlockSpec, SublayerPlan, XFormerLayer
 from .window_state import WindowCacheLayer, WindowSublayer, check_window_block
 
@@ -57,12 +56,8 @@ class LocalRNN(WindowSublayer):
 
     def _advance(self, given: Tensor, hidden: Tensor, cell: Tensor, first: bool) -> tuple[Tensor, Tensor]:
         """One step of all windows: given [B, T, gates * D], hidden and cell [B, T, D]."""
-        if not first:
-            carried = self.state_proj(hidden)
-        elif self.window > 1:
-            carried = weight_of(self.state_proj, "bias")  # of the zero state
-        else:  # a window of one token carries no state, but every parameter has to have a gradient (zero here)
-            carried = self.state_proj(torch.zeros_like(given[:1, :1, : self.state_proj.in_features]))
+        # The zero state goes through the map as well, of whose bias an adapter may change something.
+        carried = self.state_proj(torch.zeros_like(given[:, :1, : self.state_proj.in_features]) if first else hidden)
         if self.kind == "rnn":
             return torch.tanh(given + carried), cell
         if self.kind == "gru":

@@ -30,7 +30,7 @@ class SeparableConvolution(nn.Module):
 
     @property
     def kernel(self) -> int:
-        return self.depthwise.kernel_size[0]
+        return self.depthwise.weight.shape[-1]
 
     def forward(self, windows: Tensor) -> Tensor:
         return self.pointwise(self.depthwise(windows.transpose(1, 2)).transpose(1, 2))

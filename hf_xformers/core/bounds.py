@@ -94,6 +94,13 @@ def check_bounds(spec: Any) -> None:
             raise ValueError(f"{spec.type} needs {bounds.demand(name)}, got {value}.")
 
 
+def check_layers(spec: Any, config: Any, field: str = "layers") -> None:
+    """Raises `ValueError` where a field names a layer that the tower does not have; None and words pass."""
+    named, count = getattr(spec, field), config.num_hidden_layers
+    if isinstance(named, tuple) and not all(0 <= layer < count for layer in named):
+        raise ValueError(f"{spec.type} needs `{field}` from 0 to {count - 1}, those of the tower, got {named}.")
+
+
 def _numbers(value: Any) -> Iterator[float]:
     if isinstance(value, tuple):
         for entry in value:

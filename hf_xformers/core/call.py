@@ -113,16 +113,28 @@ def read_masks(
     if attention_mask.ndim == 4:
         if not extent.static:
             if takes_pairs:
+                _check_pairs(attention_mask)
                 return None, attention_mask
             raise ValueError(
-                "A prepared 4-D attention mask needs attention with explicit scores (e.g. 'dense'); give a "
-                "[batch, length] mask of real tokens instead."
+                "A prepared 4-D attention mask needs attention with explicit scores (e.g. 'dense'), and a block that "
+                "reads no neighbors by itself; give a [batch, length] mask of real tokens instead."
             )
         # `generate` makes one of the padding for every static cache: its last query sees all real tokens.
         last = attention_mask[:, 0, -1]
         padding = _padding_mask(last if last.dtype == torch.bool else last == 0, extent)
         return padding, attention_mask if takes_pairs else None
     return _padding_mask(attention_mask, extent), None
+
+
+def _check_pairs(mask: Tensor) -> None:
+    """Refuses a prepared mask that says other than who sees whom."""
+    if mask.dtype == torch.bool or not can_inspect():
+        return
+    if not mask.is_floating_point() or bool(((mask != 0) & ~(mask <= -1e3)).any()):
+        raise ValueError(
+            f"A prepared 4-D attention mask of {mask.dtype} holds other numbers than 0 (may attend) and large negative"
+            " ones (may not), such as a bias or ones; give a boolean one, and let a bias be the model's `position`."
+        )
 
 
 def _padding_mask(attention_mask: Tensor, extent: Extent) -> Tensor | None:
@@ -314,8 +326,9 @@ class Call:
 
     def derive(self, *kinds: type[Prepared], **changes: Any) -> Call:
         """A copy for a part of the stack with other length, positions or masks; of what is made, only these `kinds`
-        are carried over."""
-        return self.but(made=self.kept(*kinds), states={}, **changes)
+        are carried over. Other back-ends than SDPA make their masks of the whole text."""
+        implementation = "eager" if self.implementation == "eager" else "sdpa"
+        return self.but(**{"made": self.kept(*kinds), "states": {}, "implementation": implementation, **changes})
 
     def but(self, **changes: Any) -> Call:
         """A copy with other values of these fields."""
@@ -400,6 +413,13 @@ def document_numbers(position_ids: Tensor) -> Tensor:
     T]."""
     restart = position_ids[:, 1:] != position_ids[:, :-1] + 1
     return pad(restart.long().cumsum(-1), (1, 0))
+
+
+def places_in_documents(ends: Tensor, length: int) -> Tensor:
+    """Where the documents of a row of `length` tokens begin, and the last one ends, [N + 1] -> the place of each token
+    in its document, [T]."""
+    slots = torch.arange(length, device=ends.device)
+    return slots - ends.long()[torch.searchsorted(ends, slots, right=True, out_int32=False) - 1]
 
 
 def add_losses(total: dict[str, Tensor], losses: dict[str, Tensor] | None) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar, cast, dataclass_transform
 
-from .bounds import bounded
+from .bounds import bounded, check_layers
 from .hand_overs import HandOver, check_hand_overs
 from .specs import (
     Registry,
@@ -373,6 +373,7 @@ __all__ = [
     "SpecLike",
     "aliased",
     "bounded",
+    "check_layers",
     "build_spec",
     "canonical_fields",
     "check_components",

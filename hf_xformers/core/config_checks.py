@@ -23,6 +23,7 @@ _FOREIGN_KEYS = (
     "tie_last_hidden_states",
     "custom_pipelines",
     "_name_or_path",
+    "add_cross_attention",  # of decoders that read an encoder, as `is_encoder_decoder` is not set in them
     "layer_norm_epsilon",  # other models' name of `layer_norm_eps`, which generic code sets on any config
 )
 

@@ -18,6 +18,8 @@ _COMMON = frozenset(TransformersKwargs.__annotations__) | {
     "logits_to_keep",
     "tokenizer",  # for `stop_strings`
     "assistant_tokenizer",
+    # What sentence-transformers writes into the inputs that it has read, and gives again with them.
+    *("token_embeddings", "sentence_embedding", "all_layer_embeddings", "scores", "causal_logits"),
 }
 
 

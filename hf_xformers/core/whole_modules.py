@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..compat import asked_to_shard
+from ..compat import asked_to_shard, weights_from_one_process
 
 
 class KeptWhole:
@@ -24,11 +24,31 @@ class KeptWhole:
         if model is None:
             return ["XFormerLayer"]  # of the class alone; a model knows the classes of its own layers
         units, others = model.__dict__.get("_kept_whole", (set(), set()))
-        return set(units) if asked_to_shard(0) else units | others
+        if not asked_to_shard(0):
+            return units | others
+        if weights_from_one_process():
+            refuse_saved_buffers(model)
+        return set(units)
 
     def __set__(self, model: Any, names: Any) -> None:
         """names: what transformers gathers, or (the units of FSDP, what else a device map does not divide)."""
         model.__dict__["_kept_whole"] = names if isinstance(names, tuple) else (set(names), set())
+
+
+def refuse_saved_buffers(model: nn.Module) -> None:
+    """For Accelerate's FSDP2 with `cpu_ram_efficient_loading`, which hands sharded parameters to the other processes
+    and no buffer of a checkpoint.
+
+    Raises:
+        ValueError: the model has such a buffer.
+    """
+    saved = model.state_dict().keys()
+    name = next((name for name, _ in model.named_buffers() if name in saved), None)
+    if name is not None:
+        raise ValueError(
+            "`cpu_ram_efficient_loading` gives other processes the parameters alone, and the checkpoints of"
+            f" {type(model).__name__} have the buffer {name!r}, too; leave it off."
+        )
 
 
 def whole_on_a_device(model: Any, layer_class: type) -> set[str]:

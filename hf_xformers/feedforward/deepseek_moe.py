@@ -17,7 +17,7 @@ from ..core.distributed import sum_over_processes
 from ..core.precision import Float32Module
 from .base import FeedForward
 from .dense import DenseFeedForward
-from .experts import Experts, ExpertsSpec, Router
+from .experts import Experts, ExpertsSpec, Router, mix
 from .routing import mean_over, real_tokens
 
 
@@ -132,7 +132,7 @@ class DeepSeekExperts(FeedForward):
         gates = scores.gather(-1, chosen)
         if spec.normalize:
             gates = gates / (gates.sum(-1, keepdim=True) + 1e-20)
-        output = self.experts.mix(tokens, chosen.masked_fill(~real[:, None], spec.num_experts), gates * spec.scale)
+        output = mix(self.experts, tokens, chosen.masked_fill(~real[:, None], spec.num_experts), gates * spec.scale)
         output = output.view_as(hidden_states)
         if self.shared is not None:
             shared = self.shared.transform(hidden_states)

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..core.call import Call, SublayerOutput
 from ..core.components import aliased, bounded, register
 from .base import FeedForward
-from .experts import ExpertsSpec, Router
+from .experts import ExpertsSpec, Router, mix
 from .routing import balance_loss, documents, real_tokens, within_capacity
 
 
@@ -48,7 +48,7 @@ class PrototypedExperts(FeedForward):
         chosen = inside + torch.arange(0, spec.num_experts, size, device=inside.device)
         texts = documents(hidden_states, context)
         kept = within_capacity(chosen, texts, real, spec.num_experts, self.capacity_factor())
-        output = self.experts.mix(tokens, chosen.masked_fill(~kept, spec.num_experts), gates)
+        output = mix(self.experts, tokens, chosen.masked_fill(~kept, spec.num_experts), gates)
         losses = {}
         if spec.balance_loss_weight:
             parts = [balance_loss(probabilities[:, z], inside[:, z], real) for z in range(spec.num_prototypes)]

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from ..compat import grouped_mm, grouped_mm_fallback
+from ..compat import grouped_mm, grouped_mm_fallback, under_adapter
 from ..core.call import can_inspect, dropout_rate
 from ..core.components import aliased, bounded
 from ..core.distributed import process_number
@@ -213,20 +213,6 @@ class Experts(nn.Module):
             if bias is not None:
                 init.zeros_(bias)
 
-    def mix(self, tokens: Tensor, chosen: Tensor, gates: Tensor | None) -> Tensor:
-        """[`forward`] with the experts of all processes; chosen numbers them all.
-
-        transformers' exchange of tokens knows no "nowhere" and asks for gates: there such an assignment goes to some
-        expert, each in turn, with gate 0.
-        """
-        if self._is_expert_parallel:
-            nowhere = chosen == self.all_experts
-            turns = torch.arange(chosen.numel(), device=chosen.device).view_as(chosen) % self.all_experts
-            chosen = torch.where(nowhere, turns, chosen)
-            gates = torch.ones_like(chosen, dtype=tokens.dtype) if gates is None else gates.to(tokens.dtype)
-            gates = gates.masked_fill(nowhere, 0.0)
-        return self(tokens, chosen, gates)
-
     def forward(self, tokens: Tensor, chosen: Tensor, gates: Tensor | None) -> Tensor:
         """sum_j gates[n, j] * FFN_{chosen[n, j]}(tokens[n]).
 
@@ -307,6 +293,23 @@ class Experts(nn.Module):
         if self._is_expert_parallel:
             self.set_gradient_divide_factor(1.0)  # type: ignore[operator]
             self.set_all_reduce_hook(lambda gradients: gradients.div_(batches))  # type: ignore[operator]
+
+
+def mix(experts: nn.Module, tokens: Tensor, chosen: Tensor, gates: Tensor | None) -> Tensor:
+    """[`Experts.forward`] with the experts of all processes; chosen numbers them all. experts: [`Experts`], or what
+    peft puts around it to adapt its tensors, of which nothing but calls is passed on.
+
+    transformers' exchange of tokens knows no "nowhere" and asks for gates: there such an assignment goes to some
+    expert, each in turn, with gate 0.
+    """
+    own = under_adapter(experts) or experts
+    if own._is_expert_parallel:
+        nowhere = chosen == own.all_experts
+        turns = torch.arange(chosen.numel(), device=chosen.device).view_as(chosen) % own.all_experts
+        chosen = torch.where(nowhere, turns, chosen)
+        gates = torch.ones_like(chosen, dtype=tokens.dtype) if gates is None else gates.to(tokens.dtype)
+        gates = gates.masked_fill(nowhere, 0.0)
+    return experts(tokens, chosen, gates)
 
 
 class Router(nn.Module):

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..core.call import Call, SublayerOutput
 from ..core.components import bounded, register
 from .base import FeedForward
-from .experts import ExpertsSpec, Router
+from .experts import ExpertsSpec, Router, mix
 from .routing import balance_loss, documents, groups, real_tokens, within_capacity
 
 
@@ -61,7 +61,7 @@ class GShardExperts(FeedForward):
                 queues = groups(queues, real, spec.group_size)
             priority = best[:, 0] if spec.queue == "probability" else None
             kept = within_capacity(asked, queues, real, spec.num_experts, factor, priority)
-        output = self.experts.mix(tokens, asked.masked_fill(~kept, spec.num_experts), gates)
+        output = mix(self.experts, tokens, asked.masked_fill(~kept, spec.num_experts), gates)
         losses = {}
         if spec.balance_loss_weight:
             losses["router_balance"] = spec.balance_loss_weight * balance_loss(probabilities, chosen[:, 0], real)

@@ -13,12 +13,12 @@ from transformers.cache_utils import Cache
 
 from ..core.cache import RecurrentStateLayer
 from ..core.call import Call, SublayerOutput, self_attention_cache
-from ..core.components import aliased, bounded, register
+from ..core.components import aliased, bounded, check_layers, register
 from ..core.hand_overs import HandOver
 from ..core.prepared import Prepared
 from .base import FeedForward
 from .dense import DenseFeedForward
-from .experts import Experts, ExpertsSpec
+from .experts import Experts, ExpertsSpec, mix
 from .multi_hash import MultiHashExperts
 from .routing import real_tokens
 from .token_maps import balanced_map, dispersed_map, k_means
@@ -199,7 +199,7 @@ class HashExperts(FeedForward):
         chosen = self.choose(context).unflatten(1, (-1, 1)) if self.spec.multi_hash == 1 else self.choose(context)
         chosen = chosen.expand(*hidden_states.shape[:2], -1).flatten(0, 1)
         chosen = chosen.masked_fill(~real_tokens(hidden_states, context)[:, None], self.spec.num_experts)
-        output = self.experts.mix(hidden_states.flatten(0, 1), chosen, None)
+        output = mix(self.experts, hidden_states.flatten(0, 1), chosen, None)
         return SublayerOutput(output.view_as(hidden_states))
 
 
@@ -318,6 +318,7 @@ class HashLayersSpec(ExpertsSpec):
 
     def check(self, config) -> None:
         super().check(config)
+        check_layers(self, config)
         for name in ("hidden_size", "intermediate_size"):
             if getattr(config, name) % self.multi_hash:
                 raise ValueError(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from ..core.call import Call, SublayerOutput
-from ..core.components import bounded, register
+from ..core.components import bounded, check_layers, register
 from ..core.distributed import sum_over_processes
 from ..core.weight_decay import Undecayed
 from ..ops.common.constants import constant
@@ -258,6 +258,7 @@ class ProductKeyMemorySpec(DenseForm):
             )
 
     def check(self, config) -> None:
+        check_layers(self, config)
         keys, topk = self.resolved_num_keys(config), self.resolved_topk(config)
         if topk > keys:
             raise ValueError(f"product_key_memory: `topk` {topk} exceeds `num_keys` {keys}; lower it or add keys.")

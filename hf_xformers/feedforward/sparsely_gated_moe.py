@@ -10,7 +10,7 @@ from torch import Tensor
 from ..core.call import Call, SublayerOutput
 from ..core.components import bounded, register
 from .base import FeedForward
-from .experts import ExpertsSpec, Router
+from .experts import ExpertsSpec, Router, mix
 from .routing import mean_over, real_tokens
 
 
@@ -65,7 +65,7 @@ class SparselyGatedExperts(FeedForward):
         best, chosen = noisy.topk(spec.resolved_topk, dim=-1)
         gates = torch.softmax(best, -1)
         nowhere = ~real[:, None].expand_as(chosen)
-        output = self.experts.mix(tokens, chosen.masked_fill(nowhere, spec.num_experts), gates)
+        output = mix(self.experts, tokens, chosen.masked_fill(nowhere, spec.num_experts), gates)
         losses = {}
         if spec.importance_loss_weight:
             importance = mean_over(torch.zeros_like(clean).scatter(1, chosen, gates), real)

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..core.call import Call, SublayerOutput
 from ..core.components import bounded, register
 from .base import FeedForward
-from .experts import ExpertsSpec, Router
+from .experts import ExpertsSpec, Router, mix
 from .routing import balance_loss, documents, real_tokens, within_capacity, z_loss
 
 
@@ -44,7 +44,7 @@ class SwitchFeedForward(FeedForward):
         factor = spec.capacity_factor if self.training else spec.eval_capacity_factor
         texts = documents(hidden_states, context)
         kept = within_capacity(chosen, texts, real, spec.num_experts, factor, limit=spec.expert_capacity)
-        output = self.experts.mix(tokens, chosen.masked_fill(~kept, spec.num_experts), gate)
+        output = mix(self.experts, tokens, chosen.masked_fill(~kept, spec.num_experts), gate)
         losses = {}
         if spec.balance_loss_weight:
             losses["router_balance"] = spec.balance_loss_weight * balance_loss(probabilities, chosen[:, 0], real)

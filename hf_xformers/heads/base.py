@@ -11,11 +11,13 @@ from ..core.vocabulary_clusters import Cluster
 
 class Logits(NamedTuple):
     """scale: what hidden states are multiplied by before the projection. cap: c, where logits x become c tanh(x / c).
-    plain: they are last states, times the scale, times `decoder.weight`, and nothing more."""
+    plain: they are last states, times the scale, times `decoder.weight`, and nothing more. projects: with the bias of
+    `decoder` and the cap nothing more."""
 
     scale: float = 1.0
     cap: float | None = None
     plain: bool = False
+    projects: bool = False
 
 
 class HeadSpec(Spec):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..compat import tied_linear
 from ..core.components import register
 from ..core.reading_weights import weight_of
 from .base import HeadSpec
@@ -20,7 +21,8 @@ class FixNormHead(LanguageModelHead):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[..., D] -> [..., V]."""
-        bias = None if self.decoder.bias is None else weight_of(self.decoder, "bias")
+        inside = tied_linear(self.decoder)
+        bias = None if inside.bias is None else weight_of(inside, "bias")
         return F.linear(hidden_states, F.normalize(weight_of(self.decoder), dim=-1, eps=1e-5), bias)
 
 

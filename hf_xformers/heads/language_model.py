@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
+from ..compat import project
 from ..core.bounds import factor_or_flag
 from ..core.components import bounded, register
 from .base import HeadSpec, Logits
@@ -57,7 +58,7 @@ class LanguageModelHead(nn.Module):
             hidden_states = self.norm(self.activation(hidden_states))
         if self.scale is not None:
             hidden_states = hidden_states * self.scale
-        logits = self.decoder(hidden_states)
+        logits = project(self.decoder, hidden_states)
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
 
 
@@ -105,7 +106,8 @@ class LinearHeadSpec(HeadSpec):
 
     def logits(self, config: Any) -> Logits:
         scale = 1.0 if self.scale is False else config.hidden_size**-0.5 if self.scale is True else float(self.scale)
-        return Logits(scale, self.cap, plain=not self.bias and not self.unpredicted and self.cap is None)
+        plain = not self.bias and not self.unpredicted and self.cap is None
+        return Logits(scale, self.cap, plain, projects=True)
 
     def build(self, config: Any, **where: Any) -> LanguageModelHead:
         scale = None if self.scale is False else self.logits(config).scale

@@ -103,7 +103,7 @@ class XFormerForBidirectionalLM(LanguageModel):
         self._check_components()
         config = cast(XFormerConfig, self.config)
         self.settings = settings = BidirectionalLMSpec.of(config)
-        self.backward_model = XFormerModel(config, add_pooler=False)
+        self.backward_model = XFormerModel(config, add_pooling_layer=False)
         self.backward_model.under_a_head = True
         if settings.share_embedding:
             self._of_one_embedding = {

@@ -58,7 +58,7 @@ class Classifier(TellsAdapters, XFormerPreTrainedModel):
                 "`classifier_pooling='first'` would classify a text by its first token, and the decoder of "
                 f"{type(self).__name__} lets that read nothing else; take 'last' (what 'auto' does) or 'mean'."
             )
-        self.model = XFormerModel(config, add_pooler=self.reads_pooler)
+        self.model = XFormerModel(config, add_pooling_layer=self.reads_pooler)
         self.model.under_a_head = True
         rate = config.hidden_dropout_prob if config.classifier_dropout is None else config.classifier_dropout
         self.transform = build_transform(config)
@@ -155,6 +155,7 @@ class XFormerForSequenceClassification(Classifier):
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         past_key_values: Cache | None = None,
+        position_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> outputs.XFormerSequenceClassifierOutput:
         """labels: [B] class ids, [B] or [B, num_labels] numbers (regression), or [B, num_labels] 0/1 (multi-label).
@@ -163,7 +164,7 @@ class XFormerForSequenceClassification(Classifier):
         if self.exits is not None:
             inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask}
             inputs |= {"token_type_ids": token_type_ids, "inputs_embeds": inputs_embeds}
-            inputs["past_key_values"] = past_key_values
+            inputs |= {"past_key_values": past_key_values, "position_ids": position_ids}
             return self.exits.classify(self, labels, {**inputs, **kwargs})
         kwargs = self.task_inputs("sequence_classification", kwargs, input_ids, inputs_embeds, attention_mask)
         base = self.model(
@@ -171,6 +172,7 @@ class XFormerForSequenceClassification(Classifier):
             input_ids=input_ids,
             attention_mask=attention_mask,
             token_type_ids=token_type_ids,
+            position_ids=position_ids,
             inputs_embeds=inputs_embeds,
             **_decoder_inputs(decoder_input_ids, decoder_attention_mask),
             **kwargs,
@@ -318,6 +320,7 @@ class XFormerForQuestionAnswering(Classifier):
         start_positions: Tensor | None = None,
         end_positions: Tensor | None = None,
         past_key_values: Cache | None = None,
+        position_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> outputs.XFormerQuestionAnsweringOutput:
         """start_positions, end_positions: [B] token indices; one beyond the text is ignored. Logits: [B, T] each."""
@@ -327,6 +330,7 @@ class XFormerForQuestionAnswering(Classifier):
             input_ids=input_ids,
             attention_mask=attention_mask,
             token_type_ids=token_type_ids,
+            position_ids=position_ids,
             inputs_embeds=inputs_embeds,
             **_decoder_inputs(decoder_input_ids, decoder_attention_mask),
             **kwargs,

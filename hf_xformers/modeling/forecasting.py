@@ -46,7 +46,7 @@ class XFormerForTimeSeriesPrediction(XFormerPreTrainedModel):
     def __init__(self, config: XFormerConfig):
         config = forecasting_config(config)
         super().__init__(config)
-        self.model = XFormerModel(config, add_pooler=False)
+        self.model = XFormerModel(config, add_pooling_layer=False)
         self.model.under_a_head = True
         self.head = config.head.build_forecast(config)
         self.post_init()

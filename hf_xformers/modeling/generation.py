@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 from transformers.generation import ContinuousBatchingConfig, GenerationMixin, GenerationMode
+from transformers.masking_utils import create_masks_for_generate
 from transformers.utils import logging
 
 from ..compat import CACHE
@@ -167,6 +168,13 @@ class GenerativeModel(LanguageModel, GenerationMixin):
             # peft stands before this method, and puts learned prefixes into a cache that has its former name.
             inputs["past_key_values"] = inputs.pop("cache")
         return inputs
+
+    def create_masks_for_generate(self, config: XFormerConfig, attention_mask: Tensor | None, **kwargs: Any) -> Any:
+        """The mask of a step with a static cache: of pairs, or of real tokens, of which other back-ends make theirs
+        where they run."""
+        if config._attn_implementation in ("eager", "sdpa"):
+            return create_masks_for_generate(config=config, attention_mask=attention_mask, **kwargs)
+        return attention_mask
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:

@@ -10,7 +10,7 @@ from transformers.utils import can_return_tuple
 
 from ..attention.shared.multihead_block import MultiheadPooling
 from ..core import outputs
-from ..modeling_base import XFormerPreTrainedModel
+from ..modeling_base import XFormerPreTrainedModel, objects_for_heads
 from ..modeling_xformer import XFormerModel
 from .classifier_transform import build_transform
 from .label_layer import LabelLayer
@@ -22,6 +22,7 @@ class XFormerImageModel(XFormerModel):
     main_input_name = "pixel_values"
     input_modalities = ["image"]
 
+    @objects_for_heads
     @can_return_tuple
     def forward(
         self,
@@ -61,7 +62,7 @@ class XFormerForImageClassification(XFormerPreTrainedModel):
         config = self.shaped(config, is_decoder=False, is_encoder_decoder=False)
         super().__init__(config)
         self.num_labels = config.num_labels
-        self.model = XFormerImageModel(config, add_pooler=False)
+        self.model = XFormerImageModel(config, add_pooling_layer=False)
         self.model.under_a_head = True
         self.transform = build_transform(config)
         self.pooling = MultiheadPooling(config) if config.classifier_pooling == "attention" else None

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from functools import partial
 from typing import Any, cast
 
@@ -26,7 +27,7 @@ class LanguageModel(XFormerPreTrainedModel):
 
     def __init__(self, config: XFormerConfig):
         super().__init__(config)
-        self.model = XFormerModel(config, add_pooler=self.reads_pooler)
+        self.model = XFormerModel(config, add_pooling_layer=self.reads_pooler)
         self.model.under_a_head = True
         view = config.layer(max(config.num_hidden_layers - 1, 0))
         if not config.shares_token_table:  # what is predicted are ids of the decoder
@@ -40,6 +41,16 @@ class LanguageModel(XFormerPreTrainedModel):
         tower = config.tower("decoder") if config.is_encoder_decoder else config
         self.exits: Any = tower.stack.build_exits(tower) if tower.stack.exits == "decoder" else None
         self.post_init()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "forward" and "fused_lm_head" in inspect.signature(value, follow_wrapped=False).parameters:
+            if not self.config.head.logits(self.config).projects:
+                raise ValueError(
+                    f"trl makes logits of the last states by the output matrix alone, and head"
+                    f" {self.config.head.type!r} does more; train with transformers' Trainer, or build the model with"
+                    " head='linear'."
+                )
+        super().__setattr__(name, value)
 
     def init_parallel_plans(self) -> None:
         super().init_parallel_plans()

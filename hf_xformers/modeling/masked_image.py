@@ -47,7 +47,7 @@ class XFormerForMaskedImageModeling(XFormerPreTrainedModel):
     def __init__(self, config):
         config = self.shaped(config, is_decoder=False, is_encoder_decoder=False)
         super().__init__(config)
-        self.model = XFormerImageModel(config, add_pooler=False)
+        self.model = XFormerImageModel(config, add_pooling_layer=False)
         self.model.under_a_head = True
         self.decoder = PixelDecoder(config, config.stack.output_width(config))
         self.post_init()

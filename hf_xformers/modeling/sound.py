@@ -12,7 +12,7 @@ from transformers.utils import can_return_tuple
 from ..core import outputs
 from ..core.call import can_inspect
 from ..core.losses import per_target, step_share
-from ..modeling_base import XFormerPreTrainedModel
+from ..modeling_base import XFormerPreTrainedModel, objects_for_heads
 from ..modeling_xformer import XFormerModel
 from ..ops.common.real_tokens import real_first
 from ..ops.ctc_decoding import best_path, prefix_beam_search
@@ -28,6 +28,7 @@ class XFormerSoundModel(XFormerModel):
     main_input_name = "input_features"
     input_modalities = ["audio"]
 
+    @objects_for_heads
     @can_return_tuple
     def forward(
         self, input_features: Tensor | None = None, attention_mask: Tensor | None = None, **kwargs: Any
@@ -62,7 +63,7 @@ class XFormerForCTC(XFormerPreTrainedModel):
                 f"CTC needs a blank, which is `pad_token_id`, an id below `vocab_size` {config.vocab_size}, got"
                 f" {blank}; set it to the tokenizer's padding token."
             )
-        self.model = XFormerSoundModel(config, add_pooler=False)
+        self.model = XFormerSoundModel(config, add_pooling_layer=False)
         self.model.under_a_head = True
         dropout = config.hidden_dropout_prob if config.classifier_dropout is None else config.classifier_dropout
         self.dropout = nn.Dropout(dropout)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.utils import can_return_tuple
 
-from ..compat import shared_setting
+from ..compat import project, shared_setting
 from ..core import outputs
 from ..core.components import bounded
 from ..core.inputs import check_token_labels
@@ -51,7 +51,7 @@ class SpanBoundaryHead(nn.Module):
         """left, right: [..., D]; place: [...]. Returns logits [..., V]."""
         hidden = torch.cat([left, right, self.places(place).to(left.dtype)], dim=-1)
         hidden = self.norm_in(F.gelu(self.dense_in(hidden)))
-        return self.decoder(self.norm_out(F.gelu(self.dense_out(hidden))))
+        return project(self.decoder, self.norm_out(F.gelu(self.dense_out(hidden))))
 
 
 class XFormerForSpanBoundary(LanguageModel):

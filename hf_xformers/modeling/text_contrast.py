@@ -66,7 +66,7 @@ class XFormerForTextContrast(XFormerPreTrainedModel):
         config = self.shaped(config, is_decoder=False, is_encoder_decoder=False)
         super().__init__(config)
         self.settings = TextContrastSpec.of(config)
-        self.model = XFormerModel(config, add_pooler=self.reads_pooler)
+        self.model = XFormerModel(config, add_pooling_layer=self.reads_pooler)
         self.model.under_a_head = True
         self.projection = nn.Linear(self.model.vector_width, config.hidden_size)
         self.post_init()

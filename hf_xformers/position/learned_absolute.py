@@ -20,6 +20,12 @@ class LearnedPosition(Position):
         self.offset = spec.offset
         width = config.embedding.position_width(config)
         self.table = nn.Embedding(config.max_position_embeddings + spec.offset, width)
+        self.padding_idx = config.first_position - 1 if config.first_position else None
+
+    @property
+    def position_embeddings(self) -> nn.Module:
+        """By this name and by `padding_idx` sentence-transformers knows from where on a model counts positions."""
+        return self.table
 
     def embed(self, hidden_states: Tensor, positions: Tensor) -> Tensor:
         return hidden_states + self.table(positions + self.offset if self.offset else positions)

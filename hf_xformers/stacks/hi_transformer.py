@@ -51,7 +51,7 @@ class HiStack(PlainStack):
 
     def forward(self, run: Pass) -> StackOutput:
         hidden_states, context, width = run.hidden_states, run.context, self.spec.segment_length
-        most = self.sentence_table.num_embeddings
+        most = self.sentence_table.weight.shape[0]
         nesting = nesting_of(
             hidden_states, context, width, most, "max_position_embeddings", name="hi_transformer", part="sentence"
         )

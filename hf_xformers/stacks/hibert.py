@@ -63,7 +63,7 @@ class HibertStack(PlainStack):
         hidden_states, context = run.hidden_states, run.context
         width, length = self.spec.segment_length, hidden_states.shape[1]
         nesting = nesting_of(
-            hidden_states, context, width, self.sentence_table.num_embeddings, name="hibert", part="sentence"
+            hidden_states, context, width, self.sentence_table.weight.shape[0], name="hibert", part="sentence"
         )
         place = context.query_index % width if nesting.slot is None else nesting.slot % width
         hidden_states = hidden_states + self.word_table(place)

@@ -19,8 +19,9 @@ NUMBERS_AT_ONCE = 1 << 23
 
 def leaves_head_out(model: Any) -> bool:
     """Whether a model is one of this package's whose head looks at single tokens and makes nothing but logits."""
-    plain = (XFormerForMaskedLM.forward, XFormerForCausalLM.forward)
-    return getattr(type(model), "forward", None) in plain and model.exits is None
+    plain, forward = (XFormerForMaskedLM.forward, XFormerForCausalLM.forward), getattr(type(model), "forward", None)
+    named = getattr(forward, "__wrapped__", None)  # by a family, with the inputs that its components read
+    return (forward in plain or named in plain) and model.exits is None
 
 
 def reads_in_pieces(model: Any, tokens: int) -> bool:

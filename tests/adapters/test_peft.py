@@ -172,3 +172,101 @@ def test_a_prefix_of_other_sizes_is_refused(name, remedy):
     changed = peft.get_peft_model(model, peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
     with pytest.raises(ValueError, match=f"keys of 4 heads of width 8, .*{remedy}"):
         changed(input_ids=tokens(2, 7))
+
+
+@pytest.mark.parametrize("name", ["shared_experts-decoder", "xf_switch_transformer-seq2seq", "xf_hash_layers-decoder"])
+def test_tensors_of_experts_are_adapted(name):
+    case, ids = BY_NAME[name], tokens(2, 7)
+    before = case.run(case.build(), ids)
+    places = [f"experts.{which}_proj" for which in ("up", "gate_up", "down")]
+    _, changed = adapted(case, target_modules=[], target_parameters=places)
+    logits = case.run(changed, ids)
+    logits.square().sum().backward()
+    assert all(p.grad.any() for key, p in changed.named_parameters() if "lora_B" in key)
+    with torch.no_grad():
+        assert (logits - before).abs().max() > 1e-3
+        close(case.run(changed.merge_and_unload(), ids), logits.detach())
+
+
+@pytest.mark.parametrize("name", ["xf_bart-decoder", "xf_scale_norm-decoder", "xf_span_bert-encoder"])
+@torch.no_grad()
+def test_trainable_tokens_of_a_tied_head(name):
+    """Also where that has a bias, and where its weight is read without a call."""
+    case, ids = BY_NAME[name], tokens(2, 7)
+    before = case.run(case.build(), ids)
+    config = peft.LoraConfig(r=2, trainable_token_indices=[int(ids[0, 1])])
+    changed = peft.get_peft_model(case.build(), config, autocast_adapter_dtype=False).double().eval()
+    close(case.run(changed, ids), before)
+    for key, parameter in changed.named_parameters():
+        if "trainable_tokens" in key:
+            parameter.add_(0.3)
+    after = case.run(changed, ids)
+    assert (after - before).abs().max() > 1e-3
+    close(case.run(changed.merge_and_unload(), ids), after)
+
+
+@pytest.mark.parametrize(
+    "name, table",
+    [
+        ("xf_hibert-encoder", "sentence_table"),
+        ("xf_deberta-encoder", "position.table"),
+        ("xf_ernie_doc-decoder", "relative.distances"),
+        ("xf_evolved_transformer-encoder", "branches.conv"),
+    ],
+)
+@torch.no_grad()
+def test_tables_and_convolutions_are_adapted(name, table):
+    case, ids = BY_NAME[name], tokens(2, 7)
+    before = case.run(case.build(), ids)
+    _, changed = adapted(case, target_modules=[table])
+    after = case.run(changed, ids)
+    assert (after - before).abs().max() > 1e-3
+    close(case.run(changed.merge_and_unload(), ids), after)
+
+
+def test_an_adapter_that_nobody_would_read_is_refused():
+    case = BY_NAME["xf_scale_norm-decoder"]
+    _, changed = adapted(case, target_modules=["lm_head.decoder"])
+    with pytest.raises(ValueError, match="on this Linear has no effect"):
+        case.run(changed, tokens(2, 7))
+
+
+@torch.no_grad()
+def test_an_adapted_bias_of_a_recurrence():
+    case, ids = BY_NAME["xf_r_transformer-encoder"], tokens(2, 7)
+    _, changed = adapted(case, target_modules=["state_proj"], lora_bias=True)
+    after = case.run(changed, ids)
+    close(case.run(changed.merge_and_unload(), ids), after)
+
+
+def test_what_a_checkpoint_lacks_is_named(tmp_path, caplog):
+    for saved_modules, said in ((None, True), (["pooler"], False)):
+        caplog.clear()
+        changed = saved(tmp_path, "ForSequenceClassification", task_type="SEQ_CLS", modules_to_save=saved_modules)
+        assert ("`modules_to_save=['pooler']`" in caplog.text) is said
+    ids = tokens(2, 7)
+    loaded = peft.AutoPeftModelForSequenceClassification.from_pretrained(tmp_path / "adapter").eval()
+    with torch.no_grad():
+        close(loaded(input_ids=ids).logits, changed(input_ids=ids).logits, 1e-6)
+
+
+def test_other_methods_know_a_family_without_queries():
+    changed = peft.get_peft_model(BY_NAME["xf_average_attention-decoder"].build(), peft.LoHaConfig())
+    assert changed.targeted_module_names
+
+
+@pytest.mark.parametrize("names", [None, "all-linear"])
+def test_an_adapter_brings_its_layer_of_answers(names, tmp_path):
+    changed = saved(tmp_path, "ForQuestionAnswering", task_type="QUESTION_ANS", target_modules=names)
+    assert any(p.requires_grad for key, p in changed.named_parameters() if "classifier.modules_to_save" in key)
+    ids = tokens(2, 7)
+    loaded = peft.AutoPeftModelForQuestionAnswering.from_pretrained(tmp_path / "adapter").eval()
+    with torch.no_grad():
+        close(loaded(input_ids=ids).end_logits, changed(input_ids=ids).end_logits, 1e-6)
+
+
+def test_distances_are_no_rows_of_a_mixed_batch():
+    """Also where there are as many."""
+    _, changed = adapted(BY_NAME["xf_ernie_doc-decoder"], target_modules=["r_proj"])
+    with pytest.raises(ValueError, match="`adapter_names` should be the same"):
+        changed(input_ids=tokens(3, 3), adapter_names=["default", "__base__", "default"])

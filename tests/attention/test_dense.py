@@ -2,13 +2,19 @@
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import flex_attention
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
+from transformers.integrations import flash_attention as flash
+from transformers.integrations import flex_attention as flex
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
-from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerModel
+from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerForMaskedLM, XFormerForSeq2SeqLM, XFormerModel
 from hf_xformers.attention import dense
 from hf_xformers.ops.block_sparse import attention as block_sparse
 from tests.attention.references.table import softmax_attention
 from tests.attention.score_helpers import GEOMETRY, build_layers, make_context, run_layers, vectors
-from tests.helpers import close, make_strong, tokens
+from tests.helpers import close, make_strong, pad, tokens
 from tests.pretend_cuda import OnGPU, on_gpu, pretend_cuda
 
 GEOMETRY = {**GEOMETRY, "num_hidden_layers": 1}
@@ -133,3 +139,124 @@ def test_queries_that_see_nothing_are_open_to_the_kernels_of_an_accelerator(posi
         found = on_gpu(model)(OnGPU(ids), attention_mask=OnGPU(mask), use_cache=False).last_hidden_state.inner
     close(found, expected, 2e-5)
     assert masks and all(each.inner.any(-1).all() for each in masks)
+
+
+def like_flash(query, key, value, mask, query_length, is_causal, softmax_scale=None, position_ids=None, **options):
+    """What transformers' FlashAttention computes, [B, T, H, d], of a padding mask or of the documents of a row."""
+    assert mask is None or mask.ndim == 2
+    (rows, length, heads, _), slots = query.shape, key.shape[1]
+    allowed = torch.ones(rows, 1, length, slots, dtype=torch.bool)
+    allowed = allowed.tril(slots - length) if is_causal else allowed
+    if mask is not None:
+        allowed = allowed & mask[:, None, None]
+    elif position_ids is not None and rows == 1:
+        document = (position_ids.diff(dim=-1, prepend=position_ids[:, :1] - 1) != 1).cumsum(-1)
+        allowed = allowed & (document[:, :, None] == document[:, None, :])[:, None]
+    key, value = (x.repeat_interleave(heads // x.shape[2], 2) for x in (key, value))
+    scores = torch.einsum("bthd,bshd->bhts", query, key) * softmax_scale
+    weights = scores.masked_fill(~allowed, -torch.inf).softmax(-1).nan_to_num()
+    return torch.einsum("bhts,bshd->bthd", weights, value)
+
+
+@pytest.fixture
+def back_ends(monkeypatch):
+    """FlashAttention by its equation, FlexAttention without a compiler, and a function of a user's own, which is told
+    a number more."""
+    monkeypatch.setattr(flash, "_flash_attention_forward", like_flash)
+    options = ("score_mod", "block_mask", "enable_gqa", "scale")
+    monkeypatch.setattr(
+        flex,
+        "compile_friendly_flex_attention",
+        lambda *inputs, **given: flex_attention(*inputs, **{name: given[name] for name in options}),
+    )
+    make = masking_utils.create_block_mask
+    monkeypatch.setattr(masking_utils, "create_block_mask", lambda **given: make(**{**given, "_compile": False}))
+    told = []
+
+    def own(*inputs, number=None, **options):
+        told.append(number)
+        return sdpa_attention_forward(*inputs, **options)
+
+    AttentionInterface.register("own", own)
+    AttentionMaskInterface.register("own", sdpa_mask)
+    yield told
+    for interface in (AttentionInterface, AttentionMaskInterface):
+        del interface._global_mapping["own"]
+
+
+def by(name, model):
+    """The model with another back-end, whether or not the package behind it is there."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            module.config._attn_implementation_internal = name
+    return model
+
+
+BACK_ENDS = ("flash_attention_2", "flex_attention", "own")
+FURTHER = {
+    "rotation": {"position": "rotary", "num_key_value_heads": 2},
+    "bias": {"position": "t5_relative_bias"},
+}
+
+
+@pytest.mark.parametrize("name", BACK_ENDS)
+@pytest.mark.parametrize("fields", list(FURTHER))
+@pytest.mark.parametrize("head", [XFormerForMaskedLM, XFormerForCausalLM, XFormerForSeq2SeqLM])
+@torch.no_grad()
+def test_back_ends_of_transformers(head, fields, name, back_ends):
+    """The same outputs by each: of padding on either side, of pieces after a cache, and of documents in a row."""
+    torch.manual_seed(0)
+    model = make_strong(head(XFormerConfig(**{**GEOMETRY, **FURTHER[fields]})).double().eval())
+    rows = [tokens(7, high=40), tokens(4, seed=1, high=40)]
+
+    def outputs():
+        found = []
+        for side in ("left", "right"):
+            ids, mask = pad(rows, 7, side)
+            more = {"decoder_input_ids": rows[0].expand(2, -1)} if head is XFormerForSeq2SeqLM else {}
+            logits = model(ids, attention_mask=mask, **more).logits
+            found.append(logits if more else logits[mask.bool()])
+        ids = rows[0][None]
+        if head is XFormerForCausalLM:
+            past = model(ids[:, :3], use_cache=True).past_key_values
+            found.append(model(ids[:, 3:], past_key_values=past).logits)
+        if head is not XFormerForSeq2SeqLM and fields == "rotation":
+            places = torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
+            found += [model(x, position_ids=places.expand_as(x)).logits for x in (ids, ids.expand(2, -1))]
+        return found
+
+    expected = outputs()
+    by(name, model)
+    for one, other in zip(outputs(), expected, strict=True):
+        close(one, other)
+    if name == "own":
+        assert back_ends
+    if head is XFormerForCausalLM:
+        ids, mask = pad(rows, 7, "left")
+        settings = {"max_new_tokens": 4, "do_sample": False, "attention_mask": mask}
+        written = [model.generate(ids, **settings, **more) for more in ({}, {"cache_implementation": "static"})]
+        expected = by("sdpa", model).generate(ids, **settings)
+        assert all(torch.equal(each, expected) for each in written)
+
+
+def test_a_function_of_ones_own_is_told_more(back_ends):
+    """Arguments of its own change nothing about who sees whom."""
+    torch.manual_seed(0)
+    model = make_strong(XFormerForCausalLM(XFormerConfig(**GEOMETRY)).double().eval())
+    ids, mask = pad([tokens(7, high=40), tokens(4, seed=1, high=40)], 7, "left")
+    expected = model(ids, attention_mask=mask).logits
+    model.set_attn_implementation("own")
+    found = model(ids, attention_mask=mask, number=5).logits
+    close(found[mask.bool()], expected[mask.bool()])
+    assert back_ends == [5]
+
+
+@pytest.mark.parametrize("kind", ["bias", "ones"])
+def test_prepared_masks_of_other_numbers_are_refused(kind):
+    model = XFormerForCausalLM(XFormerConfig(**GEOMETRY)).eval()
+    mask = -torch.rand(1, 1, 6, 6) if kind == "bias" else torch.ones(1, 1, 6, 6, dtype=torch.long)
+    with pytest.raises(ValueError, match="holds other numbers than 0 .*; give a boolean one"):
+        model(tokens(1, 6, high=40), attention_mask=mask)
+    block = XFormerForCausalLM(XFormerConfig(**GEOMETRY, block="cpe")).eval()
+    with pytest.raises(ValueError, match="and a block that reads no neighbors by itself"):
+        block(tokens(1, 6, high=40), attention_mask=mask)

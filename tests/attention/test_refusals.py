@@ -95,7 +95,7 @@ SETTINGS = [
     ("performer", {"regularized": True, "orthogonal": False}, "orthogonal rows only"),
     ("poolingformer", {"window1": 2, "window2": 1}, r"`window2` \(1\) must be at least `window1` \(2\)"),
     ("poolingformer", {"window1": 2, "pool_kernel": 3}, "`pool_stride` 4 above `pool_kernel` 3"),
-    ("poolingformer", {"window1": 2, "two_level_layers": (3,)}, "names layer 3; give numbers from 0 to"),
+    ("poolingformer", {"window1": 2, "two_level_layers": (3,)}, "`two_level_layers` from 0 to 2"),
     ("predictive_attention", {"kernel": 4}, "an odd `kernel`"),
     ("reformer", {"num_buckets": 5}, "even numbers"),
     ("reformer", {"num_buckets": (4, 3)}, "even numbers"),

@@ -102,6 +102,10 @@ def test_only_training_moves_centroids():
     attention(x, context(9))
     assert torch.equal(attention.centroids, before)
     attention.q_proj.weight.requires_grad_(True)
+    with torch.no_grad():  # a reference pass, or a text that is written for a reward
+        attention.prepare(call := context(9), None)
+        attention(x, call)
+    assert torch.equal(attention.centroids, before)
     attention(x, context(9))
     assert not torch.equal(attention.centroids, before)
 

@@ -8,6 +8,8 @@ REFUSED = [
     ("`hidden_size` 16 into", dict(hidden_size=16, num_attention_heads=4, block={"type": "convolution", "groups": 3})),
     ("unknown activation 'wavy'", dict(block={"type": "convolution", "activation": "wavy"})),
     ("convolution needs `layers` >= 0", dict(block={"type": "convolution", "layers": ()})),
+    ("`layers` from 0 to", dict(block={"type": "convolution", "layers": (99,)})),
+    ("`layers` from 0 to", dict(block={"type": "cpe", "layers": (0, 99)})),
     ("no place for in a decoder", dict(block="convolution", attention="linear_transformer", is_decoder=True)),
     ("residual 'no_residual' would put in its place", dict(block="convolution", residual="no_residual")),
     ("convolution", dict(block="convolution", stack="reversible", residual="pre_ln")),

@@ -74,3 +74,10 @@ def test_padding_free_equals_padded(tmp_path):
         for free in (False, True)
     ]
     assert losses[0] == pytest.approx(losses[1], abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["xf_longformer", "xf_scale_norm"])
+def test_heads_that_trl_leaves_out(name):
+    """With a transform, or vectors of unit length, its losses would be another model's."""
+    with pytest.raises(ValueError, match="trl makes logits .* does more; train with transformers' Trainer"):
+        trl.trainer.utils.add_fused_lm_head(build(name, "ForCausalLM"))

@@ -8,8 +8,10 @@ from collections.abc import Mapping
 import pytest
 import torch
 from accelerate import cpu_offload
+from accelerate.big_modeling import attach_layerwise_casting_hooks
 from torch import nn
 
+from hf_xformers.core.reading_weights import weight_of
 from tests.common.cases import CASES, components, covering
 from tests.helpers import close, pad, tokens
 
@@ -47,6 +49,16 @@ def test_weights_come_for_each_call(case):
     with torch.no_grad():
         for given, wanted in zip((None, mask), expected, strict=True):
             close(case.run(model, ids, given), wanted, 1e-5)
+
+
+def test_a_weight_that_is_kept_in_fewer_bits():
+    """What is read outside of a call is what the call would compute with."""
+    module = nn.Linear(4, 3)
+    expected = module.weight.detach().to(torch.float8_e4m3fn).float()
+    attach_layerwise_casting_hooks(module, storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32)
+    found = weight_of(module)
+    assert module.weight.dtype == torch.float8_e4m3fn
+    assert torch.equal(found, expected)
 
 
 SHARES = {  # of a model that may stay in memory: layers are divided where nothing else is left

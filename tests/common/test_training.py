@@ -6,6 +6,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
 from hf_xformers.blocks.base import XFormerLayer
 from tests.common.cases import CASES, components, covering, each_component, each_part
@@ -59,6 +60,21 @@ def test_gradient_checkpointing(case):
         close(again, loss)
         close_gradients(found, expected)
         model.gradient_checkpointing_disable()
+
+
+FILLING = ("xf_albert-decoder", "xf_delta_net-decoder", "xf_longformer-decoder", "xf_t5-seq2seq")
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if str(case) in FILLING], ids=str)
+def test_checkpoints_around_layers(case):
+    """Those of torch, which Accelerate puts there for FSDP (`activation_checkpointing`): no cache is filled twice."""
+    model = case.build(**NO_DROPOUT).train()
+    given = pad([tokens(9), tokens(5, seed=1)], 9, "right")
+    loss, expected = parameter_gradients(model, *given)
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, XFormerLayer))
+    again, found = parameter_gradients(model, *given)
+    close(again, loss)
+    close_gradients({name.replace("_checkpoint_wrapped_module.", ""): grad for name, grad in found.items()}, expected)
 
 
 @each_component

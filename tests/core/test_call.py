@@ -188,6 +188,19 @@ def test_one_or_two_towers():
         XFormerModel(XFormerConfig(**SMALL, is_encoder_decoder=True))(inputs_embeds=torch.zeros(1, 2, 16))
 
 
+@pytest.mark.parametrize("both", [False, True])
+def test_towers_are_set(both):
+    """What is taken out can be put back, as adapters and wrappers do; and BERT's name for leaving a pooler out."""
+    torch.manual_seed(0)
+    model = XFormerModel(XFormerConfig(**SMALL, is_encoder_decoder=both, add_pooler=True), add_pooling_layer=False)
+    ids, encoder, decoder = tokens(1, 3, high=40), model.get_encoder(), model.get_decoder()
+    expected = model.eval()(ids)[0]
+    model.set_encoder(encoder)
+    model.set_decoder(decoder)
+    assert model.get_encoder() is encoder and model.get_decoder() is decoder and model.pooler is None
+    assert torch.equal(model(ids)[0], expected)
+
+
 def test_shifted_inputs():
     """A decoder that is given nothing reads the input (or the labels) one step late."""
     config = XFormerConfig(**SMALL, is_encoder_decoder=True, pad_token_id=3, decoder_start_token_id=2)
@@ -307,7 +320,8 @@ def test_packed_rows_are_refused(fields, part):
     ],
 )
 def test_packed_rows_are_kept_apart(shape, fields):
-    """What supports packed rows gives each document what it gives alone."""
+    """What supports packed rows gives each document what it gives alone, whichever way a collator says where they
+    are."""
     torch.manual_seed(0)
     model_class = XFormerForCausalLM if shape == "decoder" else XFormerForMaskedLM
     config = XFormerConfig(**{**SMALL, **NO_DROPOUT, **fields, "is_decoder": shape == "decoder"})
@@ -315,8 +329,9 @@ def test_packed_rows_are_kept_apart(shape, fields):
     parts = [tokens(1, length, seed=length, high=40) for length in (3, 1, 4)]
     positions = torch.cat([torch.arange(part.shape[1]) for part in parts])[None]
     with torch.no_grad():
-        packed = model(input_ids=torch.cat(parts, 1), position_ids=positions).logits
-        close(packed, torch.cat([model(input_ids=part).logits for part in parts], 1))
+        expected = torch.cat([model(input_ids=part).logits for part in parts], 1)
+        for said in ({"position_ids": positions}, {"cu_seq_lens_q": torch.tensor([0, 3, 4, 8], dtype=torch.int32)}):
+            close(model(input_ids=torch.cat(parts, 1), **said).logits, expected)
 
 
 def test_its_former_name_says_the_new_one():

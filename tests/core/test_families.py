@@ -16,6 +16,7 @@ from hf_xformers.auto_classes import registered
 from hf_xformers.core.components import SpecLike
 from hf_xformers.families import ENCODER_HEADS, HEADS, references
 from hf_xformers.modeling_base import XFormerPreTrainedModel
+from hf_xformers.modeling_tower import XFormerTower
 from hf_xformers.variants import config_class, family, model_types, public_names
 from tests.helpers import tiny_fields
 
@@ -25,8 +26,9 @@ def test_every_family(name):
     cls, members = config_class(name), family(name)
     assert cls.model_type == name and cls.__name__.endswith("Config")
     assert tuple(members) == cls.heads and "Model" in members
-    prefix = cls.__name__.removesuffix("Config")
+    prefix, inputs = cls.__name__.removesuffix("Config"), set(XFormerTower.names_of_inputs(cls()))
     for head, model_class in members.items():
+        assert inputs <= set(inspect.signature(model_class.forward).parameters)  # by which Trainer keeps columns
         assert model_class.__name__ == prefix + head
         assert model_class.config_class is cls and issubclass(model_class, XFormerPreTrainedModel)
         assert model_class in registered(HEADS[head], cls)

@@ -74,3 +74,19 @@ def test_a_text_without_tokens(head):
     if head == "ForCausalLM":
         with pytest.raises(ValueError, match="has no tokens"):
             model.generate(IDS.new_zeros(1, 0), max_new_tokens=2)
+
+
+@pytest.mark.parametrize("given", ["argument", "config"])
+def test_a_decoder_does_not_read_both_ways_on_demand(given, tmp_path):
+    model = tiny("xf_gpt2", is_decoder=True)
+    model.save_pretrained(tmp_path)
+    more = {"is_causal": False} if given == "argument" else {}
+    if given == "config":
+        model.config.is_causal = False
+    with pytest.raises(ValueError, match="`is_causal=False` was given to a decoder, .* with `is_decoder=False`"):
+        model(IDS, **more)
+    both = type(model).from_pretrained(tmp_path, is_decoder=False)
+    with torch.no_grad():
+        first, alone = (both(ids).last_hidden_state[0, 0] for ids in (IDS, IDS[:, :1]))
+    assert (first - alone).abs().max() > 1e-4, "the first token sees those after it"
+    tiny("xf_bert")(IDS, is_causal=False)

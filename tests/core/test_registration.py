@@ -156,3 +156,8 @@ def test_every_generating_class_is_in_its_table(head, table):
     names = getattr(modeling_auto, f"MODEL_FOR_{table}_MAPPING_NAMES").values()
     made = [family(name)[head].__name__ for name in model_types() if head in config_class(name).heads]
     assert made and set(made) <= set(names)
+
+
+def test_its_own_classes_do_not_go_next_to_a_checkpoint():
+    with pytest.raises(ValueError, match=r"is a class of hf_xformers, .* `hf_xformers\.hub\.bundle\(model, folder\)`"):
+        family("xf_bert")["ForMaskedLM"].register_for_auto_class("AutoModelForMaskedLM")

@@ -5,6 +5,8 @@ from tests.refused import refusals
 REFUSED = [
     # hash_layers
     ("hash_layers needs `layers` >= 0", dict(feedforward={"type": "hash_layers", "layers": [-1]})),
+    ("`layers` from 0 to", dict(feedforward={"type": "hash_layers", "layers": [1, 99]})),
+    ("`layers` from 0 to", dict(feedforward={"type": "product_key_memory", "layers": [99]})),
     ("`intermediate_size` 16 into", dict(intermediate_size=16, feedforward={"type": "hash_layers", "multi_hash": 3})),
     ("hash='bigram'.*stack", dict(feedforward={"type": "hash_layers", "hash": "bigram"}, stack="universal")),
     # switch_transformer, sparsely_gated_moe, expert_prototyping

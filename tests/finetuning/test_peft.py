@@ -262,3 +262,12 @@ def test_prompts_on_a_table_of_another_width():
     model = add_adapter(model, "prompt", "CausalLM", num_virtual_tokens=3)
     ids = tokens(2, 5)
     assert model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits.shape[:2] == (2, 8)
+
+
+def test_a_prefix_under_checkpointing_is_refused():
+    """Where it would be left out, and nothing would learn."""
+    model = family("gpt2")["ForCausalLM"](config_class("gpt2")(**SHAPE))
+    model = get_peft_model(model, PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)).train()
+    model.base_model.gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match=r"gradient_checkpointing_disable\(\)"):
+        model(input_ids=tokens(2, 5))

@@ -108,7 +108,7 @@ def test_reversal_is_an_anticausal_mask():
     """Without positions, reading the reversed text from the left is reading the text under the mask j >= i."""
     model, ids = build(XFormerForBidirectionalLM, XFormerConfig, position="none"), tokens(2, 8)
     config = XFormerConfig(**{**model.config.to_dict(), "stack": "mask_modes", "is_decoder": False})
-    encoder = XFormerModel(config, add_pooler=False).double().eval()
+    encoder = XFormerModel(config, add_pooling_layer=False).double().eval()
     encoder.load_state_dict(model.backward_model.state_dict())
     right_to_left = encoder(input_ids=ids, mask_modes=torch.tensor([[2, 0]] * 2)).last_hidden_state
     close(model(input_ids=ids).features[..., 16:], right_to_left)

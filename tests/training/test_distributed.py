@@ -6,11 +6,14 @@ Everything is in float64, so that a difference is a mistake and no rounding; eac
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import cache
 from re import fullmatch
+from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from peft import LoraConfig, get_peft_model
 
 from hf_xformers import XFormerConfig, XFormerForSeq2SeqLM
@@ -278,6 +281,15 @@ def test_units_of_fsdp_and_parts_of_device_maps():
     asked = {"__name__": "accelerate.utils.fsdp_utils", "model": model}
     assert eval("model._no_split_modules", asked) == set()
     assert model._no_split_modules == {"XFormerLayer", "ReformerAttention"}
+
+
+@pytest.mark.parametrize(("name", "given"), [("xf_bert", True), ("xf_performer", False)])
+def test_buffers_that_no_other_process_is_given(name, given, monkeypatch):
+    plugin = SimpleNamespace(fsdp_version=2, cpu_ram_efficient_loading=True)
+    monkeypatch.setitem(AcceleratorState._shared_state, "fsdp_plugin", plugin)
+    asked = {"__name__": "accelerate.utils.fsdp_utils", "model": case_of(name, "encoder").build()}
+    with nullcontext() if given else pytest.raises(ValueError, match="have the buffer .*directions.*; leave it off"):
+        eval("model._no_split_modules", asked)
 
 
 def test_layers_of_a_class_from_elsewhere_are_found():

@@ -15,7 +15,7 @@ from transformers import TrainingArguments
 from hf_xformers.cli import main
 from hf_xformers.core.parallel_plans import check_expert_parallel, expert_parallel_plan
 from hf_xformers.core.saved_files import SHARDED_OPTIMIZER
-from hf_xformers.feedforward.experts import Experts
+from hf_xformers.feedforward.experts import Experts, mix
 from hf_xformers.training.expert_parts import ExpertParts
 from hf_xformers.training.trainer import XFormerTrainer
 from tests.training.distributed_jobs import case_of
@@ -213,7 +213,7 @@ def test_experts_draw_their_own_dropout():
     for count in (3, 7):
         torch.manual_seed(0)
         rows = torch.ones(count, 8)
-        experts.mix(rows, torch.zeros(count, 1, dtype=torch.long), None)
+        mix(experts, rows, torch.zeros(count, 1, dtype=torch.long), None)
         after.append(torch.rand(4))
     assert torch.equal(*after)
 

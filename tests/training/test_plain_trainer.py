@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from transformers import Trainer
 
+from hf_xformers.training.trainer import XFormerTrainer
 from hf_xformers.variants import config_class, family
 from tests.helpers import NO_DROPOUT, close, pad, tiny_fields, tokens
 from tests.training.runs import plain_sgd, quiet
@@ -103,6 +104,22 @@ def test_micro_batches_make_the_step_of_one_batch(case, tmp_path):
     assert any(not torch.equal(whole[key], value) for key, value in start.items())
     for key, expected in whole.items():
         close(parts[key], expected, 1e-7 if head == "ForImageClassification" else 1e-9)
+
+
+GLOBAL = "global_attention_mask"
+READ = [
+    (Trainer, "xf_longformer", {}, GLOBAL),
+    (Trainer, "xf_bert", {}, "position_ids"),
+    (XFormerTrainer, "xformer", {"attention": "longformer"}, GLOBAL),  # of a mix, which no signature names
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "changes", "column"), READ)
+@pytest.mark.parametrize("head", ["ForSequenceClassification", "ForQuestionAnswering"])
+def test_columns_that_a_model_reads_stay(head, kind, name, changes, column, tmp_path):
+    data = [{**row, column: torch.arange(6) % 2, "source": "nobody"} for row in labelled(head)]
+    trainer = kind(model=made(name, head, **changes), args=quiet(tmp_path, remove_unused_columns=True))
+    assert next(iter(trainer.get_test_dataloader(data))).keys() == data[0].keys() - {"source"}
 
 
 @pytest.mark.parametrize("name", ["xf_gpt2", "xf_linear_transformer"])

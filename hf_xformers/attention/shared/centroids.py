@@ -46,6 +46,10 @@ class Routes(Prepared):
     stage_labels: Tensor | None = None
 
 
+class NothingLearnt(Prepared):
+    """In a call without gradients, such as a reference's or one that writes a text, centroids stay where they are."""
+
+
 def unit_length(vectors: Tensor) -> Tensor:
     """LayerNorm over the last axis without scale or bias."""
     return F.layer_norm(vectors, vectors.shape[-1:])
@@ -182,4 +186,4 @@ class LearnsCentroids(nn.Module):
         return self.spec.commitment_weight * torch.stack(losses).mean()
 
 
-__all__ = ["LearnsCentroids", "Places", "Routes", "unit_length"]
+__all__ = ["LearnsCentroids", "NothingLearnt", "Places", "Routes", "unit_length"]

@@ -47,7 +47,7 @@ class RelativeEmbeddings(nn.Module):
         """distance [n] (slots, positive for earlier keys) -> [n, D]; None without such a table."""
         if self.distances is None or self.distance_norm is None:
             return None
-        rows = (distance + self.first).clamp(0, self.distances.num_embeddings - 1)
+        rows = (distance + self.first).clamp(0, self.distances.weight.shape[0] - 1)
         return self.dropout(self.distance_norm(self.distances(rows)))
 
     def of_types(self) -> Tensor | None:

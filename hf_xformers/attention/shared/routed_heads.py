@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.activations import ACT2FN
 
-from ...core.components import bounded
+from ...core.components import bounded, check_layers
 from ...ops.capsule_routing import agreement_routing, em_routing
 from ...ops.common.products import widened
 from .head_parts import HeadAggregation
@@ -117,11 +117,7 @@ class RoutedHeadsSpec(HeadAggregation):
                 f"{self.type} divides {self.width(config)} numbers among {count} output capsules, which does not go"
                 " out even; give a `num_output_capsules` that divides them."
             )
-        layers = config.num_hidden_layers
-        if not isinstance(self.layers, str) and any(not 0 <= layer < layers for layer in self.layers):
-            raise ValueError(
-                f"{self.type} needs `layers` from 0 to {layers - 1}, those of the tower, got {self.layers}."
-            )
+        check_layers(self, config)
 
     def build(self, config, *, layer_idx: int) -> RoutedHeads | None:
         return RoutedHeads(config, self) if layer_idx in self.chosen(config) else None

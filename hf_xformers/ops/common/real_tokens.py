@@ -13,6 +13,11 @@ def real_places(mask: Tensor) -> Tensor:
     return (mask.long().cumsum(-1) - 1).clamp(min=0)
 
 
+def places_behind(mask: Tensor) -> Tensor:
+    """[B, S]: how many slots each stands behind the last real token of its row; 0 up to that."""
+    return (torch.arange(mask.shape[-1], device=mask.device) - last_real(mask)[:, None]).clamp(min=0)
+
+
 def first_real(mask: Tensor) -> Tensor:
     """[B]: the slot of the first real token of each row; 0 where there is none."""
     return mask.int().argmax(-1)
@@ -60,6 +65,7 @@ __all__ = [
     "from_first_real",
     "is_first_real",
     "last_real",
+    "places_behind",
     "real_first",
     "real_last",
     "real_places",
