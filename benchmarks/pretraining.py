@@ -334,8 +334,9 @@ def row_of(key: str, runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
 def write(runs: dict[str, dict[str, Any]]) -> None:
     """The rows of all that learned something, the lowest loss of each kind first."""
     rows = [row_of(key, runs) for key, found in runs.items() if found["losses"] and dense_key(key, runs) in runs]
-    poor = [row["variant"] for row in rows if row["loss"] > row["token frequencies"] - CLEAR]
-    rows = [row for row in rows if row["variant"] not in poor]
+    clear = [row["loss"] < row["token frequencies"] - CLEAR for row in rows]
+    poor = [f"{row['variant']} ({row['position']})" for row, learned in zip(rows, clear, strict=True) if not learned]
+    rows = [row for row, learned in zip(rows, clear, strict=True) if learned]
     order = list(KINDS.values())
     rows.sort(key=lambda row: (order.index(row["kind"]), row["loss"], row["variant"]))
     failed = [key for key, found in runs.items() if "failed" in found and not found["losses"]]
@@ -343,9 +344,9 @@ def write(runs: dict[str, dict[str, Any]]) -> None:
     note = (
         "Held-out loss (nats per target, lower is better) of small models, alike: two layers of width 64,"
         f" {STEPS} steps of {ROWS} rows of {LENGTH} tokens, a vocabulary of 512, the documentation of Python's"
-        " standard library, pre-LN in place of post-LN wherever the variant takes it, windows, blocks and summaries of about a"
-        " quarter of a row (`settings`). Variants with a causal decoder learn to continue texts, others fill masks, or"
-        " spans where they have two stacks.\n\n"
+        " standard library, pre-LN in place of post-LN wherever the variant takes it, windows, blocks and summaries of"
+        " about a quarter of a row (`settings`). Variants with a causal decoder learn to continue texts, others fill"
+        " masks, or spans where they have two stacks.\n\n"
         "`loss` is a mean over `seeds`, which set weights and order of rows; `spread`: the largest less the smallest."
         f" `learning rate`: the best for the first seed of as many of {rates} as `rates tried` says. `dense loss`:"
         " dense attention with the same position (GPT-2, BERT or T5; where the variant has a position of its own, with"
@@ -357,6 +358,9 @@ def write(runs: dict[str, dict[str, Any]]) -> None:
     )
     if poor:
         note += f"\n\nNot {CLEAR:g} nats below the frequencies of tokens, and without a row: {', '.join(poor)}."
+    left = [key for key in keys() if not runs.get(key, {}).get("losses") and key not in failed]
+    if left:
+        note += f"\n\nNot trained so far: {', '.join(left)}."
     if failed:
         note += f"\n\nCannot be trained in this setting: {', '.join(failed)}."
     write_results("pretraining", rows, COLUMNS, "Pretraining, all variants alike", note)
