@@ -66,6 +66,8 @@ OF_ATTENTION: dict[str, dict[str, Any]] = {
     "xf_gla": {"key_width": HEAD},
     "xf_image_transformer": {"block_length": WINDOW, "memory_length": WINDOW},
     "xf_improved_clustered_attention": {"num_clusters": WINDOW, "topk": WINDOW // 2},
+    "xf_kimi_delta_attention": {"key_width": HEAD, "value_width": HEAD},
+    "xf_lightning_attention": {"key_width": HEAD, "value_width": HEAD},
     "xf_linformer": {"projected_length": WINDOW},
     "xf_longformer": {"attention_window": WINDOW},
     "xf_low_rank_band": {"low_rank": WINDOW, "band_width": WINDOW // 2},
@@ -182,13 +184,14 @@ def stored() -> dict[str, dict[str, Any]]:
     return json.loads(PATH.read_text(encoding="utf-8"))["runs"]
 
 
-def keep(key: str, note: Callable[[dict[str, Any]], None]) -> None:
-    """Lets `note` add to what is known of a key, and writes all results anew; runs may be several at once."""
+def keep(notes: dict[str, Callable[[dict[str, Any]], None]]) -> None:
+    """Lets each note add to what is known of its key, and writes all results anew; runs may be several at once."""
     folder = os.open(PATH.parent, os.O_RDONLY)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
         runs = stored()
-        note(runs.setdefault(key, {"losses": {}, "accuracies": {}}))
+        for key, note in notes.items():
+            note(runs.setdefault(key, {"losses": {}, "accuracies": {}}))
         write(dict(sorted(runs.items())))
     finally:
         os.close(folder)
@@ -224,7 +227,7 @@ def add_run(key: str, rate: float, seed: int, steps: int) -> None:
     except (Exception, SystemExit) as error:
         reason = " ".join(str(error).split())
         print(f"{key}, rate {rate}, seed {seed}: {reason}", flush=True)
-        keep(key, lambda found: found.setdefault("failed", reason))
+        keep({key: lambda found: found.setdefault("failed", reason)})
         return
 
     def note(found: dict[str, Any]) -> None:
@@ -235,7 +238,7 @@ def add_run(key: str, rate: float, seed: int, steps: int) -> None:
         for name, value in (("losses", report["eval_loss"]), ("accuracies", report["eval_accuracy"])):
             found[name].setdefault(str(rate), []).append(value)
 
-    keep(key, note)
+    keep({key: note})
     print(f"{key}, rate {rate}, seed {seed}, {steps} steps: {report['eval_loss']:.3f}", flush=True)
 
 
@@ -276,21 +279,27 @@ def dense_key(key: str, runs: dict[str, dict[str, Any]]) -> str:
     return f"{learned}/{kind}" if f"{learned}/{kind}" in runs else learned
 
 
-def measure(key: str, rounds: int = 7) -> None:
+def measure(key: str, dense: Callable[[], None], rounds: int = 5) -> dict[str, Any]:
     """Time of a step by that of the dense model, parameters, and numbers that generation keeps of a row."""
-    torch.set_num_threads(1)
-    model, dense = model_of(key), model_of(dense_key(key, stored()))
-    seconds = interleaved_seconds({"dense": step_of(dense), "own": step_of(model)}, rounds)
-    found: dict[str, Any] = {
-        "time ratio": statistics.median(
-            own / other for own, other in zip(seconds["own"], seconds["dense"], strict=True)
-        ),
-        "others busy": seconds.others_busy,
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-    }
+    model = model_of(key)
+    seconds = interleaved_seconds({"dense": dense, "own": step_of(model)}, rounds)
+    pairs = zip(seconds["own"], seconds["dense"], strict=True)
+    found: dict[str, Any] = {"time ratio": statistics.median(own / other for own, other in pairs)}
+    found |= {"others busy": seconds.others_busy, "parameters": sum(part.numel() for part in model.parameters())}
     if objective_of(key) == "clm":
         found["state"] = state_size(model, torch.randint(5, SIZES["vocab_size"], (1, LENGTH)))
-    keep(key, lambda known: known.update(found))
+    print(f"{key}: {found['time ratio']:.2f}", flush=True)
+    return found
+
+
+def measure_all(chosen: list[str]) -> None:
+    """Measures what was trained and not yet measured alone."""
+    torch.set_num_threads(1)
+    runs = stored()
+    left = [key for key in chosen if key in runs and runs[key].get("others busy", math.inf) > 0.2]
+    dense = {name: step_of(model_of(name)) for name in {dense_key(key, runs) for key in left}}
+    found = {key: measure(key, dense[dense_key(key, runs)]) for key in left if runs[key]["losses"]}
+    keep({key: lambda known, new=new: known.update(new) for key, new in found.items()})
 
 
 def at_equal_time(dense: dict[str, Any], ratio: float | None) -> float | None:
@@ -331,6 +340,17 @@ def row_of(key: str, runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return {column: row[column] for column in COLUMNS if row[column] not in (None, "")}
 
 
+def by_steps(runs: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Losses of dense models that were trained for fewer and more steps."""
+    rows = []
+    for key in (key for key in BASELINES if "by steps" in runs.get(key, {})):
+        losses = {int(steps): loss for steps, loss in runs[key]["by steps"].items()}
+        losses[STEPS] = statistics.fmean(runs[key]["losses"][best_rate(runs[key])])
+        named = {"variant": key.split("/")[0], "position": row_of(key, runs)["position"]}
+        rows.append(named | {f"{steps:,} steps": losses[steps] for steps in sorted(losses)})
+    return rows
+
+
 def write(runs: dict[str, dict[str, Any]]) -> None:
     """The rows of all that learned something, the lowest loss of each kind first."""
     rows = [row_of(key, runs) for key, found in runs.items() if found["losses"] and dense_key(key, runs) in runs]
@@ -364,7 +384,8 @@ def write(runs: dict[str, dict[str, Any]]) -> None:
     if failed:
         note += f"\n\nCannot be trained in this setting: {', '.join(failed)}."
     write_results("pretraining", rows, COLUMNS, "Pretraining, all variants alike", note)
-    write_json(PATH, {**json.loads(PATH.read_text(encoding="utf-8")), "runs": runs})
+    content = json.loads(PATH.read_text(encoding="utf-8"))
+    write_json(PATH, {**content, "Dense attention by steps": by_steps(runs), "runs": runs})
 
 
 def main() -> None:
@@ -376,10 +397,7 @@ def main() -> None:
     arguments = parser.parse_args()
     chosen = arguments.only.split(",") if arguments.only else keys()
     if arguments.time:
-        for key in (key for key, found in stored().items() if key in chosen and found["losses"]):
-            if stored()[key].get("others busy", math.inf) > 0.2:
-                measure(key)
-        return
+        return measure_all(chosen)
     end = time.monotonic() + 60 * arguments.minutes
     done: set[tuple[str, float, int, int]] = set()
     while time.monotonic() < end:
