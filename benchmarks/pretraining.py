@@ -1,373 +1,411 @@
-"""Validation loss of variants against the dense baseline, at equal steps and at equal time.
+"""Every variant that models text, pretrained alike: its held-out loss at equal steps and at equal time.
 
-HF_HUB_OFFLINE=1 python benchmarks/pretraining.py [--corpora stdlib,shakespeare,wikitext2] [--only xf_performer,...]
+HF_HUB_OFFLINE=1 python benchmarks/pretraining.py [--only xf_luna,xf_gpt2/rotary] [--rates] [--minutes 60]
+HF_HUB_OFFLINE=1 python benchmarks/pretraining.py --time
 
-Every variant is pretrained from nothing at size tiny (hidden 128, four layers) by `hf-xformers pretrain`, on the
-same rows in the same order, one thread. Causal language models, which learn from every token, are compared with
-`gpt2`; variants that are none with `bert` on masked tokens, for more steps, or with `t5` on span corruption. `loss` is
-the held-out loss (nats per target) after all steps, `token frequencies` what knowing those alone would reach; `at
-equal time` is the loss that the baseline had reached in the processor time that the variant's run took (at most after
-all its steps), by linear interpolation between its evaluations.
-
-All stand on one backbone, `pre-LN`: presets whose residual paths are post-LN take a few hundred steps to learn more
-than the frequencies of tokens, whatever their mechanism, and would all show that number. For masked tokens the same
-holds of positions that are added to the input, so that those of convolutions (`CPE`) take their place or, in a stack
-with positions of its own, rotary ones. `control` is the loss of the very same configuration with dense attention,
-where attention is what the variant changes, or with the plain choice of what it does change. `stdlib` comes with
-Python; the others are read from $HF_XFORMERS_DATA. Rows that `results/pretraining.json` has already (same steps and
-backbone) are not run again.
+Each variant is trained by `hf-xformers pretrain` on the documentation of Python's standard library, as a decoder, else
+by masked LM, else by span corruption. The dense models that they are compared with are GPT-2, BERT and T5, the former
+two with other positions as well (`xf_gpt2/rotary`), which are worth more than most mechanisms. What is not in
+`results/pretraining.json` is trained, most wanted first; what is there stays, so that an interrupted run goes on, and
+several may run at once. `--rates` tries the other learning rates with the first seed before further seeds are trained
+with the best. `--time` measures a training step of each next to the dense model's; nothing else may run then.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import fcntl
 import itertools
 import json
-import multiprocessing
+import math
 import os
+import statistics
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from measure import write_results
+import torch
+from measure import interleaved_seconds, write_results
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM, set_seed
 
-TWIN, FLOOR = "control", "token frequencies"
-CLEAR = 0.1  # nats below the loss of token frequencies, at least
-DENSE = {"attention": "dense"}
-# What takes the place of a mechanism that is no attention.
-PLAIN: dict[str, dict[str, Any]] = {
-    "xf_adanorm": {"normalization": "layer_norm"},
-    "xf_admin": {"residual": "post_ln"},
-    "xf_expert_prototyping": {"feedforward": "relu"},
-    "xf_funnel_transformer": {"stack": "plain"},
-    "xf_gshard_moe": {"feedforward": "relu"},
-    "xf_hash_layers": {"feedforward": "relu"},
-    "xf_hi_transformer": {"stack": "plain", "block": "vanilla"},
-    "xf_macaron": {"block": "vanilla"},
-    "xf_power_norm": {"normalization": "layer_norm"},
-    "xf_product_key_memory": {"feedforward": "gelu"},
-    "xf_rezero": {"residual": "pre_ln"},
-    "xf_sandwich": {"block": "vanilla"},
-    "xf_scale_norm": {"normalization": "layer_norm"},
-    "xf_sparsely_gated_moe": {"feedforward": "relu"},
-    "xf_switch_transformer": {"feedforward": "relu"},
-    "xf_transparent_attention": {"stack": "plain"},
-    "xf_universal_transformer": {"stack": "plain"},
+from hf_xformers.benchmark.quality import state_size
+from hf_xformers.benchmark.tables import write_json
+from hf_xformers.cli import main as command
+from hf_xformers.training.run_folder import SUMMARY_FILE
+from hf_xformers.variants import config_class, model_types
+
+PATH = Path(__file__).parent / "results" / "pretraining.json"
+STEPS, ROWS, LENGTH = 600, 16, 64
+SEEDS = (0, 1, 2)
+RATES = (0.003, 0.001, 0.01)  # the first is everyone's until the others are tried
+SHORTER_AND_LONGER = (150, 300, 1200, 2400)  # steps of dense models, for what they reach in another's time
+SIZES = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+    "hidden_dropout_prob": 0,
+    "attention_probs_dropout_prob": 0,
 }
-COLUMNS = [
-    "variant",
-    "corpus",
-    "objective",
-    "backbone",
-    "steps",
-    FLOOR,
-    "loss at start",
-    "loss",
-    "dense loss",
-    TWIN,
-    "dense, at equal time",
-    "time ratio",
+# About a quarter of a row, where the papers' windows, blocks and summaries would hold all of it; states as wide as
+# heads.
+WINDOW, HEAD = LENGTH // 4, 16
+OF_ATTENTION: dict[str, dict[str, Any]] = {
+    "xf_adaptive_span": {"start": 0.25, "ramp": 4},
+    "xf_arccos_attention": {"num_features": 64},
+    "xf_bigbird": {"block_size": WINDOW // 2, "num_random_blocks": 1},
+    "xf_clustered_attention": {"num_clusters": WINDOW},
+    "xf_csalr": {"num_landmarks": WINDOW},
+    "xf_delta_product": {"key_width": HEAD, "value_width": HEAD},
+    "xf_etc": {"local_radius": WINDOW // 2},
+    "xf_feedback_transformer": {"window": WINDOW},
+    "xf_gated_delta_net": {"key_width": HEAD, "value_width": HEAD},
+    "xf_gla": {"key_width": HEAD},
+    "xf_image_transformer": {"block_length": WINDOW, "memory_length": WINDOW},
+    "xf_improved_clustered_attention": {"num_clusters": WINDOW, "topk": WINDOW // 2},
+    "xf_kimi_delta_attention": {"key_width": HEAD, "value_width": HEAD},
+    "xf_lightning_attention": {"key_width": HEAD, "value_width": HEAD},
+    "xf_linformer": {"projected_length": WINDOW},
+    "xf_longformer": {"attention_window": WINDOW},
+    "xf_low_rank_band": {"low_rank": WINDOW, "band_width": WINDOW // 2},
+    "xf_luna": {"projected_length": WINDOW},
+    "xf_mamba2": {"key_width": HEAD},
+    "xf_memory_compressed_attention": {"block_size": WINDOW},
+    "xf_moba": {"block_size": WINDOW // 2, "num_blocks": 2},
+    "xf_multi_head_latent_attention": {
+        **{"kv_lora_rank": 2 * HEAD, "qk_nope_head_dim": HEAD, "qk_rope_head_dim": HEAD // 2, "v_head_dim": HEAD}
+    },
+    "xf_multi_scale_transformer": {"scales": (1, 3, 0.25)},
+    "xf_native_sparse_attention": {"block_size": WINDOW // 2, "num_blocks": 3, "window_size": WINDOW},
+    "xf_nystromformer": {"num_landmarks": WINDOW},
+    "xf_performer": {"num_features": 64},
+    "xf_performer_v1": {"num_features": 64},
+    "xf_poolingformer": {"window1": WINDOW // 2, "window2": WINDOW, "pool_kernel": 3, "pool_stride": 2},
+    "xf_reformer": {"chunk_length": WINDOW // 2},
+    "xf_routing_transformer": {"window_size": WINDOW},
+    "xf_rwkv7": {"decay_rank": HEAD, "rate_rank": HEAD, "value_rank": HEAD // 2, "gate_rank": HEAD},
+    "xf_set_transformer": {"num_inducing": WINDOW},
+    "xf_sinkhorn_transformer": {"block_size": WINDOW},
+    "xf_sparse_transformer": {"stride": WINDOW // 2},
+}
+OBJECTIVES = {"clm": "ForCausalLM", "mlm": "ForMaskedLM", "span": "ForSeq2SeqLM"}  # the first that a variant has
+KINDS = {"clm": "decoders", "mlm": "encoders", "span": "encoder-decoders"}
+DENSE = {"clm": "xf_gpt2", "mlm": "xf_bert/mlm", "span": "xf_t5"}
+BASELINES = [
+    *(f"{DENSE[name]}{kind}" for name in ("clm", "mlm") for kind in ("", "/none", "/rotary", "/sinusoidal_absolute")),
+    "xf_t5",
 ]
-# Fields that change nothing in these runs, or are set by them.
-NO_MATTER = {
-    "model_type",
-    "vocab_size",
-    "max_position_embeddings",
-    "type_vocab_size",
-    "layer_norm_eps",
-    "add_pooler",
-    "head",
-}
-NO_MATTER |= {"pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"}
-LEAST_FOR_SPANS = 361  # bytes, special tokens and the sentinels of span corruption
-BASELINES = {"mlm": "xf_bert", "clm": "xf_gpt2", "span": "xf_t5"}
-STEPS = {"mlm": 300, "clm": 200, "span": 200}
-# How many times as many steps, with their baseline, as in fewer these learn no more than the frequencies of tokens.
-LONGER = {
-    ("xf_axial_transformer", "wikitext2"): 2,
-    ("xf_tener", "shakespeare"): 4,
-    ("xf_graphormer", "shakespeare"): 4,
-}
-SCHEDULE = ["--learning_rate", "3e-3", "--warmup_steps", "0.1", "--validation_fraction", "0.02"]
+CLEAR = 0.1  # nats below the loss of token frequencies, at least
+COLUMNS = [
+    *("variant", "kind", "position", "loss", "spread", "dense loss", "dense, at equal time", "time ratio"),
+    *("token frequencies", "accuracy", "dense accuracy", "parameters", "state", "residual paths", "settings"),
+    *("learning rate", "rates tried", "seeds", "others busy"),
+]
 
 
-@dataclass(frozen=True)
-class Corpus:
-    """file: below $HF_XFORMERS_DATA, or empty for the corpus of the package; vocabulary: ids of the tokenizer."""
-
-    file: str
-    vocabulary: int
-
-    def data(self) -> str:
-        return str(Path(os.environ["HF_XFORMERS_DATA"]) / self.file) if self.file else "stdlib"
+# ------------------------------------------------------------------------------------------------ what is trained
 
 
-CORPORA = {
-    "stdlib": Corpus("", 2048),
-    "shakespeare": Corpus("tinyshakespeare/input.txt", 261),  # bytes and special tokens: character level
-    "wikitext2": Corpus("wikitext2/train.txt", 2048),
-}
-# Mechanism parameters for rows of 128 tokens, where the papers' would read everything.
-OPTIONS = {
-    "xf_longformer": ["--attention.attention_window", "32"],
-    "xf_bigbird": ["--attention.block_size", "16"],
-    "xf_sparse_transformer": ["--attention.stride", "16"],
-    "xf_reformer": ["--attention.chunk_length", "16"],
-    "xf_routing_transformer": ["--attention.window_size", "16"],
-    "xf_linformer": ["--attention.projected_length", "32"],
-    "xf_nystromformer": ["--attention.num_landmarks", "16"],
-    "xf_csalr": ["--attention.num_landmarks", "16"],
-    "xf_memory_compressed_attention": ["--attention.block_size", "16"],
-    "xf_clustered_attention": ["--attention.num_clusters", "16"],
-    "xf_improved_clustered_attention": ["--attention.num_clusters", "16", "--attention.topk", "8"],
-    "xf_luna": ["--attention.projected_length", "16"],
-    "xf_performer": ["--attention.num_features", "64"],
-    "xf_performer_v1": ["--attention.num_features", "64"],
-    "xf_arccos_attention": ["--attention.num_features", "64"],
-    # A quarter of the usual weight draws 128 tokens as hard as the paper's draws 512.
-    "xf_attention_guidance": ["--attention.losses", '[{"type": "attention_guidance", "weight": 25}]'],
-}
-# At the rate of the others these stay at the frequencies of tokens. Guidance then takes what tells tokens apart out of
-# the residual stream in the first steps, and it does not come back.
-SLOWER = dict.fromkeys(
-    ("xf_attention_guidance", "xf_graphormer", "xf_informer", "xf_star_transformer", "xf_tener"), "1e-3"
-)
+def objective_of(key: str) -> str:
+    """What a key is trained on: `xf_bert/mlm` names it, else the first that the variant has a head for."""
+    name, *changes = key.split("/")
+    heads = config_class(name).heads
+    return "mlm" if "mlm" in changes else next(kind for kind, head in OBJECTIVES.items() if head in heads)
 
 
-def objective_for(variant: str) -> str | None:
-    """What a variant is compared on."""
-    from hf_xformers.variants import config_class
-
-    heads = config_class(variant).heads
-    wanted = (("clm", "ForCausalLM"), ("mlm", "ForMaskedLM"), ("span", "ForSeq2SeqLM"))
-    return next((name for name, head in wanted if head in heads), None)
+def position_of(key: str) -> str:
+    """The position that a key names in place of the variant's, if any."""
+    return next((change for change in key.split("/")[1:] if change != "mlm"), "")
 
 
-def on_backbone(variant: str, objective: str) -> tuple[str, list[str]]:
-    """The backbone's name, and the options that put a preset on it."""
-    from hf_xformers.variants import config_class
+def keys() -> list[str]:
+    """Dense models, and all variants that model the language of text."""
 
-    made = config_class(variant)
-    given = made().to_dict()
-    name, changes = "own", {}
-    if given["residual"]["type"] == "post_ln":
-        name, changes = "pre-LN", {"residual": "pre_ln"}
-    position = given["position"]["type"]
-    if objective == "mlm" and position in ("learned_absolute", "none"):
-        convolutions = {"block": "cpe", "position": "none"}
-        kind, change = ("rotary", {"position": "rotary"}) if position == "none" else ("CPE", convolutions)
-        with contextlib.suppress(ValueError):  # attention with positions of its own has no place for others
-            made(**changes, **change)
-            name, changes = f"{name}, {kind}", {**changes, **change}
-    return name, [text for field, value in changes.items() for text in (f"--{field}", value)]
+    def of_text(name: str) -> bool:
+        made = config_class(name)
+        return made.modality == "text" and made.reads_colors != "only" and bool({*OBJECTIVES.values()} & {*made.heads})
+
+    return list(dict.fromkeys([*BASELINES, *(name for name in model_types() if name != "xformer" and of_text(name))]))
 
 
-def plain_twin(variant: str) -> str | None:
-    """What remains of the variant's preset at this size with dense attention, or with the plain choice in `PLAIN`, as
-    text; None where neither says what is left."""
-    from hf_xformers.training.presets import size_fields
-    from hf_xformers.variants import config_class
-
-    made = config_class(variant)
-    attention = made().to_dict()["attention"]
-    bound = not isinstance(attention, dict) or attention["type"] in ("dense", "transformer_xl", "complex_order")
-    if variant not in PLAIN and bound:
-        return None
-    fields = PLAIN.get(variant) or {**DENSE, "cross_attention": "dense"}
+def fields(key: str) -> dict[str, Any]:
+    """Of the configuration: sizes, and what differs from the variant's own."""
+    name, position = key.split("/")[0], position_of(key)
+    given: dict[str, Any] = dict(SIZES)
+    if config_class(name)().to_dict()["residual"]["type"] == "post_ln":
+        given["residual"] = "pre_ln"  # post-LN leaves the level of token frequencies late, whatever the mechanism
+    if position:
+        given["position"] = position
+    if position == "sinusoidal_absolute":
+        given["embedding"] = {"type": "token", "scale": True}  # else tokens drown in sinusoids
+    if name in OF_ATTENTION:
+        given["attention"] = {**config_class(name)().to_dict()["attention"], **OF_ATTENTION[name]}
     try:
-        config = made(**fields, **size_fields(made, "tiny", two_towers=False)).to_dict()
+        config_class(name)(**given)
     except ValueError:
-        return None
-    return json.dumps(
-        {key: value for key, value in config.items() if key not in NO_MATTER}, sort_keys=True, default=str
-    )
+        if given.pop("residual", None) is None:
+            raise
+    return given
 
 
-class Runs:
-    """Trained once each: what `result` is asked for again is there."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.done: dict[tuple[str, str, int, str], dict[str, Any]] = {}
-
-    def result(
-        self,
-        variant: str,
-        corpus: str,
-        objective: str,
-        steps: int,
-        options: list[str] | None = None,
-        key: str | None = None,
-    ) -> dict[str, Any]:
-        """Evaluations (step, loss) of a run and its processor seconds; or `error`, a line, which is printed too. key:
-        what makes runs the same, if not the variant. The first run of a corpus and objective makes the tokenizer of
-        all."""
-        backbone = on_backbone(variant, objective)[1]
-        if variant in SLOWER:
-            backbone += ["--learning_rate", SLOWER[variant]]
-        whole = (corpus, objective, steps, f"{key or variant} {backbone}")
-        if whole not in self.done:
-            start = self.folder / f"{corpus}-{objective}"
-            made = [*(options or OPTIONS.get(variant, [])), *backbone]
-            with tempfile.TemporaryDirectory() as scratch:
-                if start.exists():
-                    made += ["--tokenizer", str(start), "--output_dir", f"{scratch}/run"]
-                else:
-                    made += ["--output_dir", str(start)]
-                self.done[whole] = train(variant, objective, corpus, steps, made)
-            if "error" in self.done[whole]:
-                print(f"{variant} on {corpus} {options or ''}: {self.done[whole]['error']}", flush=True)
-        return self.done[whole]
+def train(key: str, rate: float, seed: int, steps: int) -> dict[str, Any]:
+    """Summary of a run of the command."""
+    given = {field: value for field, value in fields(key).items() if not isinstance(value, dict)}
+    given |= {f"attention.{field}": value for field, value in OF_ATTENTION.get(key.split("/")[0], {}).items()}
+    if "embedding" in fields(key):
+        given["embedding.scale"] = True
+    options = {
+        **{"variant": key.split("/")[0], "objective": objective_of(key), "data": "stdlib", "block_size": LENGTH},
+        **{"max_steps": steps, "per_device_train_batch_size": ROWS, "learning_rate": rate, "warmup_steps": 50},
+        **{"seed": seed, "save_strategy": "no", "use_cpu": True, "disable_tqdm": True, "report_to": "none"},
+        **given,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        words = [word for option, value in options.items() for word in (f"--{option}", _word(value))]
+        if command(["pretrain", *words, "--output_dir", folder]):
+            raise SystemExit("it cannot be trained this way; the lines above say why")
+        return json.loads((Path(folder) / SUMMARY_FILE).read_text(encoding="utf-8"))
 
 
-def train(variant: str, objective: str, corpus: str, steps: int, options: list[str]) -> dict[str, Any]:
-    """One run, in a fork of this process."""
-    found, folder = CORPORA[corpus], options[-1]
-    vocabulary = max(found.vocabulary, LEAST_FOR_SPANS) if objective == "span" else found.vocabulary
-    command = ["pretrain", "--variant", variant, "--objective", objective, "--data", found.data()]
-    command += [
-        "--vocab_size",
-        str(vocabulary),
-        "--size",
-        "tiny",
-        "--max_steps",
-        str(steps),
-        "--use_cpu",
-        "true",
-    ]
-    command += ["--block_size", "128", "--eval_strategy", "steps", "--eval_steps", str(steps // 4)]
-    command += ["--per_device_train_batch_size", "8", "--eval_on_start", "true", "--save_strategy", "no"]
-    command += ["--report_to", "none", "--seed", "0", "--disable_tqdm", "true", *SCHEDULE, *options]
-    context = multiprocessing.get_context("fork")
-    queue = context.Queue()
-    child = context.Process(target=_train, args=(command, folder, queue))
-    child.start()
-    made = queue.get()
-    child.join()
-    return made
+def _word(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def _train(command: list[str], folder: str, queue: Any) -> None:
-    from transformers import TrainerCallback
+# ------------------------------------------------------------------------------------------------ what was found
 
-    from hf_xformers.cli import pretrain
 
-    class Clock(TrainerCallback):
-        seconds = 0.0
+def stored() -> dict[str, dict[str, Any]]:
+    """Key -> what its runs found."""
+    return json.loads(PATH.read_text(encoding="utf-8"))["runs"]
 
-        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-            self.seconds = -time.process_time()
 
-        def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-            self.seconds += time.process_time()
-
-    clock = Clock()
+def keep(notes: dict[str, Callable[[dict[str, Any]], None]]) -> None:
+    """Lets each note add to what is known of its key, and writes all results anew; runs may be several at once."""
+    folder = os.open(PATH.parent, os.O_RDONLY)
     try:
-        with open(os.devnull, "w") as quiet, contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet):
-            pretrain.run(command[1:], callbacks=[clock])
-        history = json.loads((Path(folder) / "trainer_state.json").read_text())["log_history"]
-        evaluations = [(entry["step"], entry["eval_loss"]) for entry in history if "eval_loss" in entry]
-        floor = next(entry["eval_baseline_loss"] for entry in history if "eval_baseline_loss" in entry)
-        queue.put({"evaluations": evaluations, "seconds": clock.seconds, "baseline": floor})
-    except BaseException as error:  # the parent continues with the other variants and reports this one
-        queue.put({"error": f"{type(error).__name__}: {error}"[-300:]})
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        runs = stored()
+        for key, note in notes.items():
+            note(runs.setdefault(key, {"losses": {}, "accuracies": {}}))
+        write(dict(sorted(runs.items())))
+    finally:
+        os.close(folder)
 
 
-def at_seconds(run: dict[str, Any], seconds: float) -> float:
-    """The loss of a run after so much processor time, taking every step to cost the same."""
-    points = run["evaluations"]
-    step = points[-1][0] * min(seconds / run["seconds"], 1.0)
-    for (low, first), (high, second) in itertools.pairwise(points):
-        if step <= high:
-            return first + (second - first) * (step - low) / max(high - low, 1)
-    return points[-1][1]
+def best_rate(found: dict[str, Any]) -> str:
+    """The learning rate whose first seed has the lowest loss."""
+    return min(found["losses"], key=lambda rate: found["losses"][rate][0], default=str(RATES[0]))
 
 
-def clears(row: dict[str, Any]) -> bool:
-    """Whether a run learned more than the frequencies of tokens, where these are known."""
-    return row[FLOOR] is None or row["loss"] < row[FLOOR] - CLEAR
+def wanted(rates: bool) -> list[tuple[str, float, int, int]]:
+    """Key, rate, seed and steps of the runs that are missing: first all once, then rates and steps, then seeds."""
+    runs = stored()
+    found: list[tuple[int, tuple[str, float, int, int]]] = []
+    for key in keys():
+        known = runs.get(key, {"losses": {}})
+        if "failed" in known:
+            continue
+        tried = [rate for rate in (RATES if rates else RATES[:1]) if str(rate) not in known["losses"]]
+        found += [(int(rate != RATES[0]), (key, rate, SEEDS[0], STEPS)) for rate in tried]
+        best = best_rate(known)
+        seeds = SEEDS[max(len(known["losses"].get(best, [])), 1) :]
+        found += [(2, (key, float(best), seed, STEPS)) for seed in seeds]
+        if key in BASELINES:
+            steps = [count for count in SHORTER_AND_LONGER if str(count) not in known.get("by steps", {})]
+            found += [(1, (key, float(best), SEEDS[0], count)) for count in steps]
+    return [run for _, run in sorted(found, key=lambda entry: entry[0])]
 
 
-def write(rows: list[dict[str, Any]]) -> None:
-    """Writes the rows that say something."""
-    rows = [row for row in rows if clears(row)]
+def add_run(key: str, rate: float, seed: int, steps: int) -> None:
+    try:
+        report = train(key, rate, seed, steps)
+    except (Exception, SystemExit) as error:
+        reason = " ".join(str(error).split())
+        print(f"{key}, rate {rate}, seed {seed}: {reason}", flush=True)
+        keep({key: lambda found: found.setdefault("failed", reason)})
+        return
+
+    def note(found: dict[str, Any]) -> None:
+        found |= {"floor": report["eval_baseline_loss"], "floor accuracy": report["eval_baseline_accuracy"]}
+        if steps != STEPS:
+            found.setdefault("by steps", {})[str(steps)] = report["eval_loss"]
+            return
+        for name, value in (("losses", report["eval_loss"]), ("accuracies", report["eval_accuracy"])):
+            found[name].setdefault(str(rate), []).append(value)
+
+    keep({key: note})
+    print(f"{key}, rate {rate}, seed {seed}, {steps} steps: {report['eval_loss']:.3f}", flush=True)
+
+
+# ------------------------------------------------------------------------------------------------ time and state
+
+
+def model_of(key: str) -> Any:
+    classes = {"clm": AutoModelForCausalLM, "mlm": AutoModelForMaskedLM, "span": AutoModelForSeq2SeqLM}
+    decoder = {"is_decoder": True} if objective_of(key) == "clm" else {}
+    special = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
+    made = config_class(key.split("/")[0])
+    if objective_of(key) == "span":
+        special["decoder_start_token_id"] = 0
+    config = made(**fields(key), **decoder, **special, max_position_embeddings=LENGTH)
+    set_seed(0)
+    return classes[objective_of(key)].from_config(config)
+
+
+def step_of(model: Any) -> Callable[[], None]:
+    """A step of training as the runs have it, without their data."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    ids = torch.randint(5, SIZES["vocab_size"], (ROWS, LENGTH))
+    model.train()
+
+    def step() -> None:
+        model(input_ids=ids, labels=ids).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def dense_key(key: str, runs: dict[str, dict[str, Any]]) -> str:
+    """The dense model with the same objective and position, or with its own where the variant has others."""
+    kind = position_of(key) or config_class(key.split("/")[0])().to_dict()["position"]["type"]
+    learned = DENSE[objective_of(key)]
+    return f"{learned}/{kind}" if f"{learned}/{kind}" in runs else learned
+
+
+def measure(key: str, dense: Callable[[], None], rounds: int = 5) -> dict[str, Any]:
+    """Time of a step by that of the dense model, parameters, and numbers that generation keeps of a row."""
+    model = model_of(key)
+    seconds = interleaved_seconds({"dense": dense, "own": step_of(model)}, rounds)
+    pairs = zip(seconds["own"], seconds["dense"], strict=True)
+    found: dict[str, Any] = {"time ratio": statistics.median(own / other for own, other in pairs)}
+    found |= {"others busy": seconds.others_busy, "parameters": sum(part.numel() for part in model.parameters())}
+    if objective_of(key) == "clm":
+        found["state"] = state_size(model, torch.randint(5, SIZES["vocab_size"], (1, LENGTH)))
+    print(f"{key}: {found['time ratio']:.2f}", flush=True)
+    return found
+
+
+def measure_all(chosen: list[str]) -> None:
+    """Measures what was trained and not yet measured alone."""
+    torch.set_num_threads(1)
+    runs = stored()
+    left = [key for key in chosen if key in runs and runs[key].get("others busy", math.inf) > 0.2]
+    dense = {name: step_of(model_of(name)) for name in {dense_key(key, runs) for key in left}}
+    found = {key: measure(key, dense[dense_key(key, runs)]) for key in left if runs[key]["losses"]}
+    keep({key: lambda known, new=new: known.update(new) for key, new in found.items()})
+
+
+def at_equal_time(dense: dict[str, Any], ratio: float | None) -> float | None:
+    """The loss that a dense model reaches when it is trained for as long as a variant that takes `ratio` of its time:
+    between its runs with fewer and more steps, linear in the logarithm of steps; None beyond them."""
+    points = {int(steps): loss for steps, loss in dense.get("by steps", {}).items()}
+    points[STEPS] = statistics.fmean(dense["losses"][best_rate(dense)])
+    steps = STEPS * (ratio or 0)
+    for low, high in itertools.pairwise(sorted(points)):
+        if low <= steps <= high:
+            share = math.log(steps / low) / math.log(high / low)
+            return points[low] + (points[high] - points[low]) * share
+    return None
+
+
+# ------------------------------------------------------------------------------------------------ the table
+
+
+def row_of(key: str, runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    found, dense, name = runs[key], runs[dense_key(key, runs)], key.split("/")[0]
+    rate, of_dense, given = best_rate(found), best_rate(dense), fields(key)
+    losses = found["losses"][rate]
+    own = config_class(name)().to_dict()
+    row = {
+        **{"variant": name, "kind": KINDS[objective_of(key)], "position": position_of(key) or own["position"]["type"]},
+        "loss": statistics.fmean(losses),
+        "spread": max(losses) - min(losses) if len(losses) > 1 else None,
+        "dense loss": statistics.fmean(dense["losses"][of_dense]),
+        "dense, at equal time": at_equal_time(dense, found.get("time ratio")),
+        "token frequencies": found["floor"],
+        "accuracy": statistics.fmean(found["accuracies"][rate]),
+        "dense accuracy": statistics.fmean(dense["accuracies"][of_dense]),
+        "residual paths": given.get("residual", own["residual"]["type"]),
+        "settings": ", ".join(f"{field}={_word(value)}" for field, value in OF_ATTENTION.get(name, {}).items()),
+        **{"learning rate": float(rate), "rates tried": len(found["losses"]), "seeds": len(losses)},
+        **{name: found.get(name) for name in ("time ratio", "parameters", "state", "others busy")},
+    }
+    return {column: row[column] for column in COLUMNS if row[column] not in (None, "")}
+
+
+def by_steps(runs: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Losses of dense models that were trained for fewer and more steps."""
+    rows = []
+    for key in (key for key in BASELINES if "by steps" in runs.get(key, {})):
+        losses = {int(steps): loss for steps, loss in runs[key]["by steps"].items()}
+        losses[STEPS] = statistics.fmean(runs[key]["losses"][best_rate(runs[key])])
+        named = {"variant": key.split("/")[0], "position": row_of(key, runs)["position"]}
+        rows.append(named | {f"{steps:,} steps": losses[steps] for steps in sorted(losses)})
+    return rows
+
+
+def write(runs: dict[str, dict[str, Any]]) -> None:
+    """The rows of all that learned something, the lowest loss of each kind first."""
+    rows = [row_of(key, runs) for key, found in runs.items() if found["losses"] and dense_key(key, runs) in runs]
+    clear = [row["loss"] < row["token frequencies"] - CLEAR for row in rows]
+    poor = [f"{row['variant']} ({row['position']})" for row, learned in zip(rows, clear, strict=True) if not learned]
+    rows = [row for row, learned in zip(rows, clear, strict=True) if learned]
+    order = list(KINDS.values())
+    rows.sort(key=lambda row: (order.index(row["kind"]), row["loss"], row["variant"]))
+    failed = [key for key, found in runs.items() if "failed" in found and not found["losses"]]
+    rates, counts = (", ".join(map(str, sorted(each))) for each in (RATES, (*SHORTER_AND_LONGER, STEPS)))
     note = (
-        "Held-out loss after a few hundred steps from nothing at size tiny (hidden 128, 4 layers, rows of 128 tokens,"
-        " 8 rows a step), compared with dense attention's: gpt2 for causal language models, bert for masked tokens,"
-        " t5 for span corruption. Backbone `pre-LN`: a post-LN preset with its residual paths changed, as those take"
-        " a few hundred steps to learn more than the frequencies of tokens; `CPE`: a preset for masked tokens with the"
-        " positions of convolutions, as learned ones take as long there; bert itself has both. `rotary`: the same in"
-        f" a stack that has positions of its own. `{TWIN}`: the very same configuration with dense attention, where"
-        " attention is what the variant changes, or with a dense network, layer norm, plain residual paths, the"
-        f" vanilla order, layers of their own, where that is. `{FLOOR}`: what a model reaches that knows nothing else"
-        " (blank where a row is older than this column). A run whose loss is not below that by"
-        f' {CLEAR:g} nats has shown nothing at these steps and has no row; the section "Every variant, trained alike"'
-        " of the documentation's results has all variants, smaller, after more steps. There SAC, whose edges a network"
-        " chooses that learns from rewards, and disagreement of heads, which pulls at a model that knows nothing yet,"
-        " come close to GPT-2, and ETC, which is clear of the frequencies on Shakespeare alone here, is far below"
-        " them. Axial Transformer reads a text as an image of short rows. At this length nothing sub-quadratic is"
-        f" expected to be faster. {len(SLOWER)} variants learn at a third of the others' rate"
-        f" ({', '.join(name.removeprefix('xf_') for name in SLOWER)}), their controls as well. Where `steps` are"
-        " more than those of others, dense attention has as many."
+        "Held-out loss (nats per target, lower is better) of small models, alike: two layers of width 64,"
+        f" {STEPS} steps of {ROWS} rows of {LENGTH} tokens, a vocabulary of 512, the documentation of Python's"
+        " standard library, pre-LN in place of post-LN wherever the variant takes it, windows, blocks and summaries of"
+        " about a quarter of a row (`settings`). Variants with a causal decoder learn to continue texts, others fill"
+        " masks, or spans where they have two stacks.\n\n"
+        "`loss` is a mean over `seeds`, which set weights and order of rows; `spread`: the largest less the smallest."
+        f" `learning rate`: the best for the first seed of as many of {rates} as `rates tried` says. `dense loss`:"
+        " dense attention with the same position (GPT-2, BERT or T5; where the variant has a position of its own, with"
+        " theirs), which stand in the table as well. `time ratio`: processor time of a training step by that dense"
+        " model's. `dense, at equal time`: what it reaches when it is trained for as long, between runs of"
+        f" {counts} steps, each with its own schedule; blank beyond them. `state`: numbers that a decoder keeps of a"
+        " row for generation. What small models learn in little time from short rows says nothing of long memories,"
+        " nor of savings on length."
     )
-    write_results("pretraining", rows, COLUMNS, "Pretraining against the dense baseline", note)
+    if poor:
+        note += f"\n\nNot {CLEAR:g} nats below the frequencies of tokens, and without a row: {', '.join(poor)}."
+    left = [key for key in keys() if not runs.get(key, {}).get("losses") and key not in failed]
+    if left:
+        note += f"\n\nNot trained so far: {', '.join(left)}."
+    if failed:
+        note += f"\n\nCannot be trained in this setting: {', '.join(failed)}."
+    write_results("pretraining", rows, COLUMNS, "Pretraining, all variants alike", note)
+    content = json.loads(PATH.read_text(encoding="utf-8"))
+    write_json(PATH, {**content, "Dense attention by steps": by_steps(runs), "runs": runs})
 
 
 def main() -> None:
-    from hf_xformers.variants import config_class, model_types
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--corpora", default="stdlib")
-    parser.add_argument("--only", default="", help="model types, separated by commas; default: all that read text")
+    parser.add_argument("--only", default="", help="model types, a position behind a slash, separated by commas")
+    parser.add_argument("--rates", action="store_true", help=f"try learning rates {RATES[1:]} as well")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run after so many")
+    parser.add_argument("--time", action="store_true", help="measure steps that were not measured; trains nothing")
     arguments = parser.parse_args()
-    variants = [name for name in arguments.only.split(",") if name] or [
-        name
-        for name in model_types()
-        if name != "xformer" and config_class(name).modality == "text" and config_class(name).reads_colors != "only"
-    ]
-    stored = Path(__file__).parent / "results" / "pretraining.json"
-    rows = json.loads(stored.read_text())["rows"] if stored.exists() else []
-    import hf_xformers.training.trainer  # noqa: F401  (imported once, before the forks)
-
-    with tempfile.TemporaryDirectory() as scratch:
-        runs = Runs(Path(scratch))
-        for corpus, variant in itertools.product(arguments.corpora.split(","), variants):
-            objective = objective_for(variant)
-            if objective is None:
-                continue
-            backbone = on_backbone(variant, objective)[0]
-            steps = STEPS[objective] * LONGER.get((variant, corpus), 1)
-            known = {(row["variant"], row["corpus"], row["objective"], row["backbone"], row["steps"]) for row in rows}
-            if (variant, corpus, objective, backbone, steps) in known:
-                continue
-            twin = plain_twin(variant)
-            dense = runs.result(BASELINES[objective], corpus, objective, steps)
-            run = runs.result(variant, corpus, objective, steps)
-            plain = [text for name, value in PLAIN.get(variant, DENSE).items() for text in (f"--{name}", value)]
-            same = runs.result(variant, corpus, objective, steps, plain, twin) if twin is not None else None
-            if "error" in run or "error" in dense:
-                continue
-            row = {
-                "variant": variant,
-                "corpus": corpus,
-                "objective": objective,
-                "backbone": backbone,
-                "steps": steps,
-                FLOOR: run["baseline"],
-                "loss at start": run["evaluations"][0][1],
-                "loss": run["evaluations"][-1][1],
-                "dense loss": dense["evaluations"][-1][1],
-                TWIN: None if same is None or "error" in same else same["evaluations"][-1][1],
-                "dense, at equal time": at_seconds(dense, run["seconds"]),
-                "time ratio": run["seconds"] / dense["seconds"],
-            }
-            print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
-            rows = [r for r in rows if (r["variant"], r["corpus"]) != (variant, corpus)] + [row]
-            rows.sort(key=lambda r: (r["corpus"], r["objective"], r["variant"]))
-            write(rows)
+    chosen = arguments.only.split(",") if arguments.only else keys()
+    if arguments.time:
+        return measure_all(chosen)
+    end = time.monotonic() + 60 * arguments.minutes
+    done: set[tuple[str, float, int, int]] = set()
+    while time.monotonic() < end:
+        left = [run for run in wanted(arguments.rates) if run[0] in chosen and run not in done]
+        if not left:
+            return
+        done.add(left[0])
+        add_run(*left[0])
 
 
 if __name__ == "__main__":

@@ -205,20 +205,11 @@ PLANS: dict[str, list[Plan]] = {
     "pretraining": [
         Plan(
             "dots",
-            ("variant", "backbone"),
+            ("variant", "position"),
             {"loss": "variant", "dense loss": "dense, equal steps", "dense, at equal time": "dense, equal time"},
             axis="held-out loss, nats per token",
-            group=("corpus", "objective"),
-        ),
-        Plan(
-            "dots",
-            ("variant", "position"),
-            {"loss": "variant", "dense loss": "dense, equal steps"},
-            axis="held-out loss, nats per token",
             group=("kind",),
-            title="trained alike",
-            rows="Every variant, trained alike",
-        ),
+        )
     ],
     "objectives": [
         Plan(

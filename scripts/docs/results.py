@@ -12,7 +12,7 @@ from typing import Any
 
 from hf_xformers.hub.result_tables import ResultTable, parted, result_tables
 
-from . import catalog, pictures
+from . import catalog
 from .charts import charts_of
 from .markup import REPOSITORY, ROOT, Pages, code, link, page, table
 
@@ -38,9 +38,8 @@ MEANINGS = {
     "FLOPs / peer": "arithmetic by the other implementation's",
     "loss": "held-out loss in nats per token, after the same number of steps",
     "dense loss": "that of dense attention after the same number of steps",
-    "dense, at equal time": "that of dense attention after the same time",
+    "dense, at equal time": "that of dense attention trained for the same time",
     "control": "that of the same configuration with the plain part in place of the variant's own",
-    "loss at start": "before training",
     "token frequencies": "what is reached by knowing how frequent tokens are, and nothing else",
     "against transformers": "tokens per second by those of transformers' model that the note names: above 1 is faster",
     "cache MiB": "what a cache holds after the context, in MiB",
@@ -53,7 +52,6 @@ MEANINGS = {
     "mean layers": "passed by a row, of as many as `of` says",
     "KL at the swap": "divergence of the predictions from the source's",
 }
-ALIKE = "Every variant, trained alike"
 # How the rows of a file, or of one of its tables, are put in tables of their own.
 GROUPS = {
     "components": "slot",
@@ -62,8 +60,7 @@ GROUPS = {
     "exits": "variant",
     "finetuning": "task",
     "inference": "what",
-    "pretraining": "corpus",
-    f"pretraining/{ALIKE}": "kind",
+    "pretraining": "kind",
     "training_claims": "claim",
     "transfer": "task",
 }
@@ -76,31 +73,8 @@ def files() -> dict[str, dict[str, Any]]:
 
 
 def tables_of(name: str) -> dict[str, list[Row]]:
-    """The lists of rows in a result file, by their keys; next to those of pretraining the runs of the trained maps."""
-    found = {key: value for key, value in files()[name].items() if isinstance(value, list)}
-    if name == "pretraining" and pictures.alike():
-        found[ALIKE] = pictures.alike()
-    return found
-
-
-def about_alike() -> str:
-    """What was alike in the runs of the table `ALIKE`."""
-    floors = {row["kind"]: row["token frequencies"] for row in pictures.alike() if "token frequencies" in row}
-    told = " and ".join(f"{floor:.2f} for {kind}" for kind, floor in sorted(floors.items()))
-    missing = ", ".join(name.removeprefix("xf_") for name in pictures.unfinished())
-    return (
-        "Each variant that reads text and has a causal decoder (else an encoder, which learns from masked tokens),"
-        f" small and in the same setting: two layers of width 64, {pictures.STEPS} steps of 16 rows of"
-        f" {pictures.BLOCK} tokens, a vocabulary of 512, the documentation of Python's standard library, pre-LN in"
-        " place of post-LN wherever the variant takes it, windows and blocks cut down to the rows. `loss` is held"
-        f" out, in nats per token, a mean over {len(pictures.SEEDS)} seeds where there is a `spread`, the largest"
-        f" less the smallest, and else of one; the frequencies of tokens alone reach {told}. `dense loss` is that of"
-        " dense attention with the same position ([GPT-2](../zoo/gpt2.md) for decoders, [BERT](../zoo/bert.md) for"
-        " encoders; where the variant has a position of its own, with learned ones): rotary positions are worth more"
-        " here than most mechanisms. It compares what small models learn in little time from short rows, at which long"
-        " memories and savings on length cannot show. A variant that learned nothing beyond the frequencies has no"
-        " attention map on its page." + (f"\n\nWith one seed so far: {missing}." if missing else "")
-    )
+    """The lists of rows in a result file, by their keys."""
+    return {key: value for key, value in files()[name].items() if isinstance(value, list)}
 
 
 def page_of(name: str) -> str:
@@ -169,7 +143,7 @@ def result(name: str) -> str:
     for key, rows in tables_of(name).items():
         columns |= {column for row in rows for column in row}
         if key != "rows":
-            parts += [f"## {key}", about_alike() if key == ALIKE else ""]
+            parts.append(f"## {key}")
         for heading, group in _groups(name, key, rows):
             column = GROUPS.get(_place(name, key), "") if heading else ""  # which the heading says
             parts += [f"### {heading}" if heading else "", *_table(group, here, _place(name, key), {column})]
@@ -282,10 +256,9 @@ def _rows_of(chosen: Callable[[Row], bool], here: str, drop: tuple[str, ...]) ->
         for part, rows in tables_of(name).items():
             found = [row for row in rows if chosen(row)]
             if found:
-                title = part if part == ALIKE else said(name)[0]
                 place = _place(name, part)
                 caption = result_tables().get(place, ResultTable()).caption
-                parts += [f"### {title}", caption, *_table(found, here, place, drop), _more(name, here)]
+                parts += [f"### {said(name)[0]}", caption, *_table(found, here, place, drop), _more(name, here)]
     return ["## Measured", *parts] if parts else []
 
 

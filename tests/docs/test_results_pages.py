@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import statistics
 import xml.etree.ElementTree as tree
 
 import pytest
@@ -95,25 +94,13 @@ def test_every_result_file_has_its_section(name):
         assert column is None or all(column in row for row in rows), f"rows of {name} have no {column}"
 
 
-def test_variants_that_were_trained_alike():
-    """Each has its numbers and its map, or the reason why there is none; who has not yet been trained is named."""
+def test_maps_of_trained_models():
+    """Each has its map, or the reason why there is none."""
     found = pictures.trained()
-    assert set(found) - set(pictures.BASELINES) <= set(model_types())
+    assert set(found) <= set(model_types())
     for key, run in found.items():
-        drawn = (pictures.TRAINED / f"{key}.svg").exists() or key in pictures.BASELINES
-        assert drawn != ("no map" in run), key
-        if "losses" in run:
-            assert run["steps"] == pictures.STEPS and run["objective"] in pictures.DENSE
-            assert ("no map" in run) or run["losses"][0] < run["baseline"]
-    rows = pictures.alike()
-    text = results.result("pretraining").partition(f"## {results.ALIKE}")[2]
-    missing = pictures.unfinished()
-    assert ("With one seed so far" in text) == bool(missing) and all(
-        name.removeprefix("xf_") in text for name in missing
-    )
-    assert len(rows) == len(found) and text and all(f"[{row['variant']}]" in text for row in rows)
-    rotary = next(row for row in rows if row["variant"] == "xf_roformer")
-    assert rotary["dense loss"] == statistics.fmean(found["xf_gpt2/rotary"]["losses"])
+        assert (pictures.TRAINED / f"{key}.svg").exists() != ("no map" in run), key
+        assert "no map" in run or (run["loss"] < run["baseline"] and run["steps"] == pictures.STEPS)
 
 
 def test_names_of_charts_are_unique():
