@@ -6,7 +6,7 @@ HF_HUB_OFFLINE=1 python benchmarks/pretraining.py --time
 Each variant is trained by `hf-xformers pretrain` on the documentation of Python's standard library, as a decoder, else
 by masked LM, else by span corruption. The dense models that they are compared with are GPT-2, BERT and T5, the former
 two with other positions as well (`xf_gpt2/rotary`), which are worth more than most mechanisms. What is not in
-`results/pretraining.json` is trained, most wanted first; what is there stays, so that an interrupted run goes on, and
+`results/pretraining.json` is trained, most wanted first; what is there stays, so that an interrupted run continues, and
 several may run at once. `--rates` tries the other learning rates with the first seed before further seeds are trained
 with the best. `--time` measures a training step of each next to the dense model's; nothing else may run then.
 """
@@ -231,7 +231,7 @@ def add_run(key: str, rate: float, seed: int, steps: int) -> None:
         return
 
     def note(found: dict[str, Any]) -> None:
-        found |= {"floor": report["eval_baseline_loss"], "floor accuracy": report["eval_baseline_accuracy"]}
+        found |= {"baseline": report["eval_baseline_loss"], "baseline accuracy": report["eval_baseline_accuracy"]}
         if steps != STEPS:
             found.setdefault("by steps", {})[str(steps)] = report["eval_loss"]
             return
@@ -329,7 +329,7 @@ def row_of(key: str, runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
         "spread": max(losses) - min(losses) if len(losses) > 1 else None,
         "dense loss": statistics.fmean(dense["losses"][of_dense]),
         "dense, at equal time": at_equal_time(dense, found.get("time ratio")),
-        "token frequencies": found["floor"],
+        "token frequencies": found["baseline"],
         "accuracy": statistics.fmean(found["accuracies"][rate]),
         "dense accuracy": statistics.fmean(dense["accuracies"][of_dense]),
         "residual paths": given.get("residual", own["residual"]["type"]),

@@ -163,12 +163,13 @@ def _naming(forward: Any, names: tuple[str, ...]) -> Any:
     own = inspect.signature(forward)
     *named, others = own.parameters.values()
     further = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in names]
-    naming = FunctionType(
+    naming: Any = FunctionType(
         forward.__code__, forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__
     )
-    functools.update_wrapper(naming, forward).__kwdefaults__ = forward.__kwdefaults__
+    functools.update_wrapper(naming, forward)
+    naming.__kwdefaults__ = forward.__kwdefaults__
     parameters = [*named, *(one for one in further if one.name not in own.parameters), others]
-    naming.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+    naming.__signature__ = own.replace(parameters=parameters)
     return naming
 
 

@@ -302,7 +302,7 @@ def mix(experts: nn.Module, tokens: Tensor, chosen: Tensor, gates: Tensor | None
     transformers' exchange of tokens knows no "nowhere" and asks for gates: there such an assignment goes to some
     expert, each in turn, with gate 0.
     """
-    own = under_adapter(experts) or experts
+    own: Any = under_adapter(experts) or experts
     if own._is_expert_parallel:
         nowhere = chosen == own.all_experts
         turns = torch.arange(chosen.numel(), device=chosen.device).view_as(chosen) % own.all_experts
