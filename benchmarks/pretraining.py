@@ -6,7 +6,7 @@ HF_HUB_OFFLINE=1 python benchmarks/pretraining.py --time
 Each variant is trained by `hf-xformers pretrain` on the documentation of Python's standard library, as a decoder, else
 by masked LM, else by span corruption. The dense models that they are compared with are GPT-2, BERT and T5, the former
 two with other positions as well (`xf_gpt2/rotary`), which are worth more than most mechanisms. What is not in
-`results/pretraining.json` is trained, most wanted first; what is there stays, so that an interrupted run continues, and
+`results/pretraining.json` is trained, most wanted first; what is there stays, an interrupted run continues, and
 several may run at once. `--rates` tries the other learning rates with the first seed before further seeds are trained
 with the best. `--time` measures a training step of each next to the dense model's; nothing else may run then.
 """
