@@ -92,7 +92,7 @@ OF_ATTENTION: dict[str, dict[str, Any]] = {
     "xf_sparse_transformer": {"stride": WINDOW // 2},
 }
 OBJECTIVES = {"clm": "ForCausalLM", "mlm": "ForMaskedLM", "span": "ForSeq2SeqLM"}  # the first that a variant has
-KINDS = {"clm": "decoders", "mlm": "encoders", "span": "encoder-decoders"}
+ARCHITECTURES = {"clm": "decoder", "mlm": "encoder", "span": "encoder-decoder"}
 DENSE = {"clm": "xf_gpt2", "mlm": "xf_bert/mlm", "span": "xf_t5"}
 BASELINES = [
     *(f"{DENSE[name]}{kind}" for name in ("clm", "mlm") for kind in ("", "/none", "/rotary", "/sinusoidal_absolute")),
@@ -100,7 +100,7 @@ BASELINES = [
 ]
 CLEAR = 0.1  # nats below the loss of token frequencies, at least
 COLUMNS = [
-    *("variant", "kind", "position", "loss", "spread", "dense loss", "dense, at equal time", "time ratio"),
+    *("variant", "architecture", "position", "loss", "spread", "dense loss", "dense, at equal time", "time ratio"),
     *("token frequencies", "accuracy", "dense accuracy", "parameters", "state", "residual paths", "settings"),
     *("learning rate", "rates tried", "seeds", "others busy"),
 ]
@@ -236,7 +236,9 @@ def add_run(key: str, rate: float, seed: int, steps: int) -> None:
             found.setdefault("by steps", {})[str(steps)] = report["eval_loss"]
             return
         for name, value in (("losses", report["eval_loss"]), ("accuracies", report["eval_accuracy"])):
-            found[name].setdefault(str(rate), []).append(value)
+            known = found[name].setdefault(str(rate), [])
+            if len(known) == SEEDS.index(seed):  # else another process has trained it meanwhile
+                known.append(value)
 
     keep({key: note})
     print(f"{key}, rate {rate}, seed {seed}, {steps} steps: {report['eval_loss']:.3f}", flush=True)
@@ -324,7 +326,11 @@ def row_of(key: str, runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     losses = found["losses"][rate]
     own = config_class(name)().to_dict()
     row = {
-        **{"variant": name, "kind": KINDS[objective_of(key)], "position": position_of(key) or own["position"]["type"]},
+        **{
+            "variant": name,
+            "architecture": ARCHITECTURES[objective_of(key)],
+            "position": position_of(key) or own["position"]["type"],
+        },
         "loss": statistics.fmean(losses),
         "spread": max(losses) - min(losses) if len(losses) > 1 else None,
         "dense loss": statistics.fmean(dense["losses"][of_dense]),
@@ -357,8 +363,8 @@ def write(runs: dict[str, dict[str, Any]]) -> None:
     clear = [row["loss"] < row["token frequencies"] - CLEAR for row in rows]
     poor = [f"{row['variant']} ({row['position']})" for row, learned in zip(rows, clear, strict=True) if not learned]
     rows = [row for row, learned in zip(rows, clear, strict=True) if learned]
-    order = list(KINDS.values())
-    rows.sort(key=lambda row: (order.index(row["kind"]), row["loss"], row["variant"]))
+    order = list(ARCHITECTURES.values())
+    rows.sort(key=lambda row: (order.index(row["architecture"]), row["loss"], row["variant"]))
     failed = [key for key, found in runs.items() if "failed" in found and not found["losses"]]
     rates, counts = (", ".join(map(str, sorted(each))) for each in (RATES, (*SHORTER_AND_LONGER, STEPS)))
     note = (

@@ -208,7 +208,7 @@ PLANS: dict[str, list[Plan]] = {
             ("variant", "position"),
             {"loss": "variant", "dense loss": "dense, equal steps", "dense, at equal time": "dense, equal time"},
             axis="held-out loss, nats per token",
-            group=("kind",),
+            group=("architecture",),
         )
     ],
     "objectives": [

@@ -60,7 +60,7 @@ GROUPS = {
     "exits": "variant",
     "finetuning": "task",
     "inference": "what",
-    "pretraining": "kind",
+    "pretraining": "architecture",
     "training_claims": "claim",
     "transfer": "task",
 }

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 import xml.etree.ElementTree as tree
 
+import numpy as np
 import pytest
 
 from hf_xformers.hub.result_tables import MOST, result_tables
-from hf_xformers.variants import model_types
+from hf_xformers.variants import config_class, model_types
 from scripts.docs import pictures, results
 from scripts.docs.charts import PLANS, charts_of
 
@@ -101,6 +102,31 @@ def test_maps_of_trained_models():
     for key, run in found.items():
         assert (pictures.TRAINED / f"{key}.svg").exists() != ("no map" in run), key
         assert "no map" in run or (run["loss"] < run["baseline"] and run["steps"] == pictures.STEPS)
+
+
+def test_variants_are_compared_with_dense_attention_alike():
+    """Of the same position, at equal steps and, between its own runs, at equal time; who has no row is named."""
+    rows, curves = (results.files()["pretraining"][key] for key in ("rows", "Dense attention by steps"))
+    steps = np.array([150, 300, 600, 1200, 2400])
+    decoders = [row for row in rows if row["architecture"] == "decoder"]
+    found = set()
+    for curve in (curve for curve in curves if curve["variant"] == "xf_gpt2"):
+        losses = [curve[f"{count:,} steps"] for count in steps]
+        for row in (row for row in decoders if row["position"] == curve["position"]):
+            assert row["dense loss"] == losses[2], row["variant"]
+            ratio = row.get("time ratio", 0)
+            if steps[0] <= 600 * ratio <= steps[-1]:
+                expected = np.interp(np.log(600 * ratio), np.log(steps), losses)
+                assert row["dense, at equal time"] == pytest.approx(expected), row["variant"]
+                found.add(curve["position"])
+            else:
+                assert "dense, at equal time" not in row, row["variant"]
+    assert found == {"learned_absolute", "none", "rotary", "sinusoidal_absolute"}
+    named = {row["variant"] for row in rows} | set(re.findall(r"xf_\w+", results.said("pretraining")[1]))
+    heads = {"ForCausalLM", "ForMaskedLM", "ForSeq2SeqLM"}
+    texts = (kind for kind in model_types() if kind != "xformer" and config_class(kind).modality == "text")
+    texts = {kind for kind in texts if config_class(kind).reads_colors != "only"}
+    assert named >= {kind for kind in texts if heads & {*config_class(kind).heads}}
 
 
 def test_names_of_charts_are_unique():
