@@ -215,6 +215,12 @@ def project(linear: Any, states: Any) -> Any:
     return product(states, linear.weight, inside.bias)
 
 
+def is_trls(forward: Any) -> bool:
+    """Whether it is the `forward` by which trl makes logits itself. The signature may be that of the one before."""
+    code = getattr(forward, "__code__", None)
+    return code is not None and "fused_lm_head" in code.co_varnames
+
+
 def was_loaded(parameter: Any) -> bool:
     """Whether `from_pretrained` found a parameter in the checkpoint."""
     return getattr(parameter, "_is_hf_initialized", False)

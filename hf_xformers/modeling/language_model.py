@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from functools import partial
 from typing import Any, cast
 
 from torch import Tensor, nn
 
+from ..compat import is_trls
 from ..configuration_xformer import XFormerConfig
 from ..core.choices import token_rows
 from ..core.inputs import check_token_labels
@@ -43,7 +43,7 @@ class LanguageModel(XFormerPreTrainedModel):
         self.post_init()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "forward" and "fused_lm_head" in inspect.signature(value, follow_wrapped=False).parameters:
+        if name == "forward" and is_trls(value):
             if not self.config.head.logits(self.config).projects:
                 raise ValueError(
                     f"trl makes logits of the last states by the output matrix alone, and head"
