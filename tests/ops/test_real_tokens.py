@@ -31,6 +31,7 @@ def test_every_function_on_every_row():
             "real_together": [slot for slot in range(4) if slot < first]
             + own
             + [slot for slot in slots(row, False) if slot > first],
+            "places_behind": [max(slot - max(last, 0), 0) for slot in range(4)],
             "real_places": [max(sum(row[: slot + 1]) - 1, 0) for slot in range(4)],
         }
         assert {name: values[index].tolist() for name, values in found.items()} == expected

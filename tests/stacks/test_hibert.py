@@ -126,7 +126,7 @@ def test_wrong_inputs_are_refused():
     ):
         net(input_ids=tokens(1, 9))
     with pytest.raises(ValueError, match="takes no 4-D mask"):
-        net(input_ids=tokens(1, 4), attention_mask=torch.ones(1, 1, 4, 4))
+        net(input_ids=tokens(1, 4), attention_mask=torch.ones(1, 1, 4, 4, dtype=torch.bool))
     writer = build(XFormerForMaskedSentences)
     with pytest.raises(ValueError, match="2 sentences in 1 rows do not belong to `target_positions`"):
         writer(input_ids=tokens(1, 8), target_positions=torch.tensor([[3]]), labels=tokens(1, 2, 4))
