@@ -19,7 +19,6 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import FunctionType
 from typing import Any
 
 from .auto_classes import register_config, register_model
@@ -37,6 +36,7 @@ from .core.head_names import (
     SERVED,
     SOUND_HEADS,
 )
+from .core.inputs import naming
 from .modeling.head_classes import CLASSES, MODALITY_CLASSES
 
 
@@ -157,22 +157,6 @@ def _register(head: str, config_class: Any, made: Any) -> None:
         register_model(SERVED[head], config_class, made)
 
 
-def _naming(forward: Any, names: tuple[str, ...]) -> Any:
-    """`forward` of a head, whose signature names these inputs too: Trainer takes out the columns of a dataset that it
-    does not name."""
-    own = inspect.signature(forward)
-    *named, others = own.parameters.values()
-    further = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in names]
-    naming: Any = FunctionType(
-        forward.__code__, forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__
-    )
-    functools.update_wrapper(naming, forward)
-    naming.__kwdefaults__ = forward.__kwdefaults__
-    parameters = [*named, *(one for one in further if one.name not in own.parameters), others]
-    naming.__signature__ = own.replace(parameters=parameters)
-    return naming
-
-
 def make_family(
     config_class: Any,
     prefix: str,
@@ -211,8 +195,7 @@ def make_family(
             continue
         doc = f"{(base.__doc__ or '').splitlines()[0]} {info.summary[0].upper()}{info.summary[1:]} ({info.paper})."
         members = {"config_class": config_class, "__module__": module["__name__"], "__doc__": doc}
-        if inputs:
-            members["forward"] = _naming(base.forward, inputs)
+        members["forward"] = naming(base.forward, inputs)
         made = type(name, (base,), members)
         _register(head, config_class, made)
         if further is not None and head in further:

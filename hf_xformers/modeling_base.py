@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -21,6 +22,7 @@ from .configuration_xformer import XFormerConfig
 from .core.call_readers import why_not_context_parallel
 from .core.choices import RowLosses
 from .core.initialization import Initialized, start_linear
+from .core.inputs import naming
 from .core.losses import StepShare, with_aux_losses
 from .core.parallel_plans import check_expert_parallel, check_tensor_parallel, layers_apart, tensor_parallel_plan
 from .core.precision import computing_dtype, float32_names
@@ -122,6 +124,14 @@ class XFormerPreTrainedModel(PreTrainedModel):
         apart = layers if layers_apart(self.config) else set()
         self._no_split_modules = apart, layers | whole_on_a_device(self, XFormerLayer)
         self._keep_in_fp32_modules_strict = float32_names(self)
+        # What components of this model read besides: a mix, or a family with other components than its own.
+        further = dict.fromkeys(name for model in models for name in model.further_inputs())
+        if further.keys() - set(inspect.signature(type(self).forward).parameters):
+            type(self).forward = naming(type(self).forward, further)  # type: ignore[method-assign]
+
+    def further_inputs(self) -> tuple[str, ...]:
+        """Names of inputs besides those that `forward` names, which components of this model read."""
+        return ()
 
     def resize_token_embeddings(
         self,
@@ -143,6 +153,16 @@ class XFormerPreTrainedModel(PreTrainedModel):
             if resize is not None:
                 resize(self.config.vocab_size)
         return table
+
+    def resize_position_embeddings(self, new_num_position_embeddings: int) -> None:
+        """Refused: more than a table may depend on the longest text, so that a model for another one is made anew."""
+        most = self.config.max_position_embeddings
+        if new_num_position_embeddings != most:
+            raise ValueError(
+                f"This {self.config.model_type!r} model is made for texts of {most} tokens (`max_position_embeddings`)"
+                f" and stays so; write one for {new_num_position_embeddings} by `hf-xformers convert SOURCE TARGET"
+                f" --max_length {new_num_position_embeddings}`."
+            )
 
     def why_not_resized(self) -> str:
         """Why the vocabulary keeps its size, in a clause; empty: it may change."""

@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import difflib
+import functools
+import inspect
 from collections.abc import Iterable, Iterator, Mapping
+from types import FunctionType
 from typing import Any
 
 from torch import Tensor
@@ -58,3 +61,19 @@ def refuse_unread(model_type: str, given: Mapping[str, Any], read: Iterable[str]
         close = difflib.get_close_matches(name, [*valid, "output_attentions", "output_hidden_states"], n=1, cutoff=0.4)
         hint = f"did you mean `{close[0]}`?" if close else f"it takes {', '.join(valid)}."
         raise TypeError(f"No component of this {model_type!r} model reads the argument `{name}`; {hint}")
+
+
+def naming(forward: Any, names: Iterable[str]) -> Any:
+    """`forward` of a head, as a function of its own whose signature names these inputs too: Trainer takes out the
+    columns of a dataset that it does not name."""
+    own = inspect.signature(forward)
+    *named, others = own.parameters.values()
+    further = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in names]
+    made: Any = FunctionType(
+        forward.__code__, forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__
+    )
+    functools.update_wrapper(made, forward)
+    made.__kwdefaults__ = forward.__kwdefaults__
+    parameters = [*named, *(one for one in further if one.name not in own.parameters), others]
+    made.__signature__ = own.replace(parameters=parameters)
+    return made

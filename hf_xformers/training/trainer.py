@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sized
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,6 @@ from ..core.call_readers import check_sharding, sharding_in_force
 from ..core.losses import labels_after_real_tokens, step_share
 from ..core.weight_decay import declared_undecayed
 from ..data.batching import LengthGroupedBatchSampler
-from ..modeling_xformer import XFormerModel
 from .devices import processes_of
 from .evaluation import (
     IGNORE_INDEX,
@@ -378,6 +377,4 @@ class XFormerTrainer(MeasuringTrainer):
         columns: list[str] = self._signature_columns or []
         wanted = () if self.segments is None else (SEGMENT_START,)
         further = () if self.terms is None else self.terms.columns
-        bases = (inner for inner in cast(nn.Module, self.model).modules() if isinstance(inner, XFormerModel))
-        inputs = (name for base in bases for name in base.further_inputs())  # of a mix, which no signature names
-        columns.extend(dict.fromkeys(name for name in (*wanted, *further, *inputs) if name not in columns))
+        columns.extend(dict.fromkeys(name for name in (*wanted, *further) if name not in columns))

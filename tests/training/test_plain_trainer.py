@@ -110,7 +110,9 @@ GLOBAL = "global_attention_mask"
 READ = [
     (Trainer, "xf_longformer", {}, GLOBAL),
     (Trainer, "xf_bert", {}, "position_ids"),
-    (XFormerTrainer, "xformer", {"attention": "longformer"}, GLOBAL),  # of a mix, which no signature names
+    (XFormerTrainer, "xformer", {"attention": "longformer"}, GLOBAL),
+    (Trainer, "xformer", {"attention": "longformer"}, GLOBAL),
+    (Trainer, "xf_bert", {"attention": "longformer"}, GLOBAL),
 ]
 
 
