@@ -41,6 +41,20 @@ class XFormerImageConfig(XFormerConfig):
         (height, width), (tall, wide) = self.image_shape, self.patch_shape
         return height // tall, width // wide
 
+    @property
+    def encoder_stride(self) -> int:
+        """Side of the squares of pixels that masked patches are predicted in, which are the patches themselves here
+        (transformers' field, which its `run_mim.py` reads and sets)."""
+        return self.patch_shape[0]
+
+    @encoder_stride.setter
+    def encoder_stride(self, value: int) -> None:
+        if value not in self.patch_shape:
+            raise ValueError(
+                f"`encoder_stride` is {value}, and pixels are predicted by patches, of `patch_size` {self.patch_size};"
+                " leave it out."
+            )
+
     def check_layers(self) -> None:
         super().check_layers()
         for size, patch in zip(self.image_shape, self.patch_shape, strict=True):

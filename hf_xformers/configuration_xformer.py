@@ -160,6 +160,7 @@ class XFormerConfig(PreTrainedConfig):
         "aux_losses",
         "exit_layers",
         "segment_memory",
+        "encoder_last_hidden_state",
     ]
     attribute_map: ClassVar[dict[str, str]] = {}
     info: ClassVar[Any] = None
@@ -400,6 +401,17 @@ class XFormerConfig(PreTrainedConfig):
     def base_model_pp_plan(self) -> dict[str, tuple[list[str], list[str]]] | None:  # type: ignore[override]
         """How serving engines divide a base model of this config among processes by layers; see [`pipeline_plan`]."""
         return pipeline_plan(self)
+
+    def update_from_string(self, update_str: str) -> None:
+        # `--config_overrides` of transformers' scripts, which names components, too.
+        for entry in update_str.split(","):
+            name, _, value = entry.partition("=")
+            if name in SLOTS:
+                setattr(self, name, value)
+            else:
+                super().update_from_string(entry)
+        for view in self.tower_configs():
+            view.check_layers()
 
     # ------------------------------------------------------------------------------------------------ serialization
 

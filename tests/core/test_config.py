@@ -318,6 +318,15 @@ def test_foreign_keys_pass():
     assert config.auto_map == {"AutoModel": "x--y"}
 
 
+def test_overrides_as_transformers_scripts_write_them():
+    config = XFormerConfig()
+    config.update_from_string("attention=performer,position=rotary,hidden_size=72,tie_word_embeddings=false")
+    assert (config.attention.type, config.position.type, config.hidden_size) == ("performer", "rotary", 72)
+    assert not config.tie_word_embeddings
+    with pytest.raises(ValueError, match="num_attention_heads"):
+        config.update_from_string("num_attention_heads=7")
+
+
 OUTSIDE = [("ca_mtl", "Model"), ("memformer", "Model"), ("han_nmt", "Model"), ("deberta", "ForReplacedTokenDetection")]
 
 

@@ -65,3 +65,13 @@ def test_hidden_pixels_decide_nothing():
 def test_what_is_refused():
     with pytest.raises(ValueError, match=r"`bool_masked_pos` must be \[batch, patches\] = \[1, 16\], got \[1, 4\]"):
         build()(torch.zeros(1, 1, 8, 8), bool_masked_pos=torch.ones(1, 4))
+
+
+def test_squares_are_patches():
+    """By the field that transformers' `run_mim.py` reads and sets."""
+    config = XFVisionTransformerConfig(**SIZES)
+    assert config.encoder_stride == 2
+    config.update({"image_size": 8, "patch_size": 4, "encoder_stride": 4})
+    assert config.grid == (2, 2) and "encoder_stride" not in config.to_dict()
+    with pytest.raises(ValueError, match="`encoder_stride` is 8"):
+        config.update({"encoder_stride": 8})
