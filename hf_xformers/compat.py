@@ -307,3 +307,23 @@ def reformer_adds_bias() -> bool:
     """Whether transformers' Reformer adds a bias to the scores of tokens, as from 5.24 on."""
     major, minor = version("transformers").split(".")[:2]
     return (int(major), int(minor)) >= (5, 24)
+
+
+def own_parameters(module: Any) -> list[Any]:
+    """The parameters of a module without those inside. `parameters()` of a replica of nn.DataParallel has none: they
+    are tensors there, which lead back to the model's."""
+    return list(module.parameters(recurse=False)) or list(getattr(module, "_former_parameters", {}).values())
+
+
+def named_parameters_of(module: Any) -> dict[str, Any]:
+    """The parameters of a module and of those inside by name, in a replica, too."""
+    return dict(module.named_parameters()) or {
+        f"{prefix}.{name}".lstrip("."): tensor
+        for prefix, inner in module.named_modules()
+        for name, tensor in getattr(inner, "_former_parameters", {}).items()
+    }
+
+
+def parameters_of(module: Any) -> list[Any]:
+    """The same without names, each once."""
+    return list(dict.fromkeys(named_parameters_of(module).values()))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
+from ..compat import parameters_of
 from ..core.cache import KeepsMore
 from ..core.call import Call, SublayerOutput, self_attention_cache
 from ..core.choices import LOG_PROBS, ChoiceLogProbs, ChoiceSettings
@@ -301,7 +302,7 @@ class SacAttention(Attention):
         if log_probs is None:
             return picks, None
         if not noted:
-            log_probs = _LogProbs.apply(walks, picks, log_probs, source, candidates, *predictor.parameters())
+            log_probs = _LogProbs.apply(walks, picks, log_probs, source, candidates, *parameters_of(predictor))
         mask = context.query_padding_mask
         return picks, (log_probs if mask is None else log_probs.masked_fill(~mask, 0.0)).sum(1)
 

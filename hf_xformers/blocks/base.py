@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ..compat import parameters_of
 from ..core.call import Call, Sublayer, SublayerOutput, add_losses
 from ..core.components import Spec
 from ..core.elsewhere import result_on
@@ -279,9 +280,9 @@ class XFormerLayer(GradientCheckpointingLayer):
 
     def used_parameters(self) -> Iterator[nn.Parameter]:
         """The parameters that a call reads: the layer's own, and those of what it borrows."""
-        yield from self.parameters()
+        yield from parameters_of(self)
         for name, lender in self.lenders.items():
-            yield from getattr(lender, name).parameters()
+            yield from parameters_of(getattr(lender, name))
 
     def frame(self, entry: SublayerPlan) -> Residual:
         """The residual frame of a sublayer."""

@@ -14,8 +14,9 @@ from .text_parts import division_in_force
 
 
 def per_target(total: Tensor, count: Tensor | int) -> Tensor:
-    """A sum over targets, divided by their number; as it is where there are none, in a batch or in a whole step."""
-    return total / (count.to(total.device).clamp(min=1) if isinstance(count, Tensor) else max(count, 1))
+    """A sum over targets, divided by their number (of one axis or more from nn.DataParallel); as it is where there are
+    none, in a batch or in a whole step."""
+    return total / (count.to(total.device).squeeze().clamp(min=1) if isinstance(count, Tensor) else max(count, 1))
 
 
 def token_cross_entropy(

@@ -9,6 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from ..compat import own_parameters
+
 
 def allow_tf32() -> None:
     """Lets a GPU, where there is one, take matrix products of float32 by its TF32 units, with 10 bits of fraction."""
@@ -58,6 +60,6 @@ def computing_dtype(model: nn.Module) -> torch.dtype | None:
 def _free(module: nn.Module) -> Iterator[nn.Parameter]:
     """Parameters that may be in half precision, one by one: `generate` asks at every step, for the first."""
     if not isinstance(module, Float32Module):
-        yield from module.parameters(recurse=False)
+        yield from own_parameters(module)
         for child in module.children():
             yield from _free(child)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from ..compat import grouped_mm, grouped_mm_fallback, under_adapter
+from ..compat import grouped_mm, grouped_mm_fallback, parameters_of, under_adapter
 from ..core.call import can_inspect, dropout_rate
 from ..core.components import aliased, bounded
 from ..core.distributed import process_number
@@ -225,7 +225,7 @@ class Experts(nn.Module):
         return self._run(tokens, chosen, gates)
 
     def _run(self, tokens: Tensor, chosen: Tensor, gates: Tensor | None) -> Tensor:
-        if counts_are_at_hand(tokens, self.down_proj) and not any(True for _ in self.activation.parameters()):
+        if counts_are_at_hand(tokens, self.down_proj) and not parameters_of(self.activation):
             return self._by_slices(tokens, chosen, gates)
         return self._by_groups(tokens, chosen, gates)
 

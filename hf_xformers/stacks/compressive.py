@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache
 
 from ..attention.shared.query_grid import KeyUsage
 from ..blocks.base import XFormerLayer
+from ..compat import named_parameters_of, parameters_of
 from ..core.call import Call
 from ..core.components import bounded, register
 from ..core.hand_overs import HandOver
@@ -150,7 +151,7 @@ class CompressiveStack(SegmentRecurrentStack):
             mask = None if old.mask is None else old.mask[:, ::rate]
             kept = kept.push(slots, mask, self.compressed_length)
         elif learns:  # nothing left the memory yet; parameters that take no part would puzzle distributed training
-            losses = [torch.stack([0.0 * parameter.sum() for parameter in self.compressions.parameters()]).sum()]
+            losses = [torch.stack([0.0 * parameter.sum() for parameter in parameters_of(self.compressions)]).sum()]
         total = {"reconstruction": self.spec.reconstruction_weight * torch.stack(losses).sum()} if losses else {}
         return kept, total
 
@@ -177,7 +178,7 @@ class CompressiveStack(SegmentRecurrentStack):
     ) -> Tensor:
         """Algorithm 2 for one layer, a scalar."""
         module = _ContentAttention(layer)
-        constant = {name: parameter.detach() for name, parameter in module.named_parameters()}
+        constant = {name: parameter.detach() for name, parameter in named_parameters_of(module).items()}
         states, real = states.detach(), context.query_padding_mask
         before = old.mask if old.mask is not None else states.new_ones(old.states[0].shape[:2], dtype=torch.bool)
         rows = before.any(1)

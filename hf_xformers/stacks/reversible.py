@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache
 from transformers.utils import logging
 
 from ..blocks.base import Names, Partner, SublayerPlan, XFormerLayer, flattened, unflattened
+from ..compat import parameters_of
 from ..core.call import Call, add_losses, can_inspect
 from ..core.components import register
 from ..core.hand_overs import HandOver
@@ -95,8 +96,8 @@ class _Run:
 
     def __post_init__(self) -> None:
         # Layers read tables of the position module (`PositionTables`): they are inputs like their own.
-        self.of_position = [parameter for parameter in self.position.parameters() if parameter.requires_grad]
-        own = [x for layer in self.layers for x in layer.parameters() if x.requires_grad]
+        self.of_position = [parameter for parameter in parameters_of(self.position) if parameter.requires_grad]
+        own = [x for layer in self.layers for x in parameters_of(layer) if x.requires_grad]
         self.parameters = [*dict.fromkeys(own), *self.of_position]  # a layer may run at several depths
 
     def forward(

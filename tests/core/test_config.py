@@ -337,3 +337,11 @@ def test_norms_outside_of_layers_have_the_shared_eps(name, head):
     made = config_class(name)(**sizes, num_hidden_layers=2, per_layer_config={0: {"layer_norm_eps": 1e-3}})
     norms = [part for part in family(name)[head](made).modules() if isinstance(part, nn.LayerNorm)]
     assert {part.eps for part in norms} == {1e-3, made.per_layer_config[1].layer_norm_eps}
+
+
+def test_positions_keep_their_number():
+    """transformers' `run_summarization.py` asks for more where texts are longer."""
+    model = XFormerForSeq2SeqLM(XFormerConfig(**SMALL))
+    model.resize_position_embeddings(512)
+    with pytest.raises(ValueError, match="texts of 512 tokens .* --max_length 1024"):
+        model.resize_position_embeddings(1024)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import importlib
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -144,3 +147,45 @@ def alone(data):
     for row in data:
         real = row["attention_mask"].bool()
         yield {key: value[real][None] for key, value in row.items()}
+
+
+# Models that read their parameters as a list, or ask for their type, which replicas have none of.
+COMPRESSES = {"stack": {"type": "compressive", "memory_length": 2, "compressed_length": 2, "compression_rate": 2}}
+REPLICAS = [
+    ("xf_reformer", "ForMaskedLM", {}),
+    ("xf_sac", "ForMaskedLM", {}),
+    ("xf_sac", "ForSequenceClassification", {}),
+    ("xf_compressive_transformer", "ForCausalLM", COMPRESSES),
+    ("xf_compressive_transformer", "ForCausalLM", {}),
+    ("xf_complex_order", "ForMaskedLM", {}),
+    ("xf_floater", "ForMaskedLM", {}),
+]
+
+
+@pytest.mark.parametrize(("name", "head", "changes"), REPLICAS)
+def test_replicas_learn_as_the_model_does(name, head, changes, monkeypatch):
+    """As nn.DataParallel makes them, which Trainer takes where a machine has several GPUs; here without devices."""
+    module = importlib.import_module("torch.nn.parallel.replicate")
+    monkeypatch.setattr(module, "_get_device_index", lambda device, *_: device)
+    monkeypatch.setattr(module, "_broadcast_coalesced_reshape", broadcast)
+    data = list(labelled(head)) if head == "ForSequenceClassification" else rows_of(head)
+    batch = {key: torch.stack([row[key] for row in data]) for key in data[0]}
+    model = made(name, head, **changes).train()
+    model(**batch).loss.backward()  # choices learn from the second pass on
+    model.zero_grad()
+    alone = copy.deepcopy(model)
+    replica = module.replicate(model, [0, 1])[0]
+    if head != "ForSequenceClassification":
+        batch["num_items_in_batch"] = torch.tensor([[20]])  # of one replica, as they are scattered
+    for run in (alone, replica):
+        torch.manual_seed(0)
+        run(**batch).loss.sum().backward()
+    for key, parameter in alone.named_parameters():
+        if parameter.grad is not None:
+            close(model.get_parameter(key).grad, parameter.grad, 1e-9)
+    with torch.no_grad():
+        close(replica.eval()(**batch).logits, alone.eval()(**batch).logits, 1e-9)
+
+
+def broadcast(tensors, devices, detach=False):
+    return [[tensor if detach else tensor * 1 for tensor in tensors] for _ in devices]
