@@ -83,6 +83,11 @@ class XFormerModel(XFormerPreTrainedModel):
         if self.decoder is not None and self.config.shares_token_table:
             self.decoder.set_input_embeddings(value)
 
+    @property
+    def embed_tokens(self) -> Any:
+        """The token table by Llama's name, to which models of images and text tie their output."""
+        return self.get_input_embeddings()
+
     def further_inputs(self) -> tuple[str, ...]:
         """Names of inputs besides those that `forward` names, which components of this model read."""
         decoder = () if self.decoder is None else self.decoder.extra_inputs
@@ -201,6 +206,7 @@ class XFormerModel(XFormerPreTrainedModel):
             **{CACHE: getattr(output, CACHE)},
             hidden_states=output.hidden_states,
             attentions=output.attentions,
+            cross_attentions=output.cross_attentions or None,
             aux_losses=self.reported(output.aux_losses),
             segment_memory=output.segment_memory,
             padding_mask=None if tokens.shape[1] == output.last_hidden_state.shape[1] else output.padding_mask,

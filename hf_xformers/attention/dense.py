@@ -18,7 +18,7 @@ from transformers.masking_utils import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..compat import CACHE
-from ..core.call import Call
+from ..core.call import Call, reads_pairs
 from ..core.components import register
 from ..core.hand_overs import HandOver
 from ..core.prepared import Prepared
@@ -107,7 +107,7 @@ class DenseAttention(Attention):
 
     def _mask(self, context: Call, past_key_values: Cache | None) -> Any:
         """The mask in the form that the back-end expects: none, where it has no function that makes masks."""
-        if context.implementation in ("eager", "sdpa") or context.output_attentions:
+        if context.output_attentions or reads_pairs(context.implementation):
             return mask_of_call(context)
         make: Callable[..., Any] = create_causal_mask if context.causal else create_bidirectional_mask
         arguments: dict[str, Any] = {}
@@ -128,7 +128,7 @@ class DenseAttention(Attention):
         padding = context.memory_padding_mask
         if padding is None:
             return None
-        if context.implementation in ("eager", "sdpa") or context.output_attentions:
+        if context.output_attentions or reads_pairs(context.implementation):
             return padding[:, None, None, :]
         given = {"config": self.config, "inputs_embeds": context.inputs_embeds, "attention_mask": padding}
         return context.prepare(DenseMask, lambda: DenseMask(create_bidirectional_mask(**given)), "memory").mask
@@ -182,7 +182,8 @@ class DenseAttention(Attention):
             )
         if self.spec.score_cap is not None or self.sinks is not None:
             return self._in_tiles(query, key, value, context, dropout), None
-        if context.implementation == "sdpa" and mask is not None and mask.shape[-2] == 1 and query.shape[2] > 1:
+        pairs = mask is not None and reads_pairs(context.implementation)
+        if pairs and mask.shape[-2] == 1 and query.shape[2] > 1:
             # A key mask is broadcast by the kernel; expanding it would cost T x S bytes per row of the batch.
             mask = mask.expand(-1, -1, query.shape[2], -1)
         backend, more = ALL_ATTENTION_FUNCTIONS[context.implementation], context.back_end
@@ -207,7 +208,7 @@ class DenseAttention(Attention):
             output = output.reshape(query.shape[0], query.shape[2], self.num_heads, -1)
         if blind is not None:
             output = output.masked_fill(blind.transpose(1, 2), 0.0)
-        elif bias is not None and context.implementation == "sdpa" and mask is not None:
+        elif bias is not None and pairs:
             # With a bias the mask becomes large negative numbers, under which a row that sees nothing sees everything.
             sees = mask.any(dim=-1).transpose(1, 2).unsqueeze(-1)
             output = output.masked_fill(~sees, 0.0)

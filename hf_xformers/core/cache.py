@@ -247,6 +247,17 @@ class XFormerCache(DynamicCache):
         Cache.__init__(self, layers=layers)
 
 
+def take_up(cache: Cache, config) -> None:
+    """Gives a `DynamicCache` that nothing was written to the layers that the mechanisms of a tower declare, where it
+    cannot do with those of keys and values that it has. config: the tower's."""
+    if type(cache) is not DynamicCache:
+        return
+    if all(type(layer) is DynamicLayer and not layer.is_initialized for layer in cache.layers):
+        layers = self_attention_layers(config)
+        if stateful_part(config) or 0 < len(cache.layers) < len(layers):
+            cache.layers, cache.layer_class_to_replicate = layers, None
+
+
 def make_cache(config) -> Cache:
     """An empty cache for a config: of its decoder tower where it has two towers, with room for the memory."""
     if config.is_encoder_decoder:

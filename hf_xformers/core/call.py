@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.utils import logging
 
 from ..ops.common.real_tokens import real_places
 from .elsewhere import Moved, context_on
@@ -24,10 +26,18 @@ from .prepared import Key, P, Prepared, S, State, States, not_there
 from .text_parts import TextParts
 from .unpadding import Unpadding
 
+logger = logging.get_logger(__name__)
+
 
 def can_inspect() -> bool:
     """Whether values may steer the program: not while a graph of it is being recorded."""
     return not (torch.compiler.is_compiling() or torch.jit.is_tracing())
+
+
+def reads_pairs(implementation: str) -> bool:
+    """Whether an attention function is given a mask of pairs, [B, 1, T, S] boolean: the literal equation, torch's, or
+    one of a user's own that is registered with the mask of torch's."""
+    return implementation in ("eager", "sdpa") or ALL_MASK_ATTENTION_FUNCTIONS.get(implementation) is sdpa_mask
 
 
 def check_axes(name: str, tensor: Tensor | None, axes: tuple[str, ...] = ("batch", "length")) -> None:
@@ -326,8 +336,15 @@ class Call:
 
     def derive(self, *kinds: type[Prepared], **changes: Any) -> Call:
         """A copy for a part of the stack with other length, positions or masks; of what is made, only these `kinds`
-        are carried over. Other back-ends than SDPA make their masks of the whole text."""
-        implementation = "eager" if self.implementation == "eager" else "sdpa"
+        are carried over. Back-ends that make their masks of the whole text give way to SDPA."""
+        implementation = self.implementation
+        if not reads_pairs(implementation):
+            if not implementation.startswith(("flash_attention", "flex_attention")) and "/" not in implementation:
+                logger.warning_once(
+                    f"Attention function {implementation!r} is not asked where layers read parts of a text; register"
+                    " transformers' `sdpa_mask` for it (`AttentionMaskInterface.register`) if it takes such a mask."
+                )
+            implementation = "sdpa"
         return self.but(**{"made": self.kept(*kinds), "states": {}, "implementation": implementation, **changes})
 
     def but(self, **changes: Any) -> Call:

@@ -60,6 +60,8 @@ def refuse_unread(model_type: str, given: Mapping[str, Any], read: Iterable[str]
         valid = sorted({*read, *named} - {"kwargs", "self"})
         close = difflib.get_close_matches(name, [*valid, "output_attentions", "output_hidden_states"], n=1, cutoff=0.4)
         hint = f"did you mean `{close[0]}`?" if close else f"it takes {', '.join(valid)}."
+        if name in ("encoder_hidden_states", "encoder_attention_mask"):
+            hint = "build a decoder with `add_cross_attention=True` in its config."
         raise TypeError(f"No component of this {model_type!r} model reads the argument `{name}`; {hint}")
 
 

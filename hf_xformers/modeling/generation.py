@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
@@ -120,6 +121,12 @@ class GenerativeModel(LanguageModel, GenerationMixin):
                 f"attention {mechanism!r} keeps a state in place of keys, so that only the first step has"
                 " attention weights; pass `use_cache=False` for those of every step."
             )
+
+    def compute_transition_scores(self, sequences: Tensor, scores: Any, *args: Any, **kwargs: Any) -> Any:
+        # transformers finds a token's score by the config's `vocab_size`, and a head may predict fewer or other ids.
+        reader = SimpleNamespace(config=copy.copy(self.config))
+        reader.config.vocab_size = scores[0].shape[-1]
+        return GenerationMixin.compute_transition_scores(reader, sequences, scores, *args, **kwargs)
 
     def init_continuous_batching(
         self,

@@ -91,11 +91,16 @@ class XFormerForCausalLM(GenerativeModel):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         cache: Cache | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> outputs.XFormerCausalLMOutput:
         """labels: [B, T] like `input_ids` (the shift is inside, but with `labels_in_place`), -100 where there is no
         target; a text's first token is none where padding stands before it. logits: [B, T, V], or of the last
-        `logits_to_keep` positions."""
+        `logits_to_keep` positions. encoder_hidden_states: [B, M, D], with their encoder_attention_mask [B, M], what a
+        decoder built with `add_cross_attention` reads besides."""
+        memory = (("encoder_hidden_states", encoder_hidden_states), ("encoder_attention_mask", encoder_attention_mask))
+        kwargs.update((name, value) for name, value in memory if value is not None)
         count, shift_labels = kwargs.pop("num_items_in_batch", None), kwargs.pop("shift_labels", None)
         past_key_values = one_cache(past_key_values, cache)
         if "cu_seq_lens_k" in kwargs:  # a step of continuous batching
@@ -129,6 +134,7 @@ class XFormerForCausalLM(GenerativeModel):
             **{CACHE: getattr(base, CACHE)},
             hidden_states=base.hidden_states,
             attentions=base.attentions,
+            cross_attentions=base.cross_attentions,
             aux_losses=self.reported(base.aux_losses, loss),
             segment_memory=base.segment_memory,
             exit_layers=None if watch is None else watch.exit_layers(),

@@ -12,6 +12,7 @@ from transformers.utils import can_return_tuple
 from ..core import outputs
 from ..core.call import can_inspect
 from ..core.losses import per_target, step_share
+from ..embedding.frames import halved
 from ..modeling_base import XFormerPreTrainedModel, objects_for_heads
 from ..modeling_xformer import XFormerModel
 from ..ops.common.real_tokens import real_first
@@ -46,6 +47,11 @@ class XFormerSoundModel(XFormerModel):
         output = cast(Any, super().forward(inputs_embeds=embeds, attention_mask=mask, **kwargs))
         output.padding_mask = mask
         return output
+
+    def _get_feature_vector_attention_mask(self, length: int, attention_mask: Tensor) -> Tensor:
+        """Which of `length` states are of real frames, [B, length] boolean, as `SpeechEncoderDecoderModel` asks."""
+        states = halved(halved((attention_mask != 0).sum(-1, keepdim=True)))
+        return torch.arange(length, device=states.device) < states
 
 
 class XFormerForCTC(XFormerPreTrainedModel):

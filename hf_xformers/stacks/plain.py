@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..blocks.base import flattened
+from ..core.call import reads_pairs
 from ..core.components import register
 from ..core.hand_overs import HandOver
 from .base import Stack, StackSpec
@@ -40,7 +41,7 @@ class PlainStack(Stack):
             return
         if self.training or context.output_attentions or context.output_hidden_states or context.back_end:
             return
-        if context.implementation not in ("eager", "sdpa"):  # others make masks by the length of a cache
+        if not reads_pairs(context.implementation):  # others make masks by the length of a cache
             return
         if any(x is not None for x in (context.parts, context.unpadding, context.segment_ids)):
             return

@@ -11,9 +11,11 @@ from transformers.masking_utils import sdpa_mask
 
 from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerForMaskedLM, XFormerForSeq2SeqLM, XFormerModel
 from hf_xformers.attention import dense
+from hf_xformers.core import call
 from hf_xformers.ops.block_sparse import attention as block_sparse
 from tests.attention.references.table import softmax_attention
 from tests.attention.score_helpers import GEOMETRY, build_layers, make_context, run_layers, vectors
+from tests.common.cases import CASES
 from tests.helpers import close, make_strong, pad, tokens
 from tests.pretend_cuda import OnGPU, on_gpu, pretend_cuda
 
@@ -250,6 +252,23 @@ def test_a_function_of_ones_own_is_told_more(back_ends):
     found = model(ids, attention_mask=mask, number=5).logits
     close(found[mask.bool()], expected[mask.bool()])
     assert back_ends == [5]
+
+
+@pytest.mark.parametrize("registered", [True, False])
+@torch.no_grad()
+def test_a_function_of_ones_own_reads_parts_of_a_text(registered, back_ends, monkeypatch):
+    """Where a stack makes calls for words and sentences, as it does torch's; of masks by another name it is told."""
+    said = []
+    monkeypatch.setattr(call.logger, "warning_once", said.append)
+    if not registered:
+        del AttentionMaskInterface._global_mapping["own"]
+    case = next(case for case in CASES if str(case) == "xf_hi_transformer-encoder")
+    model, (ids, mask) = case.build(), pad([tokens(7), tokens(4, seed=1)], 7, "right")
+    expected = case.run(model, ids, mask)
+    model.set_attn_implementation("own")
+    close(case.run(model, ids, mask), expected)
+    assert bool(back_ends) is registered and bool(said) is not registered
+    AttentionMaskInterface.register("own", sdpa_mask)
 
 
 @pytest.mark.parametrize("kind", ["bias", "ones"])

@@ -3,7 +3,7 @@ and left out."""
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers.cache_utils import Cache, DynamicLayer
 
 from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerForSeq2SeqLM
 from hf_xformers.core.cache import RecurrentStateLayer
@@ -120,4 +120,4 @@ def test_other_caches_are_refused(name):
     model, side = build(KEPT[name][0])
     given = {f"{side}input_ids": tokens(1, 3, high=50), "input_ids": tokens(1, 3, high=50)}
     with pytest.raises(ValueError, match="make_cache"):
-        model(**given, past_key_values=DynamicCache(), use_cache=True)
+        model(**given, past_key_values=Cache(layer_class_to_replicate=DynamicLayer), use_cache=True)

@@ -254,3 +254,23 @@ def test_a_static_cache_refuses_padding_between_tokens():
         case.shared().generate(
             tokens(1, 7), attention_mask=mask, max_new_tokens=2, cache_implementation="static", pad_token_id=0
         )
+
+
+@pytest.mark.parametrize("name", ["xf_image_gpt-decoder", "modern-decoder", "modern-seq2seq"])
+@torch.no_grad()
+def test_scores_of_what_was_written(name):
+    """By transformers' `compute_transition_scores`, of heads with fewer or other ids than `vocab_size`, too."""
+    case = next(case for case in CASES if str(case) == name)
+    model = case.build(**({"decoder_vocab_size": 130} if case.shape == "seq2seq" else {}))
+    settings = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    asked = {"output_scores": True, "return_dict_in_generate": True}
+    written = model.generate(tokens(2, 5), **settings, **asked)
+    new = written.sequences[:, -4:]
+    for normalized in (False, True):
+        scores = [step.log_softmax(-1) if normalized else step for step in written.scores]
+        expected = torch.stack([step.gather(1, new[:, place, None])[:, 0] for place, step in enumerate(scores)], 1)
+        found = model.compute_transition_scores(written.sequences, written.scores, normalize_logits=normalized)
+        close(found, expected, 1e-5)
+    written = model.generate(tokens(2, 5), num_beams=3, length_penalty=0.0, **settings, **asked)
+    found = model.compute_transition_scores(written.sequences, written.scores, written.beam_indices)
+    close(found.sum(1), written.sequences_scores, 1e-5)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers.cache_utils import Cache, DynamicLayer
 
 from hf_xformers import XFormerConfig, XFormerForCausalLM, build_spec
 from hf_xformers.feedforward.dense import DenseFeedForward
@@ -103,10 +103,8 @@ def test_the_token_before_while_decoding(kind):
 
 def test_the_token_before_has_conditions():
     net, ids = model(hash="bigram"), ids_of(1, 4)
-    with pytest.raises(
-        ValueError, match="hashes pairs of tokens, and the given DynamicCache does not hold the last one"
-    ):
-        net(ids, past_key_values=DynamicCache(), use_cache=True)
+    with pytest.raises(ValueError, match="hashes pairs of tokens, and the given Cache does not hold the last one"):
+        net(ids, past_key_values=Cache(layer_class_to_replicate=DynamicLayer), use_cache=True)
 
 
 @pytest.mark.parametrize("kind", ["random", "balanced", "position"])

@@ -7,6 +7,7 @@ import gc
 
 import pytest
 import torch
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from hf_xformers.core.cache import cache_layers, make_cache
 from tests.common.cases import CASES, covering
@@ -49,6 +50,22 @@ def test_one_prefix_for_several_texts(case):
         found = model(endings, past_key_values=cache, use_cache=True).logits
         whole = torch.cat([prefix.expand(2, -1), endings], 1)
         close(found, model(whole, use_cache=False).logits[:, -3:])
+
+
+@each_state
+def test_turns_of_a_chat(case):
+    """As transformers' documentation keeps one: an empty cache of its own is given to one call after the other."""
+    model, text = case.shared(), tokens(1, 9)
+    name, source, cache = "input_ids", {}, DynamicCache(config=model.config)
+    if case.shape == "seq2seq":
+        name, cache = "decoder_input_ids", EncoderDecoderCache(DynamicCache(), DynamicCache())
+        source = {"encoder_outputs": model.get_encoder()(tokens(1, 6, seed=4))}
+    with torch.no_grad():
+        whole = model(**{name: text}, **source, use_cache=False).logits
+        for turn in (slice(0, 4), slice(4, 5), slice(5, 9)):
+            output = model(**{name: text[:, turn]}, **source, past_key_values=cache, use_cache=True)
+            close(output.logits, whole[:, turn])
+            assert output.past_key_values is cache and cache.get_seq_length() == turn.stop
 
 
 @each_state

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import Cache, DynamicLayer
 
 from hf_xformers import XFormerConfig, XFormerForCausalLM, XFormerForSeq2SeqLM, XFormerModel
 from hf_xformers.core.cache import make_cache
@@ -223,8 +223,8 @@ def test_other_caches():
     """A cache of keys and values has no place for the window, an assistant cannot be followed, and a static cache,
     whose point is a constant size, is this one."""
     net, ids = model(XFormerForCausalLM), tokens(1, 4)
-    with pytest.raises(ValueError, match="which a DynamicCache has no place for"):
-        net(ids, past_key_values=DynamicCache(), use_cache=True)
+    with pytest.raises(ValueError, match="which a Cache has no place for"):
+        net(ids, past_key_values=Cache(layer_class_to_replicate=DynamicLayer), use_cache=True)
     with pytest.raises(ValueError, match="cannot check drafted tokens"):
         net.generate(ids, prompt_lookup_num_tokens=2, max_new_tokens=3)
     settings = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}

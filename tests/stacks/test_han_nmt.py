@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import DynamicCache, EncoderDecoderCache
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderDecoderCache
 
 from hf_xformers import XFormerConfig, XFormerForSeq2SeqLM
 from hf_xformers.stacks.han_nmt import HierarchicalContext
@@ -190,8 +190,9 @@ def test_sentences_of_another_batch_are_refused():
     with pytest.raises(ValueError, match="does not belong to a batch of 2 texts"):
         net(input_ids=tokens(2, 6), labels=tokens(2, 3), context_input_ids=tokens(1, 2, 4))
     given = {"input_ids": tokens(2, 6), "decoder_input_ids": tokens(2, 3), **inputs("both")}
-    with pytest.raises(ValueError, match="sentences before .* which the given DynamicCache has no place for"):
-        build("both")(**given, past_key_values=EncoderDecoderCache(DynamicCache(), DynamicCache()))
+    with pytest.raises(ValueError, match="sentences before .* which the given Cache has no place for"):
+        plain = Cache(layer_class_to_replicate=DynamicLayer)
+        build("both")(**given, past_key_values=EncoderDecoderCache(plain, DynamicCache()))
     memory = net.model.trunk(input_ids=tokens(2, 6))
     with pytest.raises(ValueError, match="was not made with `context_input_ids`"):
         net(encoder_outputs=memory, labels=tokens(2, 3), context_input_ids=tokens(2, 2, 4))
