@@ -27,6 +27,11 @@ def enter_name(auto_class: Any, name: str) -> None:
     class_names(auto_class)[name] = name
 
 
+def enter_type(auto: str, model_class: Any) -> None:
+    """Puts the model type there as well, for a family whose models that write texts are all of one shape."""
+    class_names(getattr(transformers, auto))[model_class.config_class.model_type] = model_class.__name__
+
+
 def register_model(auto: str, config_class: Any, model_class: Any) -> None:
     """The Auto class named `auto` makes `model_class` of a `config_class`, unless another class of the family is
     registered there: transformers could not choose for a config without `architectures`."""

@@ -64,12 +64,12 @@ HOOKS: dict[str, str] = {
     "torch.nn.Module": "_buffers _load_from_state_dict _modules _parameters _save_to_state_dict",
     "transformers.PreTrainedConfig": "_attn_implementation",
     "transformers.OPTConfig": "_remove_final_layer_norm",
-    "transformers.PreTrainedModel": "_can_compile_fullgraph _can_record_outputs _ep_plan _fsdp_plan _init_weights"
-    " _initialize_weights _is_stateful _keep_in_fp32_modules_strict _no_split_modules _resolve_parallel_plans"
-    " _supports_attention_backend _supports_flash_attn _supports_flex_attn _supports_sdpa _tied_weights_keys _tp_plan"
-    " all_tied_weights_keys gather_sharded_state_dict_for_save get_expanded_tied_weights_keys init_parallel_plans"
-    " is_distributed_loading_by_transformers maybe_distribute_model prepare_distribute_model"
-    " supports_context_parallel",
+    "transformers.PreTrainedModel": "_adjust_missing_and_unexpected_keys _can_compile_fullgraph _can_record_outputs"
+    " _ep_plan _fsdp_plan _init_weights _initialize_weights _is_stateful _keep_in_fp32_modules_strict"
+    " _no_split_modules _resolve_parallel_plans _supports_attention_backend _supports_flash_attn _supports_flex_attn"
+    " _supports_sdpa _tied_weights_keys _tp_plan all_tied_weights_keys gather_sharded_state_dict_for_save"
+    " get_expanded_tied_weights_keys init_parallel_plans is_distributed_loading_by_transformers"
+    " maybe_distribute_model prepare_distribute_model supports_context_parallel",
     "transformers.GenerationMixin": "_expand_inputs_for_generation _get_candidate_generator"
     " _prepare_cache_for_generation _prepare_position_ids_for_generation _supports_default_dynamic_cache"
     " _validate_generation_mode _validate_model_kwargs generate_batch init_continuous_batching",
@@ -216,9 +216,16 @@ def project(linear: Any, states: Any) -> Any:
 
 
 def is_trls(forward: Any) -> bool:
-    """Whether it is the `forward` by which trl makes logits itself. The signature may be that of the one before."""
+    """Whether it is a `forward` by which trl makes logits itself, as of its fused head, whose signature may be that of
+    the one before, or of a distillation."""
     code = getattr(forward, "__code__", None)
-    return code is not None and "fused_lm_head" in code.co_varnames
+    redirects = getattr(forward, "__module__", None) == "trl.models.utils"
+    return code is not None and ("fused_lm_head" in code.co_varnames or redirects)
+
+
+def is_trls_product(forward: Any) -> bool:
+    """Whether it is the `forward` by which trl takes a head's product in float32 (`cast_lm_head_to_fp32`)."""
+    return getattr(forward, "__name__", None) == "cast_forward_to_fp32"
 
 
 def was_loaded(parameter: Any) -> bool:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .auto_classes import register_config, register_model
+from .auto_classes import enter_type, register_config, register_model
 from .configuration_xformer import XFormerConfig
 from .core.components import SLOTS, build_spec
 from .core.head_names import (
@@ -201,6 +201,8 @@ def make_family(
         if further is not None and head in further:
             register_model(further[head], config_class, made)
         family[head] = made
+    if family.get("ForSeq2SeqLM") and "ForCausalLM" not in heads:
+        enter_type("AutoModelForSeq2SeqLM", family["ForSeq2SeqLM"])
     module.update({prefix + head: made for head, made in family.items()})
     config_class.info = info
     config_class.__doc__ = _documented(config_class)

@@ -78,6 +78,11 @@ class XFormerModel(XFormerPreTrainedModel):
     def get_input_embeddings(self) -> Any:
         return end_for(self, self.trunk.get_input_embeddings())
 
+    @property
+    def embed_tokens(self) -> Any:
+        """The token table, where trl asks for it."""
+        return self.get_input_embeddings()
+
     def set_input_embeddings(self, value: nn.Module) -> None:
         self.trunk.set_input_embeddings(value)
         if self.decoder is not None and self.config.shares_token_table:

@@ -23,6 +23,9 @@ _COMMON = frozenset(TransformersKwargs.__annotations__) | {
     "assistant_tokenizer",
     # What sentence-transformers writes into the inputs that it has read, and gives again with them.
     *("token_embeddings", "sentence_embedding", "all_layer_embeddings", "scores", "causal_logits"),
+    *("token_weights_sum", "sentence_embedding_backbone", "sentence_embedding_encoded"),
+    *("sentence_embedding_encoded_4k", "auxiliary_embedding", "decoded_embedding_k", "decoded_embedding_4k"),
+    *("decoded_embedding_aux", "decoded_embedding_k_pre_bias"),
 }
 
 

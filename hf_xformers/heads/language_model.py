@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from ..compat import project
+from ..compat import is_trls_product, project
 from ..core.bounds import factor_or_flag
 from ..core.components import bounded, register
 from .base import HeadSpec, Logits
@@ -50,6 +50,24 @@ class LanguageModelHead(nn.Module):
         if self.from_zero and not config.tie_word_embeddings:
             init.zeros_(self.decoder.weight)
 
+    @property
+    def weight(self) -> nn.Parameter:
+        """W, where trl asks for it."""
+        return self.decoder.weight
+
+    @property
+    def bias(self) -> nn.Parameter | None:
+        """b, where trl asks for it."""
+        return self.decoder.bias
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # trl's `cast_lm_head_to_fp32` knows no scale and no cap.
+        super().__setattr__("product" if name == "forward" and is_trls_product(value) else name, value)
+
+    def product(self, hidden_states: Tensor) -> Tensor:
+        """[..., D] -> W h + b, [..., V]."""
+        return cast(Tensor, project(self.decoder, hidden_states))
+
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[..., D] -> [..., V]."""
         if self.dense is not None:
@@ -58,7 +76,7 @@ class LanguageModelHead(nn.Module):
             hidden_states = self.norm(self.activation(hidden_states))
         if self.scale is not None:
             hidden_states = hidden_states * self.scale
-        logits = project(self.decoder, hidden_states)
+        logits = self.product(hidden_states)
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
 
 
@@ -107,7 +125,8 @@ class LinearHeadSpec(HeadSpec):
     def logits(self, config: Any) -> Logits:
         scale = 1.0 if self.scale is False else config.hidden_size**-0.5 if self.scale is True else float(self.scale)
         plain = not self.bias and not self.unpredicted and self.cap is None
-        return Logits(scale, self.cap, plain, projects=True)
+        # Who projects the states themselves scales the sum with the bias.
+        return Logits(scale, self.cap, plain, projects=not self.bias or scale == 1.0)
 
     def build(self, config: Any, **where: Any) -> LanguageModelHead:
         scale = None if self.scale is False else self.logits(config).scale

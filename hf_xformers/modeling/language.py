@@ -73,6 +73,14 @@ class XFormerForCausalLM(GenerativeModel):
         super().__init__(self.shaped(config, is_decoder=True, is_encoder_decoder=False))
         self.model.trunk.reads_tokens_alone = True
 
+    def _adjust_missing_and_unexpected_keys(self, loading_info: Any) -> None:
+        if any(key.startswith("model.decoder.") for key in loading_info.unexpected_keys):
+            raise ValueError(
+                f"The checkpoint is an encoder-decoder, of which {type(self).__name__} would read the encoder as if it"
+                " were a decoder; load it with `AutoModelForSeq2SeqLM` (lm-eval: `backend='seq2seq'`)."
+            )
+        super()._adjust_missing_and_unexpected_keys(loading_info)
+
     def further_losses(self, states: Tensor, labels: Tensor, text: dict[str, Tensor | None]) -> dict[str, Tensor]:
         """Auxiliary losses of this head besides those of the model under it, by name. states: [B, T, D], the last
         ones; labels: [B, T]; text: `input_ids`, `inputs_embeds`, `attention_mask` and `position_ids`."""

@@ -87,7 +87,7 @@ def template(head: str) -> str:
     return "bos" if head == "ForCausalLM" else "cls_sep"
 
 
-def build(name: str, head: str, **changes: Any) -> PreTrainedModel:
+def build(name: str, head: str, /, **changes: Any) -> PreTrainedModel:
     """A tiny model whose vocabulary and special tokens are the tokenizer's, always with the same parameters."""
     words = tokenizer(template(head))
     ids = {f"{role}_token_id": getattr(words, f"{role}_token_id") for role in ("pad", "bos", "eos")}

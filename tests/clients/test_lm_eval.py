@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from tests.clients.checkpoints import CAUSAL, build, met, tokenizer
+from tests.clients.checkpoints import CAUSAL, build, met, save, tokenizer
 
 pytest.importorskip("lm_eval")
 
@@ -41,3 +41,24 @@ def test_requests(name):
         [Instance("loglikelihood_rolling", {}, ("the cat sat",), 0)], disable_tqdm=True
     )
     assert torch.isfinite(torch.tensor(rolling)).all()
+
+
+@pytest.mark.parametrize("name", ["xf_t5", "xf_bart"])
+def test_encoder_decoders(name, tmp_path):
+    """lm-eval goes by the model type, and takes what it does not know for a decoder: that would have the encoder's
+    weights. A type of encoder-decoders alone is known."""
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    folder, settings = save(build(name, "ForSeq2SeqLM"), "ForSeq2SeqLM", tmp_path), {}
+    if name == "xf_bart":
+        with pytest.raises(ValueError, match="is an encoder-decoder, .* `AutoModelForSeq2SeqLM`"):
+            HFLM(pretrained=folder, device="cpu")
+        settings = {"backend": "seq2seq"}
+    client = HFLM(pretrained=folder, device="cpu", batch_size=3, **settings)
+    asked = [Instance("loglikelihood", {}, pair, index) for index, pair in enumerate(PAIRS)]
+    for pair, (total, _) in zip(PAIRS, client.loglikelihood(asked, disable_tqdm=True)):
+        context, continuation = map(torch.tensor, client._encode_pair(*pair))
+        with torch.no_grad():
+            scores = client.model(context[None], labels=continuation[None]).logits[0].log_softmax(-1)
+        assert total == pytest.approx(scores.gather(1, continuation[:, None]).sum().item(), abs=1e-3)

@@ -56,10 +56,14 @@ def test_training(tmp_path):
     assert all(value.isfinite().all() for value in encoder.state_dict().values() if value.is_floating_point())
 
 
-def test_features_given_again(tmp_path):
+@pytest.mark.parametrize("sparse", [False, True])
+def test_features_given_again(sparse, tmp_path):
     """A module writes what it has made into the features, which losses of two models and loops of one's own give
     again."""
-    encoder = embedder(save(build("xf_bert", "Model"), "Model", tmp_path))
+    folder = save(build("xf_bert", "Model"), "Model", tmp_path)
+    encoder = sentence_transformers.SparseEncoder(folder, device="cpu") if sparse else embedder(folder)
+    if sparse:
+        encoder[2].k = encoder[2].k_aux = 4
     features = encoder.preprocess(TEXTS)
     first = encoder(features)["sentence_embedding"]
     assert {"token_embeddings", "sentence_embedding"} <= features.keys()

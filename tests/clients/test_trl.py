@@ -76,8 +76,43 @@ def test_padding_free_equals_padded(tmp_path):
     assert losses[0] == pytest.approx(losses[1], abs=1e-4)
 
 
-@pytest.mark.parametrize("name", ["xf_longformer", "xf_scale_norm"])
-def test_heads_that_trl_leaves_out(name):
-    """With a transform, or vectors of unit length, its losses would be another model's."""
+SCALED = {"head": {"type": "linear", "scale": 0.5, "bias": True}}
+
+
+@pytest.mark.parametrize("name, fields", [("xf_longformer", {}), ("xf_scale_norm", {}), ("xf_gpt2", SCALED)])
+def test_heads_that_trl_leaves_out(name, fields):
+    """With a transform, vectors of unit length or a bias that is not scaled, its losses would be another model's."""
+    model = build(name, "ForCausalLM", **fields)
     with pytest.raises(ValueError, match="trl makes logits .* does more; train with transformers' Trainer"):
-        trl.trainer.utils.add_fused_lm_head(build(name, "ForCausalLM"))
+        trl.trainer.utils.add_fused_lm_head(model)
+    with pytest.raises(ValueError, match="trl makes logits .* does more; train with transformers' Trainer"):
+        trl.models.utils._ForwardRedirection()(model, model, lambda: None)  # of distillations
+
+
+@pytest.mark.parametrize("head", ["linear", {"type": "linear", "scale": 0.5, "cap": 3.0}])
+def test_head_in_float32(head, tmp_path):
+    """`cast_lm_head_to_fp32`: what is trained, and written with, is the model with a head in float32."""
+    model = build("xf_gpt2", "ForCausalLM", head=head).bfloat16()
+    trainer = trl.GRPOTrainer(
+        model=save(model, "ForCausalLM", tmp_path / "model"),
+        reward_funcs=lambda completions, **_: [float(len(text)) for text in completions],
+        args=trl.GRPOConfig(
+            str(tmp_path / "run"),
+            model_init_kwargs={"dtype": "bfloat16"},
+            cast_lm_head_to_fp32=True,
+            per_device_train_batch_size=2,
+            num_generations=2,
+            use_cpu=True,
+            bf16=False,
+        ),
+        train_dataset=Dataset.from_dict({"prompt": TEXTS}),
+        processing_class=tokenizer("bos"),
+    )
+    ids = tokenizer("bos")(TEXTS[:1], return_tensors="pt").input_ids
+    with torch.no_grad():
+        states = model.model(ids).last_hidden_state
+        expected = model.lm_head.float()(states.float())
+        found = trainer.model(ids).logits
+        fused = trainer.model(ids, labels=ids, fused_lm_head=True).log_probs
+    torch.testing.assert_close(found, expected, atol=1e-2, rtol=1e-2)
+    torch.testing.assert_close(fused[0], found[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0])
