@@ -78,11 +78,6 @@ class XFormerModel(XFormerPreTrainedModel):
     def get_input_embeddings(self) -> Any:
         return end_for(self, self.trunk.get_input_embeddings())
 
-    @property
-    def embed_tokens(self) -> Any:
-        """The token table, where trl asks for it."""
-        return self.get_input_embeddings()
-
     def set_input_embeddings(self, value: nn.Module) -> None:
         self.trunk.set_input_embeddings(value)
         if self.decoder is not None and self.config.shares_token_table:
@@ -90,7 +85,7 @@ class XFormerModel(XFormerPreTrainedModel):
 
     @property
     def embed_tokens(self) -> Any:
-        """The token table by Llama's name, to which models of images and text tie their output."""
+        """The token table by Llama's name, which trl and models of images and text ask for."""
         return self.get_input_embeddings()
 
     def further_inputs(self) -> tuple[str, ...]:
