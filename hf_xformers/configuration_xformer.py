@@ -428,8 +428,7 @@ class XFormerConfig(PreTrainedConfig):
 
     def to_dict(self) -> dict[str, Any]:
         fields = self._plain_fields(super().to_dict())
-        # Absent rather than None where that says the same: generic code (peft's prefix tuning) multiplies by what it
-        # finds.
+        # Absent rather than None where that says the same: peft's prefix tuning multiplies by what it finds.
         for name in ("num_key_value_heads", "head_dim"):
             if fields.get(name, 0) is None and type(self).__dataclass_fields__[name].default is None:
                 del fields[name]
