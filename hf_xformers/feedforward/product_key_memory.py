@@ -162,10 +162,11 @@ class ProductKeyMemory(FeedForward):
         """[N, D] -> [N, H, 2, d / 2]."""
         query = self.query_proj(tokens)
         shape = (tokens.shape[0], self.num_heads, 2, -1)
-        if isinstance(self.query_norm, TokenBatchNorm):
+        if self.query_norm is None:
+            return query.view(shape)
+        if self.spec.query_norm == "batch":
             return self.query_norm(query, real).view(shape)
-        query = query.view(shape)
-        return query if self.query_norm is None else self.query_norm(query)
+        return self.query_norm(query.view(shape))
 
     def best_slots(self, query: Tensor) -> tuple[Tensor, Tensor]:
         """[N, H, 2, d / 2] -> scores [N, H, k], highest first, and their slots."""

@@ -17,6 +17,7 @@ from ..core.losses import step_share, token_cross_entropy
 from ..core.whole_modules import end_for
 from ..modeling_base import XFormerPreTrainedModel
 from ..modeling_xformer import XFormerModel
+from .told_adapters import check_saved_names
 
 
 class LanguageModel(XFormerPreTrainedModel):
@@ -51,6 +52,8 @@ class LanguageModel(XFormerPreTrainedModel):
                     " head='linear'."
                 )
         super().__setattr__(name, value)
+        if name == "peft_config":
+            check_saved_names(self, value)
 
     def init_parallel_plans(self) -> None:
         super().init_parallel_plans()

@@ -131,7 +131,8 @@ class FloaterPosition(Float32Module, Position):
 
     def biases(self, length: int, trusted: bool = False) -> Tensor:
         """[length, 3, layers, D]; trusted: what was kept is known to be that of these parameters."""
-        if torch.is_grad_enabled() or torch.compiler.is_compiling() or not self.dynamics.is_plain:
+        plain = isinstance(self.dynamics, FloaterDynamics) and self.dynamics.is_plain  # no wrapper of peft's
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or not plain:
             return self._solve(length)
         now = [parameter.detach() for parameter in parameters_of(self)]
         if self._kept is None or self._kept[1].shape[0] < length or not (trusted or _same(self._kept[0], now)):

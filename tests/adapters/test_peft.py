@@ -250,6 +250,52 @@ def test_what_a_checkpoint_lacks_is_named(tmp_path, caplog):
         close(loaded(input_ids=ids).logits, changed(input_ids=ids).logits, 1e-6)
 
 
+def test_an_adapter_on_the_classifier_itself_loads(tmp_path):
+    """It has no task of peft's, under which the classifier would be trained in whole."""
+    kind, head = config_class("bert"), family("bert")["ForTokenClassification"]
+    head(kind(**tiny_fields(kind))).save_pretrained(tmp_path / "base")
+    config = peft.LoraConfig(target_modules="all-linear", init_lora_weights=False)
+    changed = peft.get_peft_model(head.from_pretrained(tmp_path / "base"), config).eval()
+    changed.save_pretrained(tmp_path / "adapter")
+    loaded = peft.PeftModel.from_pretrained(head.from_pretrained(tmp_path / "base"), tmp_path / "adapter").eval()
+    with torch.no_grad():
+        close(loaded(input_ids=tokens(2, 7)).logits, changed(input_ids=tokens(2, 7)).logits, 1e-6)
+
+
+@pytest.mark.parametrize("name", ["xf_gpt2-decoder", "xf_longformer-encoder"])
+def test_names_to_save_that_no_module_has_are_told(name, caplog):
+    names = ["embed_tokens", "lm_head"]  # as in Llama
+    peft.get_peft_model(BY_NAME[name].build(), peft.LoraConfig(modules_to_save=names))
+    assert "has ['embed_tokens'], which no module" in caplog.text and "'embedding.tokens'" in caplog.text
+    caplog.clear()
+    changed = peft.get_peft_model(BY_NAME[name].build(), peft.LoraConfig(modules_to_save=["embedding.tokens"]))
+    assert changed.get_input_embeddings().weight.requires_grad and not caplog.text
+
+
+@pytest.mark.parametrize("name, part", [("xf_floater", "dynamics"), ("xf_product_key_memory", "query_norm")])
+@torch.no_grad()
+def test_a_part_that_is_trained_in_whole(name, part):
+    case, ids = BY_NAME[f"{name}-encoder"], tokens(2, 7)
+    model = case.build()
+    before = case.run(model, ids)
+    changed = peft.get_peft_model(model, peft.LoraConfig(modules_to_save=[part])).double().eval()
+    close(case.run(changed, ids), before)
+    for key, parameter in changed.named_parameters():
+        if "modules_to_save" in key:
+            parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    assert (case.run(changed, ids) - before).abs().max() > 1e-3
+    with changed.disable_adapter():
+        close(case.run(changed, ids), before)
+
+
+def test_names_to_save_of_a_module_and_a_part_of_it_are_refused():
+    """peft would save both and load neither."""
+    case = BY_NAME["xf_complex_order-encoder"]
+    with pytest.raises(ValueError, match="write 'attention_residual.norm'"):
+        peft.get_peft_model(case.build(), peft.LoraConfig(modules_to_save=["norm"]))
+    peft.get_peft_model(case.build(), peft.LoraConfig(modules_to_save=["attention_residual.norm"]))
+
+
 def test_other_methods_know_a_family_without_queries():
     changed = peft.get_peft_model(BY_NAME["xf_average_attention-decoder"].build(), peft.LoHaConfig())
     assert changed.targeted_module_names
