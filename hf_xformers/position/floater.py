@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from ..compat import parameters_of
 from ..core.call import Call
 from ..core.components import bounded, register
 from ..core.linear_maps import is_plain_linear
@@ -134,7 +133,7 @@ class FloaterPosition(Float32Module, Position):
         plain = isinstance(self.dynamics, FloaterDynamics) and self.dynamics.is_plain  # no wrapper of peft's
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or not plain:
             return self._solve(length)
-        now = [parameter.detach() for parameter in parameters_of(self)]
+        now = [parameter.detach() for parameter in self.parameters()]
         if self._kept is None or self._kept[1].shape[0] < length or not (trusted or _same(self._kept[0], now)):
             self._kept = [parameter.clone() for parameter in now], self._solve(max(length, 2 * SEGMENT))
         return self._kept[1][:length]

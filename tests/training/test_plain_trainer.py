@@ -158,7 +158,6 @@ REPLICAS = [
     ("xf_compressive_transformer", "ForCausalLM", COMPRESSES),
     ("xf_compressive_transformer", "ForCausalLM", {}),
     ("xf_complex_order", "ForMaskedLM", {}),
-    ("xf_floater", "ForMaskedLM", {}),
 ]
 
 
