@@ -127,7 +127,7 @@ class XFormerPreTrainedModel(PreTrainedModel):
         # What components of this model read besides: a mix, or a family with other components than its own.
         further = dict.fromkeys(name for model in models for name in model.further_inputs())
         if further.keys() - set(inspect.signature(type(self).forward).parameters):
-            type(self).forward = naming(type(self).forward, further)  # type: ignore[method-assign]
+            type(self).forward = naming(type(self).forward, further)
 
     def further_inputs(self) -> tuple[str, ...]:
         """Names of inputs besides those that `forward` names, which components of this model read."""

@@ -51,12 +51,12 @@ class LanguageModelHead(nn.Module):
             init.zeros_(self.decoder.weight)
 
     @property
-    def weight(self) -> nn.Parameter:
+    def weight(self) -> Tensor:
         """W, where trl asks for it."""
         return self.decoder.weight
 
     @property
-    def bias(self) -> nn.Parameter | None:
+    def bias(self) -> Tensor | None:
         """b, where trl asks for it."""
         return self.decoder.bias
 
