@@ -1,20 +1,22 @@
 """Every variant that models text, pretrained alike: its held-out loss at equal steps and at equal time.
 
-HF_HUB_OFFLINE=1 python benchmarks/pretraining.py [--only xf_luna,xf_gpt2/rotary] [--rates] [--minutes 60]
+HF_HUB_OFFLINE=1 python benchmarks/pretraining.py [--only xf_luna,xf_gpt2/rotary] [--minutes 60]
 HF_HUB_OFFLINE=1 python benchmarks/pretraining.py --time
 
 Each variant is trained by `hf-xformers pretrain` on the documentation of Python's standard library, as a decoder, else
 by masked LM, else by span corruption. The dense models that they are compared with are GPT-2, BERT and T5, the former
 two with other positions as well (`xf_gpt2/rotary`), which are worth more than most mechanisms. What is not in
-`results/pretraining.json` is trained, most wanted first; what is there stays, an interrupted run continues, and
-several may run at once. `--rates` tries the other learning rates with the first seed before further seeds are trained
-with the best. `--time` measures a training step of each next to the dense model's; nothing else may run then.
+`results/pretraining.json` is trained: all once, then with the next higher and lower learning rates until both
+neighbors of the best are worse, then the other seeds with the best. What is there stays, an interrupted run
+continues, and several may run at once if each has its own `--only`. `--time` measures a training step of each next to
+the dense model's; nothing else may run then.
 """
 
 from __future__ import annotations
 
 import argparse
 import fcntl
+import functools
 import itertools
 import json
 import math
@@ -39,7 +41,7 @@ from hf_xformers.variants import config_class, model_types
 PATH = Path(__file__).parent / "results" / "pretraining.json"
 STEPS, ROWS, LENGTH = 600, 16, 64
 SEEDS = (0, 1, 2)
-RATES = (0.003, 0.001, 0.01)  # the first is everyone's until the others are tried
+RATES, FIRST_RATE = (0.001, 0.003, 0.01, 0.03), 0.003
 SHORTER_AND_LONGER = (150, 300, 1200, 2400)  # steps of dense models, for what they reach in another's time
 SIZES = {
     "vocab_size": 512,
@@ -100,7 +102,8 @@ BASELINES = [
 ]
 CLEAR = 0.1  # nats below the loss of token frequencies, at least
 COLUMNS = [
-    *("variant", "architecture", "position", "loss", "spread", "dense loss", "dense, at equal time", "time ratio"),
+    *("variant", "architecture", "position", "loss", "spread", "dense loss"),
+    *("dense, at equal time", "rotary, at equal time", "time ratio"),
     *("token frequencies", "accuracy", "dense accuracy", "parameters", "state", "residual paths", "settings"),
     *("learning rate", "rates tried", "seeds", "others busy"),
 ]
@@ -199,25 +202,36 @@ def keep(notes: dict[str, Callable[[dict[str, Any]], None]]) -> None:
 
 def best_rate(found: dict[str, Any]) -> str:
     """The learning rate whose first seed has the lowest loss."""
-    return min(found["losses"], key=lambda rate: found["losses"][rate][0], default=str(RATES[0]))
+    return min(found["losses"], key=lambda rate: found["losses"][rate][0], default=str(FIRST_RATE))
 
 
-def wanted(rates: bool) -> list[tuple[str, float, int, int]]:
-    """Key, rate, seed and steps of the runs that are missing: first all once, then rates and steps, then seeds."""
+def next_rates(found: dict[str, Any]) -> list[float]:
+    """What is left to try near the best learning rate of those tried: a higher one, a lower one."""
+    if not found["losses"]:
+        return [FIRST_RATE]
+    best = RATES.index(float(best_rate(found)))
+    neighbors = [*RATES[best + 1 : best + 2], *RATES[max(best - 1, 0) : best]]
+    return [rate for rate in neighbors if str(rate) not in found["losses"]]
+
+
+def wanted() -> list[tuple[str, float, int, int]]:
+    """Key, rate, seed and steps of the runs that are missing: all once, higher rates, lower ones, steps, seeds."""
     runs = stored()
     found: list[tuple[int, tuple[str, float, int, int]]] = []
     for key in keys():
         known = runs.get(key, {"losses": {}})
         if "failed" in known:
             continue
-        tried = [rate for rate in (RATES if rates else RATES[:1]) if str(rate) not in known["losses"]]
-        found += [(int(rate != RATES[0]), (key, rate, SEEDS[0], STEPS)) for rate in tried]
-        best = best_rate(known)
-        seeds = SEEDS[max(len(known["losses"].get(best, [])), 1) :]
-        found += [(2, (key, float(best), seed, STEPS)) for seed in seeds]
+        best, rates = best_rate(known), next_rates(known)
+        if rates:
+            first, higher = not known["losses"], rates[0] > float(best)
+            found.append((0 if first else 1 if higher else 2, (key, rates[0], SEEDS[0], STEPS)))
+            continue
         if key in BASELINES:
-            steps = [count for count in SHORTER_AND_LONGER if str(count) not in known.get("by steps", {})]
-            found += [(1, (key, float(best), SEEDS[0], count)) for count in steps]
+            stands = known.get("by steps", {}).get(best, {})
+            counts = [count for count in SHORTER_AND_LONGER if str(count) not in stands]
+            found += [(3, (key, float(best), SEEDS[0], count)) for count in counts]
+        found += [(4, (key, float(best), seed, STEPS)) for seed in SEEDS[len(known["losses"][best]) :]]
     return [run for _, run in sorted(found, key=lambda entry: entry[0])]
 
 
@@ -233,7 +247,7 @@ def add_run(key: str, rate: float, seed: int, steps: int) -> None:
     def note(found: dict[str, Any]) -> None:
         found |= {"baseline": report["eval_baseline_loss"], "baseline accuracy": report["eval_baseline_accuracy"]}
         if steps != STEPS:
-            found.setdefault("by steps", {})[str(steps)] = report["eval_loss"]
+            found.setdefault("by steps", {}).setdefault(str(rate), {})[str(steps)] = report["eval_loss"]
             return
         for name, value in (("losses", report["eval_loss"]), ("accuracies", report["eval_accuracy"])):
             known = found[name].setdefault(str(rate), [])
@@ -281,13 +295,21 @@ def dense_key(key: str, runs: dict[str, dict[str, Any]]) -> str:
     return f"{learned}/{kind}" if f"{learned}/{kind}" in runs else learned
 
 
-def measure(key: str, dense: Callable[[], None], rounds: int = 5) -> dict[str, Any]:
-    """Time of a step by that of the dense model, parameters, and numbers that generation keeps of a row."""
+def rotary_key(key: str) -> str | None:
+    """The dense model with the same objective and rotary positions, as models of today have them."""
+    rotary = f"{DENSE[objective_of(key)]}/rotary"
+    return rotary if rotary in BASELINES else None
+
+
+def measure(key: str, dense: dict[str, Callable[[], None]], rounds: int = 5) -> dict[str, Any]:
+    """Time of a step by those of dense models, parameters, and numbers that generation keeps of a row."""
     model = model_of(key)
-    seconds = interleaved_seconds({"dense": dense, "own": step_of(model)}, rounds)
-    pairs = zip(seconds["own"], seconds["dense"], strict=True)
-    found: dict[str, Any] = {"time ratio": statistics.median(own / other for own, other in pairs)}
-    found |= {"others busy": seconds.others_busy, "parameters": sum(part.numel() for part in model.parameters())}
+    seconds = interleaved_seconds({**dense, "own": step_of(model)}, rounds)
+    found: dict[str, Any] = {"others busy": seconds.others_busy}
+    for name in dense:
+        pairs = zip(seconds["own"], seconds[name], strict=True)
+        found[name] = statistics.median(own / other for own, other in pairs)
+    found["parameters"] = sum(part.numel() for part in model.parameters())
     if objective_of(key) == "clm":
         found["state"] = state_size(model, torch.randint(5, SIZES["vocab_size"], (1, LENGTH)))
     print(f"{key}: {found['time ratio']:.2f}", flush=True)
@@ -298,19 +320,33 @@ def measure_all(chosen: list[str]) -> None:
     """Measures what was trained and not yet measured alone."""
     torch.set_num_threads(1)
     runs = stored()
-    left = [key for key in chosen if key in runs and runs[key].get("others busy", math.inf) > 0.2]
-    dense = {name: step_of(model_of(name)) for name in {dense_key(key, runs) for key in left}}
-    found = {key: measure(key, dense[dense_key(key, runs)]) for key in left if runs[key]["losses"]}
-    keep({key: lambda known, new=new: known.update(new) for key, new in found.items()})
+    left = [key for key in chosen if key in runs and runs[key]["losses"] and runs[key].get("others busy", 1) > 0.2]
+    steps = functools.cache(lambda name: step_of(model_of(name)))
+    for key in left:
+        dense = {"time ratio": dense_key(key, runs), "rotary ratio": rotary_key(key)}
+        new = measure(key, {name: steps(other) for name, other in dense.items() if other})
+        keep({key: lambda known, new=new: known.update(new)})
 
 
-def at_equal_time(dense: dict[str, Any], ratio: float | None) -> float | None:
+def compared_rate(key: str, runs: dict[str, dict[str, Any]]) -> str:
+    """The best learning rate; the first one for all of an architecture until each has its best."""
+    alike = [runs.get(other, {"losses": {}}) for other in keys() if objective_of(other) == objective_of(key)]
+    found = all("failed" in other or not next_rates(other) for other in alike)
+    return best_rate(runs[key]) if found else str(FIRST_RATE)
+
+
+def losses_by_steps(key: str, runs: dict[str, dict[str, Any]]) -> dict[int, float]:
+    """Steps -> loss of a dense model, for as many as it was trained for."""
+    dense, rate = runs[key], compared_rate(key, runs)
+    points = {int(steps): loss for steps, loss in dense.get("by steps", {}).get(rate, {}).items()}
+    return dict(sorted({**points, STEPS: statistics.fmean(dense["losses"][rate])}.items()))
+
+
+def at_equal_time(points: dict[int, float], ratio: float | None) -> float | None:
     """The loss that a dense model reaches when it is trained for as long as a variant that takes `ratio` of its time:
-    between its runs with fewer and more steps, linear in the logarithm of steps; None beyond them."""
-    points = {int(steps): loss for steps, loss in dense.get("by steps", {}).items()}
-    points[STEPS] = statistics.fmean(dense["losses"][best_rate(dense)])
+    between its runs (points: steps -> loss), linear in the logarithm of steps; None beyond them."""
     steps = STEPS * (ratio or 0)
-    for low, high in itertools.pairwise(sorted(points)):
+    for low, high in itertools.pairwise(points):
         if low <= steps <= high:
             share = math.log(steps / low) / math.log(high / low)
             return points[low] + (points[high] - points[low]) * share
@@ -321,9 +357,9 @@ def at_equal_time(dense: dict[str, Any], ratio: float | None) -> float | None:
 
 
 def row_of(key: str, runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    found, dense, name = runs[key], runs[dense_key(key, runs)], key.split("/")[0]
-    rate, of_dense, given = best_rate(found), best_rate(dense), fields(key)
-    losses = found["losses"][rate]
+    found, partner, name, given = runs[key], dense_key(key, runs), key.split("/")[0], fields(key)
+    dense, rate, of_dense = runs[partner], compared_rate(key, runs), compared_rate(partner, runs)
+    losses, rotary = found["losses"][rate], rotary_key(key)
     own = config_class(name)().to_dict()
     row = {
         **{
@@ -334,7 +370,10 @@ def row_of(key: str, runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
         "loss": statistics.fmean(losses),
         "spread": max(losses) - min(losses) if len(losses) > 1 else None,
         "dense loss": statistics.fmean(dense["losses"][of_dense]),
-        "dense, at equal time": at_equal_time(dense, found.get("time ratio")),
+        "dense, at equal time": at_equal_time(losses_by_steps(partner, runs), found.get("time ratio")),
+        "rotary, at equal time": at_equal_time(
+            losses_by_steps(rotary, runs) if rotary in runs else {}, found.get("rotary ratio")
+        ),
         "token frequencies": found["baseline"],
         "accuracy": statistics.fmean(found["accuracies"][rate]),
         "dense accuracy": statistics.fmean(dense["accuracies"][of_dense]),
@@ -350,10 +389,8 @@ def by_steps(runs: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """Losses of dense models that were trained for fewer and more steps."""
     rows = []
     for key in (key for key in BASELINES if "by steps" in runs.get(key, {})):
-        losses = {int(steps): loss for steps, loss in runs[key]["by steps"].items()}
-        losses[STEPS] = statistics.fmean(runs[key]["losses"][best_rate(runs[key])])
         named = {"variant": key.split("/")[0], "position": row_of(key, runs)["position"]}
-        rows.append(named | {f"{steps:,} steps": losses[steps] for steps in sorted(losses)})
+        rows.append(named | {f"{steps:,} steps": loss for steps, loss in losses_by_steps(key, runs).items()})
     return rows
 
 
@@ -366,7 +403,7 @@ def write(runs: dict[str, dict[str, Any]]) -> None:
     order = list(ARCHITECTURES.values())
     rows.sort(key=lambda row: (order.index(row["architecture"]), row["loss"], row["variant"]))
     failed = [key for key, found in runs.items() if "failed" in found and not found["losses"]]
-    rates, counts = (", ".join(map(str, sorted(each))) for each in (RATES, (*SHORTER_AND_LONGER, STEPS)))
+    rates, counts = (", ".join(map(str, each)) for each in (RATES, sorted({*SHORTER_AND_LONGER, STEPS})))
     note = (
         "Held-out loss (nats per target, lower is better) of small models, alike: two layers of width 64,"
         f" {STEPS} steps of {ROWS} rows of {LENGTH} tokens, a vocabulary of 512, the documentation of Python's"
@@ -374,11 +411,13 @@ def write(runs: dict[str, dict[str, Any]]) -> None:
         " about a quarter of a row (`settings`). Variants with a causal decoder learn to continue texts, others fill"
         " masks, or spans where they have two stacks.\n\n"
         "`loss` is a mean over `seeds`, which set weights and order of rows; `spread`: the largest less the smallest."
-        f" `learning rate`: the best for the first seed of as many of {rates} as `rates tried` says. `dense loss`:"
+        f" `learning rate`: {FIRST_RATE} for all of an architecture until each has the best of {rates} for the first"
+        " seed, whose neighbors are worse; `rates tried`: how many of them were. `dense loss`:"
         " dense attention with the same position (GPT-2, BERT or T5; where the variant has a position of its own, with"
         " theirs), which stand in the table as well. `time ratio`: processor time of a training step by that dense"
         " model's. `dense, at equal time`: what it reaches when it is trained for as long, between runs of"
-        f" {counts} steps, each with its own schedule; blank beyond them. `state`: numbers that a decoder keeps of a"
+        f" {counts} steps, each with its own schedule; blank beyond them. `rotary, at equal time`: the same of dense"
+        " attention with rotary positions, as models of today have them. `state`: numbers that a decoder keeps of a"
         " row for generation. What small models learn in little time from short rows says nothing of long memories,"
         " nor of savings on length."
     )
@@ -397,7 +436,6 @@ def write(runs: dict[str, dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="model types, a position behind a slash, separated by commas")
-    parser.add_argument("--rates", action="store_true", help=f"try learning rates {RATES[1:]} as well")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run after so many")
     parser.add_argument("--time", action="store_true", help="measure steps that were not measured; trains nothing")
     arguments = parser.parse_args()
@@ -407,7 +445,7 @@ def main() -> None:
     end = time.monotonic() + 60 * arguments.minutes
     done: set[tuple[str, float, int, int]] = set()
     while time.monotonic() < end:
-        left = [run for run in wanted(arguments.rates) if run[0] in chosen and run not in done]
+        left = [run for run in wanted() if run[0] in chosen and run not in done]
         if not left:
             return
         done.add(left[0])

@@ -206,7 +206,11 @@ PLANS: dict[str, list[Plan]] = {
         Plan(
             "dots",
             ("variant", "position"),
-            {"loss": "variant", "dense loss": "dense, equal steps", "dense, at equal time": "dense, equal time"},
+            {
+                "loss": "variant",
+                "dense, at equal time": "dense, equal time",
+                "rotary, at equal time": "dense and rotary, equal time",
+            },
             axis="held-out loss, nats per token",
             group=("architecture",),
         )
