@@ -160,8 +160,8 @@ class XFormerPreTrainedModel(PreTrainedModel):
         if new_num_position_embeddings != most:
             raise ValueError(
                 f"This {self.config.model_type!r} model is made for texts of {most} tokens (`max_position_embeddings`)"
-                f" and stays so; write one for {new_num_position_embeddings} by `hf-xformers convert SOURCE TARGET"
-                f" --max_length {new_num_position_embeddings}`."
+                " and stays so; write one for longer texts by `hf-xformers convert --from FOLDER --to FOLDER"
+                f" --max-length {new_num_position_embeddings}`."
             )
 
     def why_not_resized(self) -> str:

@@ -343,5 +343,5 @@ def test_positions_keep_their_number():
     """transformers' `run_summarization.py` asks for more where texts are longer."""
     model = XFormerForSeq2SeqLM(XFormerConfig(**SMALL))
     model.resize_position_embeddings(512)
-    with pytest.raises(ValueError, match="texts of 512 tokens .* --max_length 1024"):
+    with pytest.raises(ValueError, match="texts of 512 tokens .* --max-length 1024"):
         model.resize_position_embeddings(1024)
