@@ -188,3 +188,10 @@ def test_replicas_learn_as_the_model_does(name, head, changes, monkeypatch):
 
 def broadcast(tensors, devices, detach=False):
     return [[tensor if detach else tensor * 1 for tensor in tensors] for _ in devices]
+
+
+def test_an_encoder_decoder_that_classifies_predicts_logits_alone(tmp_path):
+    data = list(labelled("ForSequenceClassification"))
+    model = made("xf_t5", "ForSequenceClassification")
+    predictions = Trainer(model=model, args=quiet(tmp_path)).predict(data).predictions
+    assert predictions.shape == (4, model.config.num_labels)  # and no tuple with the encoder's states
