@@ -124,7 +124,7 @@ class GenerativeModel(LanguageModel, GenerationMixin):
 
     def compute_transition_scores(self, sequences: Tensor, scores: Any, *args: Any, **kwargs: Any) -> Any:
         # transformers finds a token's score by the config's `vocab_size`, and a head may predict fewer or other ids.
-        reader = SimpleNamespace(config=copy.copy(self.config))
+        reader: Any = SimpleNamespace(config=copy.copy(self.config))
         reader.config.vocab_size = scores[0].shape[-1]
         return GenerationMixin.compute_transition_scores(reader, sequences, scores, *args, **kwargs)
 
