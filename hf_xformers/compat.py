@@ -199,6 +199,34 @@ def under_adapter(module: Any) -> Any:
     return module.get_base_layer() if hasattr(module, "get_base_layer") else None
 
 
+def check_saved_names(model: Any, adapters: dict[str, Any]) -> None:
+    """Looks at `modules_to_save`: names that no module has, which peft passes over without a word, are reported.
+
+    Raises:
+        ValueError: a name that a module and a part of it have, which peft would not load again.
+    """
+    from transformers.utils import logging
+
+    places = [place for place, _ in model.named_modules()]
+    saved = [place.removesuffix(".modules_to_save") for place in places if place.endswith(".modules_to_save")]
+    for outer in saved:
+        if any(place.startswith(f"{outer}.") for place in saved):
+            around = outer.split(".")[-2:]
+            raise ValueError(
+                f"`modules_to_save` names {around[-1]!r}, as a module and a part of it are called, of which peft would"
+                f" load one alone; write {'.'.join(around)!r}."
+            )
+    for adapter in adapters.values():
+        own = {"classifier", "score", "qa_outputs"}  # which peft adds by itself
+        names = set(getattr(adapter, "modules_to_save", None) or ()) - own
+        unfound = sorted(name for name in names if not any(place.endswith(name) for place in places))
+        if unfound and not getattr(adapter, "ensure_weight_tying", False):  # which adds the token table's own name
+            logging.get_logger(__name__).warning(
+                f"`modules_to_save` has {unfound}, which no module of {type(model).__name__} is called, so that"
+                " nothing is trained or saved for it; the token table is 'embedding.tokens', the output 'lm_head'."
+            )
+
+
 def tied_linear(module: Any) -> Any:
     """The linear map itself where peft, which trains rows of the token table that it is tied to, has put another
     module in its place, which knows of no bias."""

@@ -88,6 +88,11 @@ class XFormerModel(XFormerPreTrainedModel):
         """The token table by Llama's name, which trl and models of images and text ask for."""
         return self.get_input_embeddings()
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "embed_tokens":  # transformers changes the table where it finds that name
+            return self.set_input_embeddings(value)
+        super().__setattr__(name, value)
+
     def further_inputs(self) -> tuple[str, ...]:
         """Names of inputs besides those that `forward` names, which components of this model read."""
         decoder = () if self.decoder is None else self.decoder.extra_inputs

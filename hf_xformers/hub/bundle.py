@@ -40,6 +40,10 @@ def register_config(config_class: Any) -> None:
     """Nothing to do: see above."""
 
 
+def enter_type(auto: str, model_class: Any) -> None:
+    """Nothing to do."""
+
+
 def register_model(auto: str, config_class: Any, model_class: Any) -> None:
     """Notes the class for those of the checkpoint that are made of it."""
     _CLASSES.setdefault((auto, config_class), {})[model_class.__name__] = model_class

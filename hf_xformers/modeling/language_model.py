@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from ..compat import is_trls
+from ..compat import check_saved_names, is_trls
 from ..configuration_xformer import XFormerConfig
 from ..core.choices import token_rows
 from ..core.inputs import check_token_labels
@@ -17,7 +17,6 @@ from ..core.losses import step_share, token_cross_entropy
 from ..core.whole_modules import end_for
 from ..modeling_base import XFormerPreTrainedModel
 from ..modeling_xformer import XFormerModel
-from .told_adapters import check_saved_names
 
 
 class LanguageModel(XFormerPreTrainedModel):

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers.utils import logging
 
-from ..compat import under_adapter, was_loaded
+from ..compat import check_saved_names, under_adapter, was_loaded
 from .label_layer import LabelLayer
 
 logger = logging.get_logger(__name__)
@@ -21,32 +21,6 @@ TASK_TYPES = {
     "Seq2SeqLM": "SEQ_2_SEQ_LM",
 }
 _LABELS = "id2label"
-_OF_PEFT = {"classifier", "score", "qa_outputs"}  # names that it adds by itself, whatever the model has
-
-
-def check_saved_names(model: Any, adapters: dict[str, Any]) -> None:
-    """Looks at `modules_to_save`: names that no module has, which peft passes over without a word, are reported.
-
-    Raises:
-        ValueError: a name that a module and a part of it have, which peft would not load again.
-    """
-    places = [place for place, _ in model.named_modules()]
-    saved = [place.removesuffix(".modules_to_save") for place in places if place.endswith(".modules_to_save")]
-    for outer in saved:
-        if any(place.startswith(f"{outer}.") for place in saved):
-            around = outer.split(".")[-2:]
-            raise ValueError(
-                f"`modules_to_save` names {around[-1]!r}, as a module and a part of it are called, of which peft would"
-                f" load one alone; write {'.'.join(around)!r}."
-            )
-    for adapter in adapters.values():
-        names = set(getattr(adapter, "modules_to_save", None) or ()) - _OF_PEFT
-        unfound = sorted(name for name in names if not any(place.endswith(name) for place in places))
-        if unfound and not getattr(adapter, "ensure_weight_tying", False):  # which adds the token table's own name
-            logger.warning(
-                f"`modules_to_save` has {unfound}, which no module of {type(model).__name__} is called, so that"
-                " nothing is trained or saved for it; the token table is 'embedding.tokens', the output 'lm_head'."
-            )
 
 
 class TellsAdapters:

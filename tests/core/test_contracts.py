@@ -26,7 +26,6 @@ ROOMS = ("core", "blocks", "embedding", "feedforward", "heads", "modeling", "nor
 # Attributes that were declared by nobody and found by name; here, in the objects of other libraries, they may be.
 FOREIGN = {"__len__", "padding_side", "is_fast", "tensor_data_names", "_hf_hook", "embed_scale", "use_mtp"}
 FOREIGN |= {"to", "__dict__", "_fields"}  # of anything that a call may hold (core/elsewhere.py)
-FOREIGN |= {"modules_to_save", "ensure_weight_tying"}  # of those configs of peft that have them
 SMALL = {
     "vocab_size": 20,
     "hidden_size": 16,
