@@ -93,6 +93,10 @@ class XFormerModel(XFormerPreTrainedModel):
             return self.set_input_embeddings(value)
         super().__setattr__(name, value)
 
+    def init_parallel_plans(self) -> None:
+        super().init_parallel_plans()
+        (self._tp_plan or {}).pop("embed_tokens", None)  # a second name of the table, which has a rule of its own
+
     def further_inputs(self) -> tuple[str, ...]:
         """Names of inputs besides those that `forward` names, which components of this model read."""
         decoder = () if self.decoder is None else self.decoder.extra_inputs
