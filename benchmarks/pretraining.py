@@ -317,10 +317,15 @@ def measure(key: str, dense: dict[str, Callable[[], None]], rounds: int = 5) -> 
 
 
 def measure_all(chosen: list[str]) -> None:
-    """Measures what was trained and not yet measured alone."""
+    """Measures what was trained and not yet measured alone, next to all that it is compared with."""
     torch.set_num_threads(1)
     runs = stored()
-    left = [key for key in chosen if key in runs and runs[key]["losses"] and runs[key].get("others busy", 1) > 0.2]
+
+    def measured(key: str) -> bool:
+        compared = rotary_key(key) is None or "rotary ratio" in runs[key]
+        return compared and runs[key].get("others busy", 1) <= 0.2
+
+    left = [key for key in chosen if key in runs and runs[key]["losses"] and not measured(key)]
     steps = functools.cache(lambda name: step_of(model_of(name)))
     for key in left:
         dense = {"time ratio": dense_key(key, runs), "rotary ratio": rotary_key(key)}

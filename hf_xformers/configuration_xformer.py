@@ -163,7 +163,7 @@ class XFormerConfig(PreTrainedConfig):
         "encoder_last_hidden_state",
     ]
     attribute_map: ClassVar[dict[str, str]] = {}
-    add_cross_attention: ClassVar[bool] = False  # of a decoder that reads an encoder: what models of two ask and set
+    add_cross_attention: ClassVar[bool] = False  # of a decoder: `EncoderDecoderModel` asks for it and sets it
     info: ClassVar[Any] = None
     heads: ClassVar[tuple[str, ...]] = ()
     presets: ClassVar[dict[str, dict[str, Any]]] = {}  # by name of a published model: fields other than the defaults

@@ -16,7 +16,7 @@ from .attention.shared.base import Attention
 from .blocks.base import XFormerLayer
 from .compat import CACHE, capture_outputs, merge_with_config_defaults, one_cache, runs_again
 from .configuration_xformer import XFormerConfig
-from .core.cache import decoder_cache, make_cache, self_attention_layers, take_up
+from .core.cache import decoder_cache, make_cache, self_attention_layers, use_declared_layers
 from .core.call import (
     Call,
     Extent,
@@ -159,7 +159,7 @@ class XFormerTower(XFormerPreTrainedModel):
             logger.warning_once("A cache is left out under activation checkpointing, where layers run twice.")
             past_key_values = None
         if past_key_values is not None:
-            take_up(cast(Cache, self_attention_cache(past_key_values)), self.config)
+            use_declared_layers(cast(Cache, self_attention_cache(past_key_values)), self.config)
         kwargs.setdefault("return_dict", True)  # the model around it makes tuples
         kwargs.update(
             input_ids=input_ids,

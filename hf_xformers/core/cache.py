@@ -247,9 +247,9 @@ class XFormerCache(DynamicCache):
         Cache.__init__(self, layers=layers)
 
 
-def take_up(cache: Cache, config) -> None:
-    """Gives a `DynamicCache` that nothing was written to the layers that the mechanisms of a tower declare, where it
-    cannot do with those of keys and values that it has. config: the tower's."""
+def use_declared_layers(cache: Cache, config) -> None:
+    """Gives an empty `DynamicCache` the layers that the mechanisms of a tower declare, where layers of keys and values
+    do not serve them. config: the tower's."""
     if type(cache) is not DynamicCache:
         return
     if all(type(layer) is DynamicLayer and not layer.is_initialized for layer in cache.layers):

@@ -1,4 +1,4 @@
-"""transformers' models that are made of two: an encoder of text, images or sound of ours or theirs, and a decoder."""
+"""transformers' composite models: an encoder of text, images or sound of ours or theirs, and a decoder."""
 
 import pytest
 import torch
