@@ -120,7 +120,6 @@ class TransformerXLAttention(Attention):
             keys = None if moved is None else moved.count
             keys = length + self._slots_ahead(context, past_key_values) if keys is None else keys
             grid = self._grid(context, length, keys)
-            like = self.q_proj.weight
             distance = (
                 torch.arange(grid.largest(length), grid.offset - keys, -1, device=context.query_index.device)
                 * grid.stride
@@ -131,7 +130,8 @@ class TransformerXLAttention(Attention):
             if rows is not None:
                 context.start(LearnedVectors(rows), "distances")
                 return
-            table = relative_sinusoids(distance, self.table_width, like)
+            dtype = self._biases(context)[0].dtype  # weights of projections may be quantized
+            table = relative_sinusoids(distance, self.table_width, dtype)
             table = F.dropout(table, self.table_dropout, self.training)
             context.keep(DistanceTable(table), self._slot)
 

@@ -56,9 +56,8 @@ class CharacterEncoder(Undecayed, nn.Module):
 
         query, key, value = heads(self.q_proj(states)), heads(states), heads(self.v_proj(states))
         place = torch.arange(length, device=states.device)
-        table = relative_sinusoids(
-            torch.arange(1 - length, length, device=states.device), width // self.num_heads, query
-        )
+        distance = torch.arange(1 - length, length, device=states.device)
+        table = relative_sinusoids(distance, width // self.num_heads, query.dtype)
         by_distance = wide_products(query + self.position_bias[:, None], table)  # column c is of distance c + 1 - C
         column = (place[:, None] - place[None] + length - 1).expand(*by_distance.shape[:2], -1, -1)
         scores = wide_products(query + self.content_bias[:, None], key) + by_distance.gather(-1, column)

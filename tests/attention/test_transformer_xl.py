@@ -128,5 +128,5 @@ def test_distances_of_other_layers():
 
 
 def test_sinusoids_of_large_distances():
-    found = relative_sinusoids(torch.tensor([5000, 1, 0, -3]), WIDTH, torch.zeros(1, dtype=torch.float64))
+    found = relative_sinusoids(torch.tensor([5000, 1, 0, -3]), WIDTH, torch.float64)
     close(found, torch.stack([sinusoid(d, WIDTH) for d in (5000, 1, 0, -3)]), 1e-12)

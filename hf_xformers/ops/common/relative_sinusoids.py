@@ -7,13 +7,12 @@ import torch
 from torch import Tensor
 
 
-def relative_sinusoids(distance: Tensor, width: int, like: Tensor) -> Tensor:
-    """R_d = [sin(d / 10000^(2i/width)) | cos(...)], distance [n] -> [n, width] in the dtype of `like`; computed in
-    float32 at least."""
-    wide = torch.float64 if like.dtype == torch.float64 else torch.float32
+def relative_sinusoids(distance: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    """R_d = [sin(d / 10000^(2i/width)) | cos(...)], distance [n] -> [n, width], computed in float32 at least."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
     exponent = torch.arange(0, width, 2, device=distance.device, dtype=wide) / width
     angles = distance.to(wide)[:, None] * torch.pow(10000.0, -exponent)
-    return torch.cat([angles.sin(), angles.cos()], dim=-1).to(like.dtype)
+    return torch.cat([angles.sin(), angles.cos()], dim=-1).to(dtype)
 
 
 __all__ = ["relative_sinusoids"]
