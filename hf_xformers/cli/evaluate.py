@@ -96,7 +96,7 @@ def make_parser(first_look: Mapping[str, Any]) -> Parser:
     from transformers import TrainingArguments
 
     from ..training.presets import training_defaults
-    from ..training.scoring import Score, training_of
+    from ..training.scoring import Score, text_of, training_of
     from ..training.text import TextData
 
     parser = Parser(
@@ -114,7 +114,7 @@ def make_parser(first_look: Mapping[str, Any]) -> Parser:
         "output_dir": tempfile.gettempdir(),
         **{name: shared[name] for name in ("report_to", "remove_unused_columns", "dataloader_pin_memory")},
         "seed": trained.get("seed", 42),
-        **({"sample_by": "line", **trained["data"]} if "data" in trained else {}),  # as it was before it could be none
+        **text_of(trained),
     }
     if trained.get("eval_streams"):  # how many texts are read side by side decides where each begins
         defaults["per_device_eval_batch_size"] = trained["eval_streams"]

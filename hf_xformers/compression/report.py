@@ -272,12 +272,11 @@ def _task_quality(name: str, measuring: Measuring) -> dict[str, Any]:
 def _language_quality(name: str, measuring: Measuring) -> dict[str, Any]:
     from transformers import TrainingArguments
 
-    from ..training.scoring import Score, evaluate, training_of
+    from ..training.scoring import Score, evaluate, text_of, training_of
     from ..training.text import TextData
 
     trained = training_of(name)
-    before = {"sample_by": "line", **trained["data"]} if "data" in trained else {}
-    source = TextData(**{**before, **({"data": measuring.eval_data} if measuring.eval_data else {})})
+    source = TextData(**{**text_of(trained), **({"data": measuring.eval_data} if measuring.eval_data else {})})
     with tempfile.TemporaryDirectory() as folder:  # nothing is written; Trainer wants a folder all the same
         args = TrainingArguments(
             output_dir=folder,

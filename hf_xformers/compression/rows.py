@@ -53,11 +53,10 @@ def task_data(name: str, data: Sequence[str], record: dict[str, Any]) -> Any:
 
 def text_data(name: str, data: Sequence[str]) -> Any:
     """The text of a language model: that given, or that of its training, cut as that was."""
-    from ..training.scoring import training_of
+    from ..training.scoring import text_of, training_of
     from ..training.text import TextData
 
-    before = training_of(name).get("data") or {}
-    return TextData(**{**before, **({"data": list(data)} if data else {})})
+    return TextData(**{**text_of(training_of(name)), **({"data": list(data)} if data else {})})
 
 
 def _of_task(name: str, model: PreTrainedModel, data: Sequence[str], seed: int) -> tuple[Any, Any]:

@@ -78,6 +78,12 @@ def training_of(model: str) -> dict[str, Any]:
     return read_summary(model) if Path(model).is_dir() else {}
 
 
+def text_of(trained: Mapping[str, Any]) -> dict[str, Any]:
+    """Where the text of a run came from, as the fields of [`TextData`], to be read whole; empty where that is not
+    known. A document was a line before that could be none."""
+    return {"sample_by": "line", **trained["data"], "streaming": False} if "data" in trained else {}
+
+
 def load_config(model: str) -> PreTrainedConfig:
     """The configuration of a saved model. Raises ValueError with what to do where there is none."""
     from transformers import AutoConfig

@@ -41,4 +41,6 @@ def test_refusals(text, tmp_path, capsys):
 
 def test_spans_stream(text, tmp_path):
     folder = pretrain(text, tmp_path / "run", variant="t5", streaming=True, max_steps=2, vocab_size=420)
-    assert (folder / "model.safetensors").is_file()
+    assert hf_xformers.cli.main(["evaluate", "--model", str(folder)]) == 0  # which reads the text whole
+    pruned = flags(model=folder, output_dir=tmp_path / "pruned", method="weights", sparsity=0.5, time_batches=0)
+    assert hf_xformers.cli.main(["prune", *pruned]) == 0
