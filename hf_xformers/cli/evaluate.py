@@ -20,8 +20,6 @@ are the same in every call.
 
 A model that was fine-tuned on a task is measured on that task's rows, with options of its own, which `hf-xformers
 evaluate --model DIR --help` explains."""
-# Beginnings of names of figures that are listed apart, with their baselines.
-ROW_FIGURES = ("sentence_", "order_", "baseline_sentence_", "baseline_order_")
 # The options of Trainer that an evaluation reads.
 READ = (
     "bf16",
@@ -70,13 +68,16 @@ def run(argv: Sequence[str]) -> int:
 
 def report(figures: Mapping[str, Any]) -> None:
     """The figures in words, with what token frequencies alone reach below each that has such a baseline."""
+    from ..training.trainer_evaluation import FURTHER_LABELS
+
     target = target_of(figures["objective"])
     beside = {
         "loss": (f"... of {target} frequencies alone", figures["baseline_loss"]),
         "accuracy": (f"... of always the most frequent {target}", share_text(figures["baseline_accuracy"])),
     }
     of_rows = row_facts(figures)
-    figures = {name: value for name, value in figures.items() if not name.startswith(ROW_FIGURES)}
+    apart = tuple(f"{before}{kind}_" for kind in FURTHER_LABELS for before in ("", "baseline_"))
+    figures = {name: value for name, value in figures.items() if not name.startswith(apart)}
     texts = {
         "objective": figures["objective"]["type"],
         "data": " ".join(figures["data"]),

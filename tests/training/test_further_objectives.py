@@ -45,6 +45,9 @@ def test_runs_go_on_and_are_evaluated(name, tmp_path, capsys):
         beside = figures["aux_entity_replacement" if kind == "entity" else "aux_phrase_contrast"]
         assert figures[f"{kind}_loss"] == pytest.approx(beside, rel=1e-5) and beside > 0
         assert 0 < figures[f"baseline_{kind}_accuracy"] <= 1 and 0 <= figures[f"{kind}_accuracy"] <= 1
+        assert hf_xformers.cli.main(["evaluate", "--model", str(out), "--data", str(text)]) == 0
+        shown = capsys.readouterr().out
+        assert shown.count(f"{kind} accuracy") == 1 and f"baseline {kind}" not in shown  # next to it, in words
     if name == "contrastive":
         figures = json.loads(capsys.readouterr().out)
         assert figures["tokens"] == figures["rows"] and 0 < figures["baseline_loss"] <= math.log(8) + 1e-6
