@@ -24,7 +24,6 @@ evaluate --model DIR --help` explains."""
 READ = (
     "bf16",
     "bf16_full_eval",
-    "data_seed",
     "dataloader_num_workers",
     "dataloader_pin_memory",
     "ddp_backend",
