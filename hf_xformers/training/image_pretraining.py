@@ -330,7 +330,7 @@ class ImagePreparation(Request):
     def run(self) -> PreparedImages:
         """Reads the images, makes or loads what turns them into inputs. Processes take turns, the main one first."""
         with self.this_run.turns("preparing the images"):
-            self.this_run.make_room()
+            self.this_run.make_room(removes=False)
             splits = load_image_dataset(
                 self.source.data,
                 split=self.source.data_split,
@@ -341,6 +341,7 @@ class ImagePreparation(Request):
             found = [size for rows in splits.values() for size in sizes_of(rows)]
             size = self.images.size() or one_size(found, self.source.data)
             prepared = self._patches(splits, size) if self.by_patches else self._colors(splits, size)
+            self.this_run.make_room()
         if self.checkpoint is not None:
             check_same_model(prepared.config, self.checkpoint)
         self.this_run.check_same(prepared.plan)

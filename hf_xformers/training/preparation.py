@@ -276,7 +276,7 @@ class Preparation(Request):
         from ..data import check_tokenizer
 
         with self.this_run.turns("preparing the data"):
-            self.this_run.make_room()
+            self.this_run.make_room(removes=False)
             splits = load_splits(self.source, self.objective)
             tokenizer = self._tokenizer(splits["train"])
             config = self._config(tokenizer)
@@ -289,6 +289,7 @@ class Preparation(Request):
                 validation = make_rows(
                     splits["validation"], tokenizer, self.objective, self.block_size, whole=True, **common
                 )
+            self.this_run.make_room()
         if self.source.streaming:
             train = train.shuffle(seed=data_seed(self.args), buffer_size=STREAM_SHUFFLE_ROWS)
         plan = self._plan(config, tokenizer, train, validation)

@@ -187,6 +187,8 @@ def test_a_new_run_does_not_bury_an_old_one(text, tmp_path, capsys):
     argv = ["pretrain", *flags(**SHAPE, data=text, output_dir=output, block_size=16, max_steps=2)]
     assert hf_xformers.cli.main(argv) == 2
     assert "already holds checkpoint-4 of an earlier run" in capsys.readouterr().err
+    argv += ["--overwrite_output_dir", "--data", str(tmp_path / "mistyped.txt")]
+    assert hf_xformers.cli.main(argv) == 2 and sorted(path.name for path in output.glob("checkpoint-*")) == kept
     pretrain(text, output, "--overwrite_output_dir", **{**options, "max_steps": 2})
     assert sorted(path.name for path in output.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2"]
 
