@@ -51,6 +51,7 @@ _OWN_LOSS = frozenset(
     {
         "BidirectionalLM",
         "MaskedImageModeling",
+        "MaskedSentences",
         "MultiTokenPrediction",
         "PreTraining",
         "ReplacedTokenPreTraining",
@@ -178,7 +179,9 @@ class Request:
         objective = choice.objective or usual(self.config_class)
         check_objective(self.config_class, objective)
         self.objective = build_objective({"type": objective, **(further.get("objective_fields") or {})})
-        if args.label_smoothing_factor and self.objective.head in _OWN_LOSS:
+        own = self.objective.head in _OWN_LOSS or self.objective.component == ("head", "insertion")
+        own = own or getattr(self.objective, "mlm_weight", 1) != 1  # which only the model's own loss reads
+        if args.label_smoothing_factor and own:
             raise ValueError(
                 f"--label_smoothing_factor smooths a loss of one class for each token, and objective {objective!r} has"
                 " another one; leave it out"

@@ -97,6 +97,14 @@ def test_what_does_not_go_together(text, tmp_path, capsys):
             {"variant": "electra", "objective": "replaced_token_detection", "label_smoothing_factor": 0.1},
             "objective 'replaced_token_detection' has another one; leave it out",
         ),
+        (
+            {"variant": "bert", "objective": "info_word", "objective.mlm_weight": 0.5, "label_smoothing_factor": 0.1},
+            "objective 'info_word' has another one; leave it out",
+        ),
+        *(
+            ({"variant": v, "objective": name, "label_smoothing_factor": 0.1}, f"objective {name!r} has another one")
+            for v, name in (("indigo", "insertion"), ("hibert", "sentence_masking"))
+        ),
         ({"tokenizer": "t", "tokenizer_type": "wordpiece"}, "that is trained, and --tokenizer has one"),
         ({"max_tokens": 0}, "--max_tokens 0 must be above 0"),
     ):
