@@ -86,6 +86,11 @@ class Linearizer:
                 f"--max_steps {args.max_steps} is for a single training; give --transfer_steps, --distillation_steps"
                 " and --lora_steps"
             )
+        if args.num_train_epochs != type(args).num_train_epochs:
+            raise ValueError(
+                f"--num_train_epochs {args.num_train_epochs:g} has no effect on stages, which count steps; give"
+                " --transfer_steps, --distillation_steps and --lora_steps"
+            )
         self.choice, self.attention, self.source, self.args = choice, attention, source, args
         self.objective_fields, self.callbacks, self.say = objective_fields, callbacks, say
         self.this_run = Run(args, overwrite=choice.overwrite_output_dir)

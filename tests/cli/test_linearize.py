@@ -272,6 +272,7 @@ REFUSED = {
     "no steps": ({"transfer_steps": 0, "distillation_steps": 0}, "no stage has a step"),
     "negative": ({"lora_steps": -1}, "--lora_steps must not be negative, got -1"),
     "steps of one run": ({"max_steps": 9}, "--max_steps 9 is for a single training"),
+    "epochs of one run": ({"num_train_epochs": 9}, "--num_train_epochs 9 has no effect on stages"),
     "rate": ({"transfer_learning_rate": 0}, "--transfer_learning_rate must be above 0"),
     "objective": ({"objective": "mlm"}, "--objective mlm is not for the model"),
     "weights": ({"attention": "delta_net", "transfer_loss": "weights"}, "take --transfer_loss output"),
