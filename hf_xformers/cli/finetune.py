@@ -19,7 +19,7 @@ from .values import annotation, parse
 _DESCRIPTION = """Fine-tune a saved model, or a variant from random weights, on a task, and save it with its tokenizer,
 the metrics and the predictions of all held-out rows.
 
-Several tasks at once, each with its data, share one encoder; every other option may name its task, too:
+Several tasks at once, each with its data, share one encoder; options of data and task may name their task, too:
 
   hf-xformers finetune --model M --output_dir both --task a=classification --data a=a.csv --task b=ner --data b=b.csv
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -29,6 +30,7 @@ def split_file(options: Mapping[str, Any]) -> dict[str, dict[str, Any]] | None:
             if not own:
                 found[str(name)][option] = value
             elif name in value:
+                _check_own(option, str(name))
                 found[str(name)][option] = value[name]
     return found
 
@@ -39,6 +41,18 @@ def _check_name(name: str, given: str) -> None:
     if not name.isidentifier() or hasattr(nn.ModuleDict(), name):  # which has the heads by their tasks' names
         raise ValueError(
             f"{given}: {name!r} is to be the name of a folder and of a head; use other letters and digits"
+        )
+
+
+def _check_own(option: str, name: str) -> None:
+    """Raises ValueError for a task's own value of an option that the run has once."""
+    from ..finetuning.options import TaskData, TaskOptions
+
+    option = option.removeprefix("--").replace("-", "_")
+    if option not in {entry.name for cls in (TaskData, TaskOptions) for entry in dataclasses.fields(cls)}:
+        raise ValueError(
+            f"--{option} is one for all tasks, and {name!r} is one of them; give it without a task's name, or train"
+            " the tasks apart"
         )
 
 
@@ -98,6 +112,7 @@ def _own(groups: Sequence[tuple[str | None, list[str]]], name: str, kinds: Itera
         for value in values:
             owner, equals, rest = value.partition("=")
             if flag is not None and equals and owner == name:
+                _check_own(flag, name)
                 named.setdefault(flag, []).append(rest)
     tokens: list[str] = []
     done: set[str] = set()

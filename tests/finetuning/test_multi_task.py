@@ -311,10 +311,10 @@ def test_a_pretrained_model_that_is_given_ca_mtl(places, tmp_path, capsys):
 
 
 def test_a_command_line_for_each_task():
-    line = ["--task", "a=x", "--data", "a=1", "a=2", "b=3", "--lr", "1", "--task=b=y", "--label-tag=b=t", "--fp16"]
+    line = ["--task", "a=x", "--data", "a=1", "a=2", "b=3", "--lr", "1", "--task=b=y", "--label-column=b=t", "--fp16"]
     found = split_tasks([*line, "--note", "c=d"])
     assert found["a"] == ["--task", "x", "--data", "1", "2", "--lr", "1", "--fp16", "--note", "c=d"]
-    assert found["b"] == ["--task", "y", "--data", "3", "--lr", "1", "--label-tag", "t", "--fp16", "--note", "c=d"]
+    assert found["b"] == ["--task", "y", "--data", "3", "--lr", "1", "--label-column", "t", "--fp16", "--note", "c=d"]
     assert split_tasks(["--task", "x", "--data", "a=1"]) is None
 
 
@@ -334,6 +334,8 @@ def test_a_file_of_several_tasks(places, tmp_path, capsys):
         "b": {"task": "y", "attention": {"type": "z"}, "seed": 1},
     }
     assert split_file({"task": "x"}) is None
+    with pytest.raises(ValueError, match="--max_steps is one for all tasks"):
+        split_file({"task": {"a": "x", "b": "y"}, "max_steps": {"a": 9}})
     (tmp_path / "bad.yaml").write_text("task: {a/b: tagging}")
     assert hf_xformers.cli.main(["finetune", str(tmp_path / "bad.yaml"), "--output_dir", str(tmp_path / "x")]) == 2
     assert "'a/b' is to be the name of a folder" in " ".join(capsys.readouterr().err.split())
@@ -361,6 +363,7 @@ REFUSED = [
     (BOTH, [], {"label_smoothing_factor": 0.1}, "--label_smoothing_factor is for one task at a time"),
     (BOTH, [], {"metric_for_best_model": "a_bleu"}, "'a_bleu' is not measured; choose one of mean, loss, a_accuracy"),
     (BOTH, ["--label_column", "b=nothing"], {}, "there is no column 'nothing'"),
+    (BOTH, ["--learning_rate", "b=0.1"], {}, "--learning_rate is one for all tasks, and 'b' is one of them"),
     ({"a": "summarization"}, [], {"variant": "t5"}, "does not read a text once to classify it"),
 ]
 
