@@ -228,6 +228,12 @@ class Converter:
         """
         ours = self._our_config(config)
         back = self._their_config(ours)
+        causal, own = getattr(config, "is_causal", None), None if ours.is_encoder_decoder else ours.is_decoder
+        if causal not in (None, own):  # no field of any config, but the makers of their masks read it
+            raise ValueError(
+                f"A {self.model_type!r} model with is_causal={causal!r} does not convert: {self.variant} computes what"
+                f" is_causal={own!r} does."
+            )
         base = {entry.name for entry in dataclasses.fields(PreTrainedConfig)}
         unread = self.unread if config.is_encoder_decoder else (*self.unread, *self.unread_alone)
         unread = (*unread, *(() if self.idle is None else self.idle(config)))

@@ -200,6 +200,9 @@ def test_sources_that_do_not_convert():
 
     refuse(transformers.GPT2Config(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx=True")
     refuse(transformers.BertConfig(is_decoder=True, add_cross_attention=True), "add_cross_attention=True")
+    refuse(transformers.Qwen2Config(is_causal=False), "is_causal=False")
+    refuse(transformers.BertConfig(is_causal=True), "is_causal=True")
+    refuse(transformers.BartConfig(is_causal=False), "is_causal=False")
     deberta = {"relative_attention": True, "position_biased_input": False, "pos_att_type": ["c2p"]}
     for changes, message in (
         ({"relative_attention": False}, "relative_attention=False"),
