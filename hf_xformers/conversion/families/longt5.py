@@ -60,7 +60,7 @@ def _attention(config: PreTrainedConfig) -> dict[str, Any]:
 def to_ours(config: PreTrainedConfig) -> dict[str, Any]:
     return {
         **t5.to_ours(config),
-        **{name: value for name, value in umt5.COMPONENTS.items() if name != "head"},
+        **umt5.COMPONENTS,
         "attention": _attention(config),
         "decoder": {"attention": umt5.DENSE} if config.is_encoder_decoder else None,
     }

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""UMT5: `umt5` <-> the free mix, a T5 with a table of position biases in every layer. Outputs are always scaled."""
+"""UMT5: `umt5` <-> the free mix, a T5 with a table of position biases in every layer.
+
+Releases of transformers whose config has no `scale_decoder_outputs` always scale outputs.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,6 @@ COMPONENTS: dict[str, Any] = {
     "cross_attention": DENSE,
     "normalization": "rms_norm",
     "residual": {"type": "pre_ln", "final_dropout": True},
-    "head": {"type": "linear", "scale": True},
 }
 ONE_TOWER = {"is_encoder_decoder": False}
 
@@ -54,7 +56,12 @@ def _decoder(config: XFormerConfig) -> tuple[Rule, ...]:
 
 def to_ours(config: PreTrainedConfig) -> dict[str, Any]:
     fields = t5.towers_to_ours(config)
-    return {**fields, **COMPONENTS, "position": {**fields["position"], "type": "t5_bias_per_layer"}}
+    return {
+        **fields,
+        **COMPONENTS,
+        "position": {**fields["position"], "type": "t5_bias_per_layer"},
+        "head": {"type": "linear", "scale": getattr(config, "scale_decoder_outputs", True)},
+    }
 
 
 CONVERTER = register(

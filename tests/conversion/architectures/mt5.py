@@ -67,6 +67,7 @@ MT5 = Architecture(
     refused=frozenset({"is_decoder"}),
     **COMMON,
 )
+OWN = {"tie_word_embeddings": False}  # v1.1
 UMT5 = Architecture(
     model_type="umt5",
     ours="xformer",
@@ -75,9 +76,8 @@ UMT5 = Architecture(
     # their configs say that they have two towers
     back_as={name: name for name in ("UMT5EncoderModel", "UMT5ForTokenClassification")},
     refused=frozenset({"is_decoder"}),
-    **COMMON,
+    **{**COMMON, "variations": {**VARIATIONS, "outputs that are not scaled": OWN}},
 )
-OWN = {"tie_word_embeddings": False}  # v1.1
 T5 = Architecture(
     **{
         **COMMON,
