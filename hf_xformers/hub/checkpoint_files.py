@@ -36,14 +36,16 @@ _WEIGHTS = {
 _COMPANIONS = (
     "tokenizer.json",
     "tokenizer_config.json",
-    "tokenizer.model",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.txt",
     "vocab.json",
     "merges.txt",
-    "spiece.model",
-    "sentencepiece.bpe.model",
+    "*.model",  # of SentencePiece
+    "*.spm",  # the same, of Marian
+    "target_vocab.json",
+    "bpe.codes",  # of PhoBERT
+    "dict.txt",  # of BARTpho
     "chat_template.jinja",
     "chat_template.json",
     "additional_chat_templates/*.jinja",

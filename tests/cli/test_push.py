@@ -488,6 +488,14 @@ def test_pipeline_of_heads(head, tmp_path):
     assert "AutoModelF" + head[1:] in card or head == "Model"
 
 
+def test_every_file_of_a_tokenizer_belongs_to_the_checkpoint(tmp_path):
+    make_model().save_pretrained(tmp_path)
+    names = {"source.spm", "target.spm", "target_vocab.json", "spm.model", "sentencepiece.bpe.model", "bpe.codes"}
+    for name in names:
+        (tmp_path / name).write_text("of a tokenizer")
+    assert names < set(prepare_upload(tmp_path, "user/tiny").files)
+
+
 def test_shards(tmp_path):
     make_model().save_pretrained(tmp_path / "m", max_shard_size="30KB")
     upload = prepare_upload(tmp_path / "m", "user/m")
