@@ -141,6 +141,7 @@ def push(
 def _has_own_card(api: Any, repo_id: str, revision: str | None) -> bool:
     import tempfile
 
+    from huggingface_hub import ModelCard
     from huggingface_hub.errors import EntryNotFoundError
 
     with tempfile.TemporaryDirectory() as folder:
@@ -149,7 +150,8 @@ def _has_own_card(api: Any, repo_id: str, revision: str | None) -> bool:
         except EntryNotFoundError:
             return False
         text = Path(path).read_text(encoding="utf-8", errors="replace")
-    return MARK not in text and _TEMPLATE not in text and len(text.split("---")[-1].split()) > 0
+    body = ModelCard(text, ignore_metadata_errors=True).text  # what the Hub writes for a license has none
+    return MARK not in text and _TEMPLATE not in text and bool(body.strip())
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from hf_xformers.adapters import add_adapter, add_fusion, load_adapter, save_ada
 from hf_xformers.cli import main
 from hf_xformers.hub import bundle
 from hf_xformers.hub.adapter_card import public_base
-from hf_xformers.hub.push import _plain_errors, prepare_upload
+from hf_xformers.hub.push import _has_own_card, _plain_errors, prepare_upload
 from hf_xformers.variants import config_class, family
 from tests.conversion.architectures import architectures
 from tests.forks import Forks
@@ -470,6 +470,20 @@ def test_cards_by_hand_stay(pushed, folders, tmp_path, capsys):
     assert prepare_upload(target, "user/x").card == "# By hand\n"
     assert main(["push", str(target), "--repo", "user/x", "--license", "mit", "--dry-run"]) == 0
     assert "README.md in the folder is the card as it is, without --license" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "own"),
+    [
+        ("---\nlicense: mit\n---\n# By hand\n\n---\n", True),
+        ("# By hand\n\n| a |\n|---|\n", True),
+        ("---\nlicense: mit\n---\n", False),
+    ],
+)
+def test_a_card_in_the_repository_that_somebody_wrote(text, own, tmp_path):
+    (tmp_path / "README.md").write_text(text)
+    api = SimpleNamespace(hf_hub_download=lambda *_, **__: tmp_path / "README.md")
+    assert _has_own_card(api, "user/x", None) is own
 
 
 @pytest.mark.parametrize("head", ["Model", "ForCausalLM", "ForSequenceClassification", "ForQuestionAnswering"])
