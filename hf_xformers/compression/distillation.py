@@ -25,6 +25,7 @@ import torch
 
 from ..conversion.refusals import refuse_quantized
 from ..conversion.swap import open_model
+from ..conversion.transfer import carry_generation
 from ..core.saved_files import SUMMARY_FILE, read_object, replacing, write_json
 from ..modeling_base import XFormerPreTrainedModel
 from ..training.building import longest_input
@@ -218,10 +219,7 @@ class Distiller:
         return trained.model, trained.tokenizer, f"For{trained.task.head}"
 
     def _in_dtype(self, model: Any) -> Any:
-        wanted = getattr(torch, self.choice.teacher_dtype)
-        if model.dtype == wanted:
-            return model
-        return type(model).from_pretrained(None, config=model.config, state_dict=model.state_dict(), dtype=wanted)
+        return _cast(model, getattr(torch, self.choice.teacher_dtype))
 
     @contextmanager
     def _student(self, teacher: Teacher) -> Iterator[str]:
@@ -238,11 +236,7 @@ class Distiller:
         write_json(self.folder / FILE, {"status": "running", **self._settings(), "made": student.made})
 
     def _built(self, teacher: Teacher) -> Student:
-        full = teacher.model
-        if full.dtype != torch.float32:
-            full = type(full).from_pretrained(
-                None, config=full.config, state_dict=full.state_dict(), dtype=torch.float32
-            )
+        full = _cast(teacher.model, torch.float32)
         student = build_student(full, self.student, self.args.seed)
         if student.folder is not None:
             from ..data import load_tokenizer
@@ -423,6 +417,14 @@ class Distiller:
         settings = {"method": self.method.to_dict(), "student": made.get("made")}
         write_table(before, after, self.folder, command="distill", settings=settings)
         return before, after
+
+
+def _cast(model: Any, wanted: torch.dtype) -> Any:
+    if model.dtype == wanted:
+        return model
+    made = type(model).from_pretrained(None, config=model.config, state_dict=model.state_dict(), dtype=wanted)
+    carry_generation(model, made)
+    return made
 
 
 def _numbered(prepared: Any) -> Any:

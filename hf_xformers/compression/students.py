@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from ..configuration_xformer import XFormerConfig
 from ..conversion.swap import swap_components
 from ..conversion.swap_config import swapped_config
-from ..conversion.transfer import our_head_of
+from ..conversion.transfer import carry_generation, our_head_of
 from ..core.sharing import part_owners, shares_parts
 from ..core.specs import did_you_mean
 from ..finetuning.loading import has_head, load_model, open_config, saved_config_with
@@ -77,6 +77,13 @@ def build_student(teacher: PreTrainedModel, choice: StudentChoice, seed: int) ->
         ValueError: layers, fields or components that do not fit, a folder without a model, another vocabulary.
     """
     _check_fields(cast(XFormerConfig, teacher.config), choice)
+    student = _started(teacher, choice, seed)
+    if student.folder is None:  # a saved model has settings of its own
+        carry_generation(teacher, student.model)
+    return student
+
+
+def _started(teacher: PreTrainedModel, choice: StudentChoice, seed: int) -> Student:
     if choice.start in _SHAPES:
         if choice.size is not None:
             raise ValueError(

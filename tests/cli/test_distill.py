@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, TrainerCallback, TrainingArguments
 
+from hf_xformers import XFormerForCausalLM
 from hf_xformers.cli import main
 from hf_xformers.cli.distill import run
 from hf_xformers.compression.distillation import FILE, STUDENT, Distiller
@@ -160,7 +161,10 @@ def test_the_teacher_computes_with_the_numbers_that_are_asked_for(tmp_path):
     """By default in float32, however it is saved."""
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
     distiller = Distiller(Distilling(teacher="it"), "distilbert", TextData(), args)
-    assert distiller._in_dtype(make().bfloat16()).dtype == torch.float32
+    model = make(XFormerForCausalLM, is_decoder=True).bfloat16()
+    model.generation_config.no_repeat_ngram_size = 3  # its texts are those that it writes by itself
+    found = distiller._in_dtype(model)
+    assert found.dtype == torch.float32 and found.generation_config.no_repeat_ngram_size == 3
 
 
 def test_several_processes_are_refused(tmp_path):

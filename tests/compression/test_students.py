@@ -63,6 +63,13 @@ def test_another_family(cls):
     assert small.config.hidden_size == 128 and small.config.vocab_size == teacher.config.vocab_size
 
 
+@pytest.mark.parametrize("start", ["teacher", "scratch", "bart"])
+def test_it_generates_as_its_teacher_is_set(start):
+    teacher = make(XFormerForSeq2SeqLM, is_encoder_decoder=True)
+    teacher.generation_config.no_repeat_ngram_size = 3
+    assert build(teacher, start=start).model.generation_config.no_repeat_ngram_size == 3
+
+
 def test_a_saved_model(tmp_path):
     make(XFormerForMaskedLM, layers=1).save_pretrained(tmp_path)
     made = build(make(), start=str(tmp_path))
