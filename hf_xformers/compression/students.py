@@ -131,18 +131,17 @@ def _in_teachers_shape(teacher: PreTrainedModel, choice: StudentChoice, seed: in
         model = _fresh(config, head, seed)
         return Student(model, f"random weights, {_shape(config)}")
     model = _fresh(config, head, seed)
-    used = copy_tensors(teacher, model, kept)
-    share = sum(model.state_dict()[name].numel() for name in used)
+    used = set(copy_tensors(teacher, model, kept))
     if choice.components:
         model, _ = swap_components(model, measure=False, seed=seed, **dict(choice.components))
-    total = sum(parameter.numel() for parameter in model.parameters())
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}  # tied ones once
+    share = sum(size for name, size in sizes.items() if name in used) / sum(sizes.values())
     numbers = kept.get("trunk", [])
     layers = f"layer{'s' if len(numbers) != 1 else ''} {', '.join(map(str, numbers))}"
     changed = "".join(f", {slot} {_name(value)}" for slot, value in choice.components.items())
     return Student(
         model,
-        f"{layers} of the teacher{changed}, {min(share, total) / total:.0%} of the numbers copied,"
-        f" {_shape(model.config)}",
+        f"{layers} of the teacher{changed}, {share:.0%} of the numbers copied, {_shape(model.config)}",
     )
 
 

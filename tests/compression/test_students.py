@@ -63,6 +63,16 @@ def test_another_family(cls):
     assert small.config.hidden_size == 128 and small.config.vocab_size == teacher.config.vocab_size
 
 
+def test_the_share_that_was_copied():
+    """Of the parameters, of which the tied table is one."""
+    teacher = make(XFormerForMaskedLM, layers=4)
+    made = build(teacher, fields={"intermediate_size": 20})
+    fresh = sum(p.numel() for name, p in made.model.named_parameters() if "_proj" in name and "feedforward" in name)
+    fresh -= 2 * made.model.config.hidden_size  # biases on the way back have the same size
+    share = 1 - fresh / made.model.num_parameters()
+    assert f", {share:.0%} of the numbers copied" in made.made and share < 0.9
+
+
 @pytest.mark.parametrize("start", ["teacher", "scratch", "bart"])
 def test_it_generates_as_its_teacher_is_set(start):
     teacher = make(XFormerForSeq2SeqLM, is_encoder_decoder=True)
