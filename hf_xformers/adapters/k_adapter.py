@@ -177,7 +177,7 @@ def check_encoder(model: Any) -> Any:
 
 
 def count_layers(model: Any, tower: Any) -> int:
-    """How many layers the tower runs, by running it on a text of two tokens.
+    """How many layers the tower runs, by running it on a text of eight tokens.
 
     Raises ValueError for layers whose states are not of all tokens.
     """
