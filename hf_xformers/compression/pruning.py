@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..conversion.swap_config import layer_numbers
-from ..core.saved_files import SUMMARY_FILE, read_object, saving_into, write_json
+from ..core.saved_files import saving_into
 from ..training.run import Run
 from .choice import Pruning
 from .geometry import towers_of
@@ -38,7 +38,7 @@ from .report import (
     size_on_disk,
     write_table,
 )
-from .rows import carried_files, training_batches, without_figures
+from .rows import save_rest, training_batches
 from .weights import apply_masks, magnitude_masks, prunable_weights, two_of_four
 
 if TYPE_CHECKING:
@@ -246,14 +246,7 @@ class Pruner:
         """The model with all that belongs to it, each file whole or not at all."""
         with saving_into(self.folder) as staging:
             model.save_pretrained(staging)
-            files = carried_files(self.choice.model)
-            for path in files:
-                shutil.copy2(path, staging / path.name)
-            if not files:
-                _save_tokenizer(self.choice.model, staging)
-            summary = staging / SUMMARY_FILE
-            if summary.is_file():
-                write_json(summary, {**without_figures(read_object(summary)), "parameters": count(model)[0]})
+            save_rest(self.choice.model, staging, parameters=count(model)[0])
             settings = {**dataclasses.asdict(self.choice), "by": self.choice.told_by, **self.details}
             settings.pop("overwrite_output_dir")
             if before is not None:
@@ -271,15 +264,6 @@ class Pruner:
 
 def _place(key: tuple[str, int]) -> str:
     return f"{key[0]}.{key[1]}".lstrip(".")
-
-
-def _save_tokenizer(name: str, folder: Path) -> None:
-    from ..data import load_tokenizer
-
-    try:
-        load_tokenizer(name).save_pretrained(folder)
-    except (OSError, ValueError):
-        return  # it reads no text
 
 
 def _trial_removal(model: PreTrainedModel, layers: Sequence[HeadLayer]) -> None:

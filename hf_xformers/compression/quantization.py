@@ -10,7 +10,6 @@ compression.json    the table before and after
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,14 +19,14 @@ import torch
 from torch import nn
 
 from ..core.given_options import refuse_alone
-from ..core.saved_files import SUMMARY_FILE, read_object, saving_into, write_json
+from ..core.saved_files import saving_into
 from ..modeling_base import XFormerPreTrainedModel
 from ..training.folder_lock import folder_lock
 from ..training.run_folder import read_summary
 from .geometry import probe
 from .quantizable import Split, kind_of, output_errors, split
-from .report import FILE as TABLE
 from .report import Measuring, Row, compare, measure, open_model, refuse_any_adapter, refuse_processes, write_table
+from .rows import save_rest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
@@ -197,7 +196,8 @@ class Quantizer:
             quantized = self._quantized(model, trained, parts)
             with saving_into(self.folder) as staging:
                 quantized.save_pretrained(staging)
-                self._save_rest(trained, staging, parts)
+                made = {"source": self.source, "weights": self.choice.weights, "activations": self.choice.activations}
+                save_rest(trained, staging, quantization=made)
             del quantized
             before, after = compare(first, self.folder, self.measuring)
             settings = {**asdict(self.choice), "quantized": len(parts.chosen), "kept": _by_kind(parts.kept)}
@@ -224,24 +224,6 @@ class Quantizer:
         configuration = TorchAoConfig(recipe(self.choice), modules_to_not_convert=list(parts.kept))
         with quiet():
             return type(model).from_pretrained(source, quantization_config=configuration, dtype=model.dtype).eval()
-
-    def _save_rest(self, source: str, staging: Path, parts: Split) -> None:
-        """What else belongs to a model: its tokenizer, and what its training left."""
-        folder = Path(source).expanduser()
-        if folder.is_dir():
-            ours = {path.name for path in staging.iterdir()}
-            for path in folder.iterdir():
-                foreign = path.suffix in (".safetensors", ".bin", ".pt", ".pth") or ".index." in path.name
-                if path.is_file() and path.name not in (*ours, TABLE) and not foreign and path.name[0] != ".":
-                    shutil.copy2(path, staging / path.name)
-        else:
-            from ..data import load_tokenizer
-
-            load_tokenizer(source).save_pretrained(staging)
-        summary = read_object(staging / SUMMARY_FILE) if (staging / SUMMARY_FILE).is_file() else {}
-        if summary:
-            made = {"source": self.source, "weights": self.choice.weights, "activations": self.choice.activations}
-            write_json(staging / SUMMARY_FILE, {**summary, "quantization": made})
 
     def _tell_errors(self, model: PreTrainedModel, parts: Split) -> None:
         if isinstance(model, XFormerPreTrainedModel):

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches of rows that a saved model was trained on, or of others, with what its loss needs."""
+"""What a model's training left: its rows, in batches with what its loss needs, its tokenizer and its record."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..core.saved_files import SUMMARY_FILE, read_object, write_json
 from ..objectives.base import SeededCollator
 
 if TYPE_CHECKING:
@@ -86,9 +88,29 @@ def _of_text(name: str, model: PreTrainedModel, data: Sequence[str], seed: int) 
     return rows, objective.fitted(rows, tokenizer).collator(tokenizer, seed=seed)
 
 
-def carried_files(name: str) -> list[Path]:
-    """What a model's folder holds besides config and weights that belongs to the smaller model, too: the tokenizer and
-    the record of the training."""
+def save_rest(name: str, folder: Path, **record: Any) -> None:
+    """Writes what belongs to a model besides config and weights, and so to what is made of it: the tokenizer, and the
+    record of the training, in which `record` stands in place of the figures of the model before."""
+    files = _carried_files(name)
+    for path in files:
+        shutil.copy2(path, folder / path.name)
+    if not files:
+        _save_tokenizer(name, folder)
+    summary = folder / SUMMARY_FILE
+    if summary.is_file():
+        write_json(summary, {**_without_figures(read_object(summary)), **record})
+
+
+def _save_tokenizer(name: str, folder: Path) -> None:
+    from ..data import load_tokenizer
+
+    try:
+        load_tokenizer(name).save_pretrained(folder)
+    except (OSError, ValueError):
+        return  # it reads no text
+
+
+def _carried_files(name: str) -> list[Path]:
     folder = Path(name).expanduser()
     if not folder.is_dir():
         return []
@@ -102,12 +124,11 @@ def carried_files(name: str) -> list[Path]:
     ]
 
 
-def without_figures(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """The record of a training without what it measured: those are the figures of another model."""
+def _without_figures(summary: Mapping[str, Any]) -> dict[str, Any]:
     names = ("eval_", "test_", "baseline_", "exits_", "train_loss", "best_checkpoint", "trained_parameters")
     figures = (*names, "floor_")  # which began the names of baselines in 0.1.0
     kept = ("eval_streams", "test_rows")
     return {key: value for key, value in summary.items() if key in kept or not key.startswith(figures)}
 
 
-__all__ = ["carried_files", "task_data", "text_data", "training_batches", "without_figures"]
+__all__ = ["save_rest", "task_data", "text_data", "training_batches"]

@@ -143,6 +143,8 @@ def test_a_folder(weights_, activations, source, tmp_path, capsys):
     assert any("classifier" in name for name in kept) and any("embedding" in name for name in kept)
     step = json.loads((out / "compression.json").read_text())["steps"][-1]
     assert step["command"] == "quantize" and step["after"]["bytes"] < step["before"]["bytes"]
+    record = json.loads((out / "training_summary.json").read_text())
+    assert record["quantization"]["weights"] == weights_ and not any(key.startswith("eval_") for key in record)
     assert main(["predict", "--model", str(out), "--text", "it was a fine day", "--use_cpu", "--no_progress"]) == 0
     assert quantize(out, tmp_path / "twice") == 2
     assert "is quantized already (torchao)" in " ".join(capsys.readouterr().err.split())
