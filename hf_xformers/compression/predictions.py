@@ -69,6 +69,11 @@ def prediction_loss(
     """
     if student.get("start_logits") is not None:
         return _answers(student, teacher, batch, temperature, divergence)
+    if student.get("logits") is None:
+        raise ValueError(
+            f"the models predict {', '.join(name for name in student if name != 'hidden_states')} and no `logits`,"
+            " which predictions are compared by; take --method minilm, or another --objective"
+        )
     own, taught = student["logits"], teacher["logits"]
     if own.shape != taught.shape:
         raise ValueError(

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.utils import skip_init
 
 from ..modeling.classifiers import XFormerForMultipleChoice
+from ..modeling.replaced_token_pretraining import XFormerForReplacedTokenPreTraining
 from ..training.loss_terms import LossTerms, Term, progress_of
 from .methods import DistillationMethod, Pass
 from .passes import asked, own_heads, teacher_pass
@@ -112,6 +113,11 @@ def probe(method: DistillationMethod, student: Any, teacher: Any) -> None:
     """
     if method.generates or method.replaces:
         return
+    if isinstance(student, XFormerForReplacedTokenPreTraining):
+        raise ValueError(
+            f"method {method.type!r} compares two models of one text, and {type(student).__name__} puts other tokens"
+            " into its own; take --method theseus, or distill a task of the teacher (--task)"
+        )
     method.check(student, teacher)
     views = [view for model in (student, teacher) for view in model.config.tower_configs()]
     ids = torch.arange(8).remainder(min(view.vocab_size for view in views)).expand(2, 8)

@@ -10,6 +10,8 @@ from hf_xformers import (
     XFormerForCausalLM,
     XFormerForMaskedLM,
     XFormerForMultipleChoice,
+    XFormerForPreTraining,
+    XFormerForReplacedTokenPreTraining,
     XFormerForSequenceClassification,
 )
 from hf_xformers.compression.layer_maps import copied, patient, uniform
@@ -276,6 +278,13 @@ REFUSED = {
     "no scores": ("tinybert", {"attention": "sliding_window"}, {}, "compares the scores under a softmax"),
     "heads": ("mobilebert", {"num_attention_heads": 4}, {}, "give the student as many"),
     "depth": ("pkd", {"layers": 5}, {}, "5 layers and the teacher 4"),
+    "no logits": ("distilbert", {"cls": XFormerForPreTraining}, {"cls": XFormerForPreTraining}, "and no `logits`"),
+    "own text": (
+        "distilbert",
+        {"cls": XFormerForReplacedTokenPreTraining},
+        {"cls": XFormerForReplacedTokenPreTraining},
+        "puts other tokens into its own",
+    ),
     "teacher layer": ({"type": "minilm", "teacher_layer": 7}, {}, {}, "teacher_layer 7 does not exist"),
 }
 
