@@ -197,6 +197,11 @@ def _write(
     sample = _sample(model, *traced)
     output = model(**sample)
     names = tuple(name for name in _RESULTS if isinstance(getattr(output, name, None), Tensor))
+    if not names:
+        raise ValueError(
+            f"{type(model).__name__} gives {', '.join(output)}, none of which a graph hands out; export another"
+            " `head` of it, such as Model or ForMaskedLM."
+        )
     program = _trace(_plain(model, names), sample, dynamic, literal, type(model).__name__)
     most = min((bounds.upper for bounds in program.range_constraints.values()), default=_FAR)
     if dynamic and not literal and most < (_FAR if longest is None else longest):

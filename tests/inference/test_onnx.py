@@ -115,6 +115,8 @@ def test_refusals(tmp_path, monkeypatch):
         export_onnx(ENCODERS["xf_bigbird"].shared(torch.float32), tmp_path / "model.onnx")
     with pytest.raises(ValueError, match="at least 2 x 2"):
         export_onnx(model, tmp_path / "model.onnx", batch=1)
+    with pytest.raises(ValueError, match="gives prediction_logits, .*, none of which .*; export another `head`"):
+        export_onnx(family("xf_bert")["ForPreTraining"](model.config), tmp_path / "model.onnx")
 
     def fails(*args, **kwargs):
         raise RuntimeError("no such operator")
