@@ -44,12 +44,12 @@ class Heads:
 
 
 @contextlib.contextmanager
-def heads_of(model: nn.Module, layers: Collection[int] | None, *, scores: bool = False) -> Iterator[dict[int, Heads]]:
+def heads_of(model: nn.Module, layers: Collection[int], *, scores: bool = False) -> Iterator[dict[int, Heads]]:
     """Inside the block a forward pass with `output_attentions=True` leaves here, by layer, what the self-attention's
-    heads do. layers: which (None: all of the first tower; empty: nothing is recorded). scores: also scores."""
+    heads do. layers: which of the first tower's. scores: also scores."""
     found: dict[int, Heads] = {}
     attentions = self_attentions(model)
-    chosen = {index: module for index, module in attentions.items() if layers is None or index in layers}
+    chosen = {index: module for index, module in attentions.items() if index in layers}
     hooks = []
     for index, module in chosen.items():
         inside: dict[str, Tensor | None] = {}
