@@ -91,10 +91,17 @@ def _correlation(kind: str) -> Callable[..., Scores]:
 # ---------------------------------------------------------------------------------------------------- tags and texts
 
 
+_AS_BIOES = {"L-": "E-", "U-": "S-"}  # what BILOU calls the last tag of an entity and one that is alone
+
+
 def _seqeval(predictions: Sequence[Sequence[str]], references: Sequence[Sequence[str]]) -> Scores:
-    """Of whole entities, as conlleval counts them, micro; the accuracy is of tokens."""
+    """Of whole entities, as conlleval counts them, micro, in BIO, BIOES or BILOU; the accuracy is of tokens."""
     from seqeval import metrics
 
+    predictions, references = (  # seqeval by itself loses entities of BILOU that touch
+        [[_AS_BIOES.get(tag[:2], tag[:2]) + tag[2:] for tag in row] for row in rows]
+        for rows in (predictions, references)
+    )
     scores = {
         f"overall_{name}": getattr(metrics, f"{name}_score")(references, predictions, zero_division=0)
         for name in ("precision", "recall", "f1")

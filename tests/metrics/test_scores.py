@@ -55,6 +55,8 @@ def test_entities():
     )
     # ill-formed tags are read as conlleval does: a type that changes begins an entity
     assert compute("seqeval", [["I-A", "I-B"]], [["B-A", "B-B"]])["overall_f1"] == 1.0
+    bilou = compute("seqeval", [["B-A", "L-A", "U-A", "O"]], [["B-A", "L-A", "U-A", "U-A"]])
+    assert bilou == approx(overall_precision=1, overall_recall=2 / 3, overall_f1=4 / 5, overall_accuracy=3 / 4)
     with pytest.raises(ValueError):
         compute("seqeval", [["O", "O"]], [["O"]])
 
