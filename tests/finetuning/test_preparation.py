@@ -65,6 +65,15 @@ def test_every_piece_may_be_labelled(tokenizer):
     assert all(-100 not in labels[1:-1] and labels[0] == -100 for labels in split.features["labels"])
 
 
+@pytest.mark.parametrize("every", [False, True])
+def test_a_chain_of_tags_is_the_same_without_them(tokenizer, every):
+    task = settled("token-classification", ROWS, label_all_pieces=every)
+    task.read_config(XFormerConfig(tag_decoder="crf"))
+    tagged, plain = (task.encode(rows, tokenizer, "test").features for rows in (ROWS, ROWS.remove_columns("tags")))
+    assert list(plain["tag_mask"]) == [[int(label != -100) for label in labels] for labels in tagged["labels"]]
+    assert list(plain["tag_mask"]) == list(tagged["tag_mask"])
+
+
 def test_words_that_were_cut_off_are_outside(tokenizer):
     task = settled("token-classification", ROWS, max_length=4)
     split = task.encode(ROWS, tokenizer, "train")

@@ -132,11 +132,13 @@ class TokenClassification(Task):
         columns = {name: list(values) for name, values in encoded.items()}
         feature = inner_feature(rows.features[self.label_column]) if given else None
         kept: list[dict[str, Any]] = []
-        places, all_labels = [], []
+        places, all_labels, masks = [], [], []
         for row in range(len(words)):
             ids = encoded.word_ids(row)
             first = [place > 0 and ids[place - 1] == word for place, word in enumerate(ids)]
             first = [word is not None and not again for word, again in zip(ids, first)]
+            tagged = [word is not None for word in ids] if self.options.label_all_pieces else first
+            masks.append([int(there) for there in tagged])
             places.append([(place, word) for place, (word, start) in enumerate(zip(ids, first)) if start])
             entry: dict[str, Any] = {"tokens": words[row]}
             if labelled:
@@ -147,22 +149,12 @@ class TokenClassification(Task):
                     )
                 known = [self.labels.id(tag, feature, where, row, "label_column") for tag in tags]
                 entry["tags"] = [self.labels.names[tag] for tag in known]
-                labels = [
-                    known[word] if word is not None and (start or self.options.label_all_pieces) else IGNORE_INDEX
-                    for word, start in zip(ids, first)
-                ]
-                all_labels.append(labels)
+                all_labels.append([known[word] if there else IGNORE_INDEX for word, there in zip(ids, tagged)])
             kept.append(entry)
         if labelled:
             columns["labels"] = all_labels
         if self.marks_words:
-            # With labels on every piece, every piece is one of the chain.
-            every = labelled and self.options.label_all_pieces
-            tagged = [{place for place, _ in row} for row in places]
-            columns["tag_mask"] = [
-                [int(all_labels[row][place] != IGNORE_INDEX if every else place in tagged[row]) for place in range(n)]
-                for row, n in enumerate(map(len, columns["input_ids"]))
-            ]
+            columns["tag_mask"] = masks
         return Encoded(Dataset.from_dict(columns), kept, labelled, notes=places)
 
     def collator(self, tokenizer: PreTrainedTokenizerBase, model: Any, seed: int) -> Any:
