@@ -140,6 +140,7 @@ def test_choices_and_their_labels():
     assert collated["input_ids"].shape[:2] == (2, 2) and collated["labels"].tolist() == [1, 0]
     with pytest.raises(ValueError, match="it must be the number of the right choice, 0 to 1, or its letter"):
         task._label("C", None, "train", 0)
+    assert task._label(1, [1, 2], "train", 0) == 0  # labels that are numbers
     rows = Dataset.from_list([{"sent1": None, **{f"ending{n}": f"e{n}" for n in range(12)}, "label": 2}])
     task = settled("multiple-choice", rows)
     assert task.choice_columns == [f"ending{n}" for n in range(12)]

@@ -60,7 +60,7 @@ class MultipleChoice(Task):
         found = {"text_column": self.text_column, "text_pair_column": self.pair_column}
         return {**found, "choice_columns": self.choice_columns, "label_column": self.label_column}
 
-    def _choices(self, row: Mapping[str, Any], where: RowNames, number: int) -> tuple[list[str], list[str] | None]:
+    def _choices(self, row: Mapping[str, Any], where: RowNames, number: int) -> tuple[list[str], list[Any] | None]:
         """(texts, their labels or None) of one row."""
         labels = None
         if len(self.choice_columns) > 1:
@@ -77,10 +77,11 @@ class MultipleChoice(Task):
         begin = f"{row[self.pair_column]} " if self.pair_column and row[self.pair_column] else ""
         return [begin + text for text in texts], labels
 
-    def _label(self, value: Any, labels: Sequence[str] | None, where: RowNames, number: int) -> int:
+    def _label(self, value: Any, labels: Sequence[Any] | None, where: RowNames, number: int) -> int:
         text = str(int(value)) if isinstance(value, float) and value.is_integer() else str(value).strip()
-        if labels is not None and text in labels:
-            return list(labels).index(text)
+        named = [str(label) for label in labels or ()]
+        if text in named:
+            return named.index(text)
         index = int(text) if text.isdigit() else ord(text) - ord("A") if re.fullmatch("[A-Z]", text) else -1
         if not 0 <= index < self.count:
             raise ValueError(
