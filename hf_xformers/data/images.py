@@ -124,7 +124,7 @@ def _splits(names: Sequence[str], config_name: str | None) -> dict[str, Dataset]
         if has_images(name):
             loaded: Mapping[str, Dataset] = image_folder(path, alone=len(names) == 1, drop_labels=True)
         elif path.is_file() and path.suffix.lower() == ".parquet":
-            own = "train" if len(names) == 1 else SPLIT_WORDS.get(path.stem.lower(), "train")
+            own = "train" if len(names) == 1 else split_of(path, None) or "train"
             loaded = {own: read_files("parquet", [str(path)])[0]}
         elif path.exists() or len(names) > 1 or name == "stdlib":
             what = "a folder" if path.is_dir() else "no folder"

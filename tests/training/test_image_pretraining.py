@@ -185,6 +185,10 @@ def test_saved_datasets_and_parquet_are_images_too(digits, tmp_path):
         assert found["train"].column_names == ["image"] and found["train"][0]["image"].size == (8, 8)
     train, held = divide_images(rows, "image", 0.2)
     assert len(train) + len(held) == 20
+    shards = [str(tmp_path / f"{split}-00000-of-00001.parquet") for split in ("train", "validation")]
+    for part, shard in zip((train, held), shards):
+        part.to_parquet(shard)
+    assert len(load_image_dataset(shards)["validation"]) == len(held)
 
 
 def test_folders_of_odd_names_and_with_a_run_in_them(tmp_path):
