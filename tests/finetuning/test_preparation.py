@@ -168,6 +168,26 @@ def test_files_of_every_kind(tmp_path):
     assert rows["text"] == ['he said "no', '"yes" she said'] and rows["label"] == [0, 1]
 
 
+@pytest.mark.parametrize(
+    "name, columns",
+    [
+        ("translation", {"source": "one and two", "target": 3}),
+        ("multiple-choice", {"question": "one and two", "choice0": 3, "choice1": 4, "label": 0}),
+        ("speech-recognition", {"audio": "x.wav", "text": 3}),
+    ],
+)
+def test_texts_of_digits_in_a_csv_are_texts(tmp_path, name, columns):
+    path = tmp_path / "rows.csv"
+    path.write_text(",".join(columns) + "\n" + ",".join(map(str, columns.values())) + "\n")
+    rows = load_rows(TaskData(data=[str(path)], validation_fraction=0))["train"]
+    task = build_task(TaskOptions(name))
+    task.find_columns(rows)
+    if name == "speech-recognition":
+        assert task._transcripts(rows, {}) == ["3"]
+    else:
+        assert "3" in list(task.texts(rows))
+
+
 def test_conll_with_spaces_and_more_columns(tmp_path):
     path = tmp_path / "x.conll"
     path.write_text("-DOCSTART- -X- O\n\nEU NNP B-ORG\nrejects VBZ O\n\n\n\nOK UH O")

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..names import ANSWERS, CONTEXTS, QUESTIONS
 from ..origin import RowNames, columns_of
-from .base import Encoded, Task, Trivial, check_columns
+from .base import Encoded, Task, Trivial, check_columns, text_of
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -89,7 +89,7 @@ class QuestionAnswering(Task):
         elif "answer_start" in columns_of(rows):
             starts = rows[row]["answer_start"]
         texts = entry if isinstance(entry, list) else [] if entry is None else [entry]
-        texts = [str(text) if isinstance(text, int) else text for text in texts]  # a CSV has no texts of digits
+        texts = list(map(text_of, texts))
         if not all(isinstance(text, str) for text in texts):
             raise ValueError(
                 f"{where[row]} has the answers {entry!r}; give a text, a list of texts, or "

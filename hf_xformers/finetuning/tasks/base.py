@@ -355,6 +355,11 @@ def label_name(value: Any, declared: Sequence[str] | None, option: str, where: R
     return str(int(value)) if isinstance(value, (bool, float)) else str(value).strip()
 
 
+def text_of(value: Any) -> Any:
+    """A value of a column of text: where all of a CSV's are digits, it holds numbers."""
+    return str(value) if isinstance(value, int) else value
+
+
 def inner_feature(feature: Any) -> Any:
     """The feature of the entries of a list column."""
     return getattr(feature, "feature", feature)

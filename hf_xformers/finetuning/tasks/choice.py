@@ -11,7 +11,7 @@ import numpy as np
 
 from ..names import CHOICE_LABELS, CHOICE_TEXTS, CHOICES
 from ..origin import RowNames, columns_of
-from .base import Encoded, Task, Trivial, check_columns, is_hidden, most_frequent
+from .base import Encoded, Task, Trivial, check_columns, is_hidden, most_frequent, text_of
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -69,7 +69,8 @@ class MultipleChoice(Task):
             texts = row[self.choice_columns[0]]
             if isinstance(texts, Mapping) and "text" in texts:
                 texts, labels = texts["text"], texts.get("label")
-        if not isinstance(texts, (list, tuple)) or len(texts) < 2 or not all(isinstance(t, str) for t in texts):
+        texts = list(map(text_of, texts)) if isinstance(texts, (list, tuple)) else texts
+        if not isinstance(texts, list) or len(texts) < 2 or not all(isinstance(t, str) for t in texts):
             raise ValueError(
                 f"{where[number]} has the choices {texts!r}; give a list of two texts or more, or a "
                 "column for each with --choice_columns"

@@ -14,7 +14,7 @@ import torch
 from ...objectives.base import SeededCollator, pad_rows
 from ..names import LONG_TEXTS, SUMMARIES
 from ..origin import RowNames, columns_of
-from .base import Encoded, Task, Trivial, check_columns
+from .base import Encoded, Task, Trivial, check_columns, text_of
 from .cloze import ClozeCollator, joined
 from .document_context import WithContext, context_columns, rows_before, sentences_before
 
@@ -74,7 +74,7 @@ class _Generation(Task):
             self.head = "ClozeWriting"  # type: ignore[misc]
 
     def _texts_of(self, rows: Dataset, column: str, split: str) -> list[str]:
-        texts = list(rows[column])
+        texts = list(map(text_of, rows[column]))
         for row, text in enumerate(texts):
             if not isinstance(text, str):
                 where = RowNames(rows, split)[row]

@@ -20,7 +20,7 @@ from ...objectives.base import SeededCollator, keyed_generator, pad_rows
 from ..names import SOUNDS, TRANSCRIPTS
 from ..origin import RowNames
 from ..sound_rows import SOUND_SUFFIXES
-from .base import Encoded, Task, Trivial, check_columns
+from .base import Encoded, Task, Trivial, check_columns, text_of
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -131,7 +131,7 @@ class SpeechRecognition(Task):
     def _transcripts(self, rows: Dataset, where: RowNames) -> list[str]:
         """The transcripts with single spaces. Raises ValueError for what is no text."""
         found = []
-        for row, text in enumerate(rows[self.text_column]):
+        for row, text in enumerate(map(text_of, rows[self.text_column])):
             if not isinstance(text, str):
                 raise ValueError(f"{where[row]} has {text!r} in column {self.text_column!r}, which is no transcript")
             if SPACE in text:
