@@ -31,7 +31,8 @@ _T5_TOKENS = {"pad": "<pad>", "eos": "</s>", "unk": "<unk>"}
 _USUAL_TEMPLATE: dict[str, Template] = {"bert": "cls_sep", "gpt": "between", "t5": "eos"}
 _CHECKED_ROLES = ("pad", "bos", "eos", "cls", "sep", "mask")
 _TOKENIZER_FILES = (
-    *("tokenizer.json", "vocab.txt", "vocab.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
+    *("tokenizer.json", "vocab.txt", "vocab.json", "tokenizer.model", "spiece.model", "spm.model"),
+    "sentencepiece.bpe.model",
 )
 
 

@@ -69,6 +69,12 @@ def open_teacher(settings: Distillation, config: XFormerConfig, head: str, block
     """
     from ..conversion.swap import open_model
 
+    apart = ("ForReplacedTokenPreTraining",)  # each model reads tokens of its own making
+    if head in (*apart, *(("ForPreTraining", "ForTextContrast") if settings.logit_weight else ())):
+        raise ValueError(
+            f"--teacher compares what two models predict of one text, for which {head} is not made; take another"
+            " --objective, or train without --teacher"
+        )
     name = settings.teacher
     model, untrained = open_model(str(name), head)
     if untrained and settings.logit_weight:

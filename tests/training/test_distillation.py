@@ -118,6 +118,9 @@ def test_teachers_that_do_not_fit(tmp_path, name):
     make(XFormerForMaskedLM, 0).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=message):
         open_teacher(Distillation(teacher=str(tmp_path), **settings), config(**student), "ForMaskedLM", block_size)
+    for head in ("ForPreTraining", "ForReplacedTokenPreTraining"):
+        with pytest.raises(ValueError, match=f"for which {head} is not made"):
+            open_teacher(Distillation(teacher=str(tmp_path)), config(), head, 8)
 
 
 @pytest.mark.parametrize(
