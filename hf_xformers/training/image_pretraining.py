@@ -352,10 +352,8 @@ class ImagePreparation(Request):
         from transformers import AutoImageProcessor
 
         if self.checkpoint is None and self.args.should_save:
-            if self.choice.init_from is not None:
-                made = AutoImageProcessor.from_pretrained(self.choice.init_from)
-            else:
-                made = make()
+            source = self.choice.init_from
+            made = make() if source is None else AutoImageProcessor.from_pretrained(source)
             self.this_run.keep(made)
         return AutoImageProcessor.from_pretrained(self.checkpoint or self.folder)
 
