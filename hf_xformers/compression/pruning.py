@@ -71,6 +71,7 @@ class Pruner:
         measuring.use_cpu = args.use_cpu
         self.callbacks = callbacks
         self.this_run = Run(args, overwrite=choice.overwrite_output_dir)
+        self.this_run.refuse_named_checkpoint()
         self.folder = self.this_run.folder
         self.details: dict[str, Any] = {}
         if self.folder.resolve() == Path(choice.model).expanduser().resolve():

@@ -124,12 +124,14 @@ def open_model(name: str | Path) -> PreTrainedModel:
     """A saved model with the head that it is used with, in evaluation mode. Raises `ValueError` where it cannot be
     read."""
     from ..finetuning.trained import does_a_task, open_trained
-    from ..training.scoring import choose_objective, load_config, load_model, training_of
+    from ..training.scoring import choose_objective, load_config, load_model, refuse_reader_of_images, training_of
 
     name = str(name)
     if does_a_task(name):
         return open_trained(name).model.eval()
-    objective = choose_objective(load_config(name), None, {}, training_of(name))
+    config, trained = load_config(name), training_of(name)
+    refuse_reader_of_images(name, config, trained)
+    objective = choose_objective(config, None, {}, trained)
     return load_model(name, objective).eval()
 
 

@@ -94,6 +94,7 @@ class Linearizer:
         self.choice, self.attention, self.source, self.args = choice, attention, source, args
         self.objective_fields, self.callbacks, self.say = objective_fields, callbacks, say
         self.this_run = Run(args, overwrite=choice.overwrite_output_dir)
+        self.this_run.refuse_named_checkpoint()
         self.folder = self.this_run.folder
         config = source_config(choice.model)
         if config.is_encoder_decoder:

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from .callbacks import TrainedSeconds
     from .merged_adapters import PutIn
 
-NOT_GIVEN = ("none", "false", "no", "0", "")  # of --resume_from_checkpoint, as words
+# Values of --resume_from_checkpoint that name no folder, as words.
+GIVEN, NOT_GIVEN = ("true", "yes", "1"), ("none", "false", "no", "0", "")
 
 
 class Run:
@@ -44,6 +45,15 @@ class Run:
     def resumes(self) -> bool:
         """Whether a run that is there continues."""
         return str(self.args.resume_from_checkpoint).lower() not in NOT_GIVEN
+
+    def refuse_named_checkpoint(self) -> None:
+        """Raises ValueError where a run of stages, which continue with their newest checkpoints, is to take another."""
+        value = str(self.args.resume_from_checkpoint)
+        if self.resumes and value.lower() not in GIVEN:
+            raise ValueError(
+                f"--resume_from_checkpoint {value!r} names a checkpoint, and this command continues where it was"
+                " stopped; give --resume_from_checkpoint without a value"
+            )
 
     @property
     def writes(self) -> bool:

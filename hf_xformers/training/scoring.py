@@ -107,6 +107,16 @@ def load_config(model: str) -> PreTrainedConfig:
         raise ValueError(unknown) from error
 
 
+def refuse_reader_of_images(model: str, config: PreTrainedConfig, trained: Mapping[str, Any]) -> None:
+    """Raises ValueError for a model that was pretrained on images."""
+    if trained.get("reads") == "images" or getattr(config, "modality", "text") == "image":
+        raise ValueError(
+            f"{model!r} reads images, and language models are measured on text; its held-out figures stand in"
+            " training_summary.json, `hf-xformers features --probe` measures what it knows of images, and"
+            " `hf-xformers finetune` gives it a task, on whose images it is evaluated, pruned and quantized"
+        )
+
+
 def _without_class(model: str, model_type: Any) -> str | None:
     """Why a folder's config.json is one of no known class; None if there is one."""
     import transformers
@@ -174,11 +184,7 @@ def evaluate(
 
     trained = training_of(score.model)
     config = load_config(score.model)
-    if trained.get("reads") == "images" or getattr(config, "modality", "text") == "image":
-        raise ValueError(
-            f"{score.model!r} reads images, and text is evaluated here; its held-out figures stand in"
-            " training_summary.json, and `hf-xformers features --probe` measures what it knows of images"
-        )
+    refuse_reader_of_images(score.model, config, trained)
     objective = choose_objective(config, score.objective, objective_fields or {}, trained).bound_to(config)
     source = source.named_for(objective)
     tokenizer = load_tokenizer(score.tokenizer or score.model)

@@ -237,6 +237,8 @@ def test_the_result_is_a_plain_checkpoint(text, source, tmp_path, capsys):
         linearize(text, source, out, layers="1", lora_steps=2)
     with pytest.raises(ValueError, match="had transfer_steps 4, and this command gives 5"):
         linearize(text, source, out, "--resume_from_checkpoint", layers="1", lora_steps=2, transfer_steps=5)
+    with pytest.raises(ValueError, match="names a checkpoint, and this command continues where it was stopped"):
+        linearize(text, source, out, "--resume_from_checkpoint", str(out / "lora"), layers="1", lora_steps=2)
     linearize(text, source, out, "--resume_from_checkpoint", layers="1", lora_steps=2)
     assert "finished already" in capsys.readouterr().err
 

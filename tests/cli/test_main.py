@@ -97,6 +97,11 @@ def test_pretrain_help_has_its_own_options_first_and_trainers_on_request(capsys)
     assert full.index("--data") < full.index("--gradient_accumulation_steps")
 
 
+def test_help_names_no_option_that_is_refused(capsys):
+    out = explained(capsys, "linearize")
+    assert "--learning_rate" in out and "--max_steps" not in out and "--num_train_epochs" not in out
+
+
 def test_finetune_help_is_one_screen_and_more_on_request(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     out = explained(capsys, "finetune")

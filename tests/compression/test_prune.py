@@ -164,6 +164,8 @@ def test_training_goes_on_where_it_was_killed(method, kind, request, tmp_path):
     other = {"gate_penalty": 9.0} if method == "heads" else {"sparsity": 0.8}
     with pytest.raises(ValueError, match="had (gate_penalty 3.0|sparsity 0.5), and this command gives"):
         prune(model, tmp_path / "cut", resume_from_checkpoint="true", **{**options, **other})
+    with pytest.raises(ValueError, match="checkpoint-4' names a checkpoint, and this command continues where"):
+        prune(model, tmp_path / "cut", resume_from_checkpoint=str(tmp_path / "checkpoint-4"), **options)
     if method == "heads":
         assert whole["after"]["parameters"] < whole["before"]["parameters"]
     else:

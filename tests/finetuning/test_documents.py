@@ -46,7 +46,7 @@ def test_paragraphs_of_tokens():
     assert paragraph_numbers([(0, 0), (0, 3), (3, 5), (7, 9), (9, 12), (0, 0)], [7, 11]) == [0, 0, 0, 1, 2, 2]
 
 
-@pytest.mark.parametrize("text", [[], ["a", " "], 3])
+@pytest.mark.parametrize("text", [[], ["a", " "], 2.5])
 def test_wrong_lists_of_texts_are_refused(text):
     rows = Dataset.from_list([{"document": text, "summary": "a"}])
     task = Summarization(TaskOptions(task="summarization"))

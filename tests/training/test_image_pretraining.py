@@ -272,6 +272,9 @@ def test_what_is_refused(digits, runs, tmp_path, capsys, text):
         message = said(cut, output=tmp_path / "fresh", **kind)
         assert "cut/b.png) cannot be read" in message and "replace it or remove it" in message
         assert not list((tmp_path / "fresh").glob("*"))  # nothing has begun
+    for run in runs.values():
+        message = refused(capsys, "prune", *flags(model=run, output_dir=tmp_path / "cut"), "--method", "weights")
+        assert "reads images" in message and "`hf-xformers finetune` gives it a task" in message
 
 
 def test_published_sizes_read_one_pixel_less(digits, tmp_path):
