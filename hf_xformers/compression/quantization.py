@@ -2,7 +2,8 @@
 """Weights in 8 or 4 bits through torchao, saved so that `from_pretrained` reads them as they are; with a training
 beforehand that knows of it, if asked for.
 
-trained/            of such a training: the run, with its model in full precision
+trained/            of such a training: the run, with its model in full precision, and quantization.json, the rounding
+                    that it was begun with
 model.safetensors   the quantized weights
 compression.json    the table before and after
 """
@@ -19,9 +20,10 @@ import torch
 from torch import nn
 
 from ..core.given_options import refuse_alone
-from ..core.saved_files import saving_into
+from ..core.saved_files import read_object, saving_into, write_json
 from ..modeling_base import XFormerPreTrainedModel
 from ..training.folder_lock import folder_lock
+from ..training.run import Run
 from ..training.run_folder import read_summary
 from .geometry import probe
 from .quantizable import Split, kind_of, output_errors, split
@@ -31,7 +33,7 @@ from .rows import save_rest
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 
-TRAINED = "trained"
+TRAINED, SETTINGS = "trained", "quantization.json"
 INT4 = getattr(torch, "int4")  # noqa: B009  torch's stubs do not know it
 Told = Callable[[str], None]
 
@@ -237,21 +239,29 @@ class Quantizer:
             self.say(f"{kind}: {error:.2e} of the outputs' squares")
 
     def _train(self, model: PreTrainedModel) -> str:
-        """Trains with rounding; the folder of the result."""
+        """Trains with rounding; the folder of the result. Raises ValueError where the training that continues was begun
+        with another."""
         from ..finetuning.options import ModelOptions, RunOptions
         from ..finetuning.run import FineTuning
 
         assert self.args is not None
         place = self.folder / TRAINED
         self.args.output_dir = str(place)
+        rounding = {name: getattr(self.choice, name) for name in ("model", "weights", "activations", "keep")}
+        rounding["group_size"] = self.choice.grouped
+        run = Run(self.args)
+        if run.resumes and (place / SETTINGS).is_file():
+            run.check_settings(read_object(place / SETTINGS), rounding)
         run_options = RunOptions(overwrite_output_dir=self.choice.overwrite_output_dir)
         made = FineTuning(ModelOptions(model=self.source), self.data, self.task, run_options, self.args)  # type: ignore[arg-type]
         made.guest = FakeQuantized(self.choice)
         summary = read_summary(place) if place.is_dir() else {}
-        if summary.get("status") == "finished" and self.args.resume_from_checkpoint:
+        if summary.get("status") == "finished" and run.resumes:
             self.say(f"{str(place)!r} is finished already")
             return str(place)
-        made.train(made.prepare(), self.callbacks)
+        prepared = made.prepare()
+        write_json(place / SETTINGS, rounding)
+        made.train(prepared, self.callbacks)
         return str(place)
 
 

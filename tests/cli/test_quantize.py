@@ -181,6 +181,11 @@ def test_with_a_training_that_knows_of_it(source, data, tmp_path, capsys):
     step = json.loads((out / "compression.json").read_text())["steps"][-1]
     assert step["settings"]["quantization_aware"] is True
     assert (5 * step["after"]["baseline"]) % 1 == 0  # of all 24 rows it is 14/24
+    again = ("--quantization_aware", "--data", *data, "--resume_from_checkpoint", "--overwrite_output_dir")
+    assert quantize(source, out, *again, **{**options, "weights": "int8"}) == 2
+    assert "had weights 'int4', and this command gives 'int8'" in " ".join(capsys.readouterr().err.split())
+    assert quantize(source, out, *again, **options) == 0
+    assert "is finished already" in " ".join(capsys.readouterr().err.split())
 
 
 REFUSED = {
