@@ -154,16 +154,34 @@ def _read(
 
 
 def _joined(parts: Sequence[Dataset]) -> Dataset:
-    from datasets import concatenate_datasets
+    from datasets import Value, concatenate_datasets
 
     filled = [part for part in parts if len(part)] or list(parts[:1])
+    if len(filled) == 1:
+        return filled[0]
     first = columns_of(filled[0])
     for part in filled[1:]:
         if set(columns_of(part)) != set(first):
             raise ValueError(f"files of one split differ in their columns: {first} and {columns_of(part)}")
     if all(ORIGIN in part.column_names for part in filled):
         first = [*first, ORIGIN]
-    return filled[0] if len(filled) == 1 else concatenate_datasets([part.select_columns(first) for part in filled])
+    chosen = [part.select_columns(first) for part in filled]
+    for name in first:
+        kind = _common_type([getattr(part.features[name], "dtype", None) for part in chosen])
+        if kind is not None:
+            chosen = [part.cast_column(name, Value(kind)) for part in chosen]
+    return concatenate_datasets(chosen)
+
+
+def _common_type(types: Sequence[str | None]) -> str | None:
+    """What a column is read as whose types differ from file to file: decimals where some hold integers alone, text
+    where some hold digits alone; None where the types are alike, or have nothing in common."""
+    kinds = {*types}
+    if len(kinds) == 1:
+        return None
+    if kinds == {"int64", "float64"}:
+        return "float64"
+    return "large_string" if kinds <= {"int64", "string", "large_string"} else None
 
 
 def _read_table(path: Path, column_names: Sequence[str]) -> Dataset:

@@ -188,6 +188,16 @@ def test_texts_of_digits_in_a_csv_are_texts(tmp_path, name, columns):
         assert "3" in list(task.texts(rows))
 
 
+def test_files_of_one_split_whose_values_look_different(tmp_path):
+    """One has integers alone, the next decimals, and one texts of digits alone."""
+    for name, lines in (("a", "7,one,1"), ("b", "eight,two,2.5"), ("c", "nine,three,3")):
+        (tmp_path / f"{name}.csv").write_text(f"text,other,score\n{lines}\n")
+    (tmp_path / "d.jsonl").write_text('{"text": "ten", "other": "four", "score": 4}\n')
+    names = [str(tmp_path / name) for name in ("a.csv", "b.csv", "c.csv", "d.jsonl")]
+    rows = load_rows(TaskData(data=names, validation_fraction=0))["train"]
+    assert rows["text"][:] == ["7", "eight", "nine", "ten"] and rows["score"][:] == [1.0, 2.5, 3.0, 4.0]
+
+
 def test_conll_with_spaces_and_more_columns(tmp_path):
     path = tmp_path / "x.conll"
     path.write_text("-DOCSTART- -X- O\n\nEU NNP B-ORG\nrejects VBZ O\n\n\n\nOK UH O")
