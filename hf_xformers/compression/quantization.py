@@ -239,7 +239,7 @@ class Quantizer:
             self.say(f"{kind}: {error:.2e} of the outputs' squares")
 
     def _train(self, model: PreTrainedModel) -> str:
-        """Trains with rounding; the folder of the result. Raises ValueError where the training that continues was begun
+        """Trains with rounding; the folder of the result. Raises ValueError where a training that continues was begun
         with another."""
         from ..finetuning.options import ModelOptions, RunOptions
         from ..finetuning.run import FineTuning

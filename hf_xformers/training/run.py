@@ -47,7 +47,7 @@ class Run:
         return str(self.args.resume_from_checkpoint).lower() not in NOT_GIVEN
 
     def refuse_named_checkpoint(self) -> None:
-        """Raises ValueError where a run of stages, which continue with their newest checkpoints, is to take another."""
+        """Raises ValueError where a run of stages, which continue with their newest checkpoints, is given another."""
         value = str(self.args.resume_from_checkpoint)
         if self.resumes and value.lower() not in GIVEN:
             raise ValueError(
