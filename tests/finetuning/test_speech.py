@@ -65,6 +65,10 @@ def test_the_pipeline_transcribes_as_the_run_did(run, folders):
     timed = transcribe(dict(given[0]), return_timestamps="char")
     ends = [chunk["timestamp"][1] for chunk in timed["chunks"]]
     assert ends == sorted(ends) and 0 < ends[-1] <= len(sounds[0]) / RATE + 0.04
+    words = transcribe(dict(given[0]), return_timestamps="word")["chunks"]
+    assert [word["text"] for word in words] == said[0]["prediction"].split(), words
+    pieces = [transcribe(dict(one), chunk_length_s=1.0, stride_length_s=0.2)["text"] for one in given]
+    assert pieces == [row["prediction"] for row in said]
 
 
 def test_predict_and_evaluate_read_other_files(run, folders, tmp_path, capsys):
