@@ -63,7 +63,6 @@ class Parser(RefusingParser, HfArgumentParser):
         folder: what --output_dir is for, which the command needs.
         usage: what follows the command's name.
         brief: the options that the help explains, where all of the command's own are more than a screen.
-        usual: those of Trainer's options that the help names.
     """
 
     def __init__(
@@ -74,14 +73,13 @@ class Parser(RefusingParser, HfArgumentParser):
         read: Collection[str] | None = None,
         folder: str | None = None,
         brief: Collection[str] = (),
-        usual: Collection[str] = USUAL,
         **kwargs: Any,
     ) -> None:
         super().__init__([*kinds, *([] if trainer is None else [trainer])], **kwargs)
         self._trainer = set() if trainer is None else {field.name for field in dataclasses.fields(trainer)}
         self._trainer_name = "" if trainer is None else trainer.__name__
         self._read = () if trainer is None else read
-        self._brief, self._usual = brief, usual
+        self._brief = brief
         self.more_groups: list[Any] = []
         for action in self._actions:
             if action.dest == "objective" and action.help:
@@ -150,7 +148,8 @@ class Parser(RefusingParser, HfArgumentParser):
             formatter.add_arguments(actions)
             formatter.end_section()
         if not every:
-            usually = ", ".join(self._with_default(name) for name in self._usual)
+            shown = {action.dest for action in flags if action.help != argparse.SUPPRESS}
+            usually = ", ".join(self._with_default(name) for name in USUAL if name in shown)
             formatter.add_text(
                 f"Every option of transformers' {self._trainer_name} works too; the most usual: {usually}."
             )

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .arguments import USUAL, Parser, parse_changes, parse_command, parse_objective
+from .arguments import Parser, parse_changes, parse_command, parse_objective
 from .console import in_options, print_facts, say, show
 from .pretrain import quiet_libraries, size_of
 
@@ -82,8 +82,10 @@ def make_parser(first_look: Mapping[str, Any]) -> Parser:
             "                             --output_dir DIR [OPTION VALUE ...]"
         ),
         description=_DESCRIPTION,
-        usual=[name for name in USUAL if name not in ("num_train_epochs", "max_steps")],  # which stages refuse
     )
+    for action in parser._actions:
+        if action.dest in ("num_train_epochs", "max_steps"):  # which are refused, with what to give instead
+            action.help = argparse.SUPPRESS
     size = size_of(first_look.get("model"))
     parser.set_defaults(**training_defaults(size), disable_tqdm=not sys.stderr.isatty())
     swap = parser.add_argument_group("attention")

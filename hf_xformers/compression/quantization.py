@@ -239,8 +239,8 @@ class Quantizer:
             self.say(f"{kind}: {error:.2e} of the outputs' squares")
 
     def _train(self, model: PreTrainedModel) -> str:
-        """Trains with rounding; the folder of the result. Raises ValueError where a training that continues was begun
-        with another."""
+        """Trains with rounding; the folder of the result. Raises ValueError where it continues one with other
+        rounding."""
         from ..finetuning.options import ModelOptions, RunOptions
         from ..finetuning.run import FineTuning
 

@@ -167,21 +167,19 @@ def _joined(parts: Sequence[Dataset]) -> Dataset:
         first = [*first, ORIGIN]
     chosen = [part.select_columns(first) for part in filled]
     for name in first:
-        kind = _common_type([getattr(part.features[name], "dtype", None) for part in chosen])
-        if kind is not None:
-            chosen = [part.cast_column(name, Value(kind)) for part in chosen]
+        dtype = _common_dtype({getattr(part.features[name], "dtype", None) for part in chosen})
+        if dtype is not None:
+            chosen = [part.cast_column(name, Value(dtype)) for part in chosen]
     return concatenate_datasets(chosen)
 
 
-def _common_type(types: Sequence[str | None]) -> str | None:
-    """What a column is read as whose types differ from file to file: decimals where some hold integers alone, text
+def _common_dtype(dtypes: set[str | None]) -> str | None:
+    """What a column is cast to whose types differ from file to file: decimals where some hold integers alone, text
     where some hold digits alone; None where the types are alike, or have nothing in common."""
-    kinds = {*types}
-    if len(kinds) == 1:
-        return None
-    if kinds == {"int64", "float64"}:
+    if dtypes == {"int64", "float64"}:
         return "float64"
-    return "large_string" if kinds <= {"int64", "string", "large_string"} else None
+    texts = len(dtypes) > 1 and dtypes <= {"int64", "string", "large_string"}
+    return "large_string" if texts else None
 
 
 def _read_table(path: Path, column_names: Sequence[str]) -> Dataset:

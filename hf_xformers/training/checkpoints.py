@@ -22,6 +22,8 @@ from ..core.saved_files import (
 
 # What FSDP and DeepSpeed write in place of the plain files; they check their own shards when they load them.
 _SHARDED = ("pytorch_model_fsdp*", "global_step*")
+# Values of --resume_from_checkpoint that name no folder: continue from the newest one, or start anew.
+NEWEST, NO_CHECKPOINT = ("true", "yes", "1"), ("none", "false", "no", "0", "")
 
 
 def checkpoints(run: str | Path) -> list[Path]:
@@ -135,8 +137,8 @@ def checkpoint_to_resume(value: str | bool | None, run: str | Path, world_size: 
 
     Raises ValueError when there is none, when the folder named is not complete, or for another number of processes.
     """
-    if isinstance(value, str) and value.lower() in ("true", "yes", "1", "false", "no", "0", ""):
-        value = value.lower() in ("true", "yes", "1")
+    if isinstance(value, str) and value.lower() in (*NEWEST, *NO_CHECKPOINT):
+        value = value.lower() in NEWEST
     if value is None or value is False:
         return None
     if value is True:

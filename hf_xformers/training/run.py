@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..conversion.provenance import carry_provenance
 from ..core.saved_files import STATE_FILE, SUMMARY_FILE, read_object, saving_into, write_json
-from .checkpoints import checkpoint_to_resume, checkpoints, newest_complete
+from .checkpoints import NEWEST, NO_CHECKPOINT, checkpoint_to_resume, checkpoints, newest_complete
 from .earlier_stages import in_place_of
 from .folder_lock import folder_lock
 from .recipe import average_last_checkpoints
@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 
     from .callbacks import TrainedSeconds
     from .merged_adapters import PutIn
-
-# Values of --resume_from_checkpoint that name no folder, as words.
-GIVEN, NOT_GIVEN = ("true", "yes", "1"), ("none", "false", "no", "0", "")
 
 
 class Run:
@@ -44,12 +41,12 @@ class Run:
     @property
     def resumes(self) -> bool:
         """Whether a run that is there continues."""
-        return str(self.args.resume_from_checkpoint).lower() not in NOT_GIVEN
+        return str(self.args.resume_from_checkpoint).lower() not in NO_CHECKPOINT
 
     def refuse_named_checkpoint(self) -> None:
         """Raises ValueError where a run of stages, which continue with their newest checkpoints, is given another."""
         value = str(self.args.resume_from_checkpoint)
-        if self.resumes and value.lower() not in GIVEN:
+        if self.resumes and value.lower() not in NEWEST:
             raise ValueError(
                 f"--resume_from_checkpoint {value!r} names a checkpoint, and this command continues where it was"
                 " stopped; give --resume_from_checkpoint without a value"

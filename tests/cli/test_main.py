@@ -100,6 +100,7 @@ def test_pretrain_help_has_its_own_options_first_and_trainers_on_request(capsys)
 def test_help_names_no_option_that_is_refused(capsys):
     usual = " ".join(explained(capsys, "linearize").split()).split("the most usual: ")[1]
     assert "--learning_rate" in usual and "--max_steps" not in usual and "--num_train_epochs" not in usual
+    assert "--num_train_epochs" not in explained(capsys, "linearize", flag="--help-all")
 
 
 def test_finetune_help_is_one_screen_and_more_on_request(capsys, monkeypatch):
