@@ -87,7 +87,7 @@ def test_true_is_the_newest(tmp_path, value):
         assert checkpoint_to_resume(value, tmp_path) == newest
 
 
-@pytest.mark.parametrize("value", [None, False, "False", "no"])
+@pytest.mark.parametrize("value", [None, False, "False", "no", "none"])
 def test_nothing_to_resume(tmp_path, value):
     write_checkpoint(tmp_path, 5)
     assert checkpoint_to_resume(value, tmp_path) is None
