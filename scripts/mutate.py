@@ -94,7 +94,7 @@ class Copy:
             except ProcessLookupError:
                 pass
             process.wait()
-        failed = re.search(r"^(?:FAILED|ERROR) (\S+?(?:\[.*?\])?)(?: \(\w+\)| - .*)?$", printed, re.MULTILINE)
+        failed = re.search(r"^(?:FAILED|ERROR) (\S+?(?:\[.*?\])?)(?: \(\w+\).*| - .*)?$", printed, re.MULTILINE)
         return process.returncode, failed[1] if failed else (printed.strip().splitlines() or [""])[-1]
 
     def try_out(self, mutation: Mutation, selections: list[list[str]], limit: float) -> None:

@@ -11,6 +11,7 @@ from tests.reporting import Failures, FirstLook, Progress, first_look
 # Files whose first test makes, in several processes, what all their tests read. At the start of a run one worker gets
 # them whole; near its end, where the workers share out what is left, each would make it for itself.
 FIRST = ("test_distributed.py", "test_expert_parallel.py", "test_sequence_parallel.py")
+SECONDS = 660  # that it may take: seven processes on two cores, which are busy with seven others
 
 
 def pytest_collection_modifyitems(config, items):
@@ -19,6 +20,9 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=left_out)
     else:
         items.sort(key=lambda item: item.path.name not in FIRST)
+    for item in items:
+        if item.path.name in FIRST:
+            item.add_marker(pytest.mark.timeout(SECONDS))
 
 
 def out_of_sight():

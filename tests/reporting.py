@@ -28,6 +28,13 @@ def first_look(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest
     return [item for _, item in sorted(kept, key=lambda entry: entry[0])], left_out
 
 
+def failure(report: pytest.TestReport | pytest.CollectReport, when: str) -> tuple[str, str]:
+    """The name of a failed test with the step that failed, and the first line of its error."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    message = crash.message if crash else str(report.longrepr).strip().rpartition("\n")[2].removeprefix("E   ")
+    return f"{report.nodeid} ({when})", message.partition("\n")[0][:200]
+
+
 class FirstLook:
     """Ends it in time."""
 
@@ -48,7 +55,7 @@ class Failures:
     def pytest_runtest_logreport(self, report):
         if report.failed:
             self.terminal.ensure_newline()
-            self.terminal.write_line(f"FAILED {report.nodeid} ({report.when})", red=True)
+            self.terminal.write_line("FAILED {}: {}".format(*failure(report, report.when)), red=True)
 
 
 class Progress:
@@ -59,7 +66,7 @@ class Progress:
         self.terminal, self.file, self.began = terminal, file, time.monotonic()
         self.moves = terminal.isatty
         self.total = self.done = self.passed = self.shown = 0
-        self.failed: list[str] = []
+        self.failed: dict[tuple[str, str], list[str]] = {}  # by file and error: a fixture fails with all its tests
         self.skipped: Counter[str] = Counter()
         self.seconds: Counter[str] = Counter()
 
@@ -79,11 +86,15 @@ class Progress:
         if report.skipped:
             self.skipped[str(report.longrepr[2]).removeprefix("Skipped: ")] += 1
         if report.failed:
-            self.fail(f"{report.nodeid} ({report.when})")
+            self.fail(report, report.when)
         self.passed += report.passed and report.when == "call"
         if report.when == "teardown":
             self.done += 1
             self.show(report.nodeid.partition("::")[0])
+
+    @property
+    def failures(self) -> int:
+        return sum(map(len, self.failed.values()))
 
     def show(self, path: str) -> None:
         """Where it is time to: five times a second on a terminal."""
@@ -92,7 +103,7 @@ class Progress:
         if now < self.shown + due:
             return
         self.shown = now
-        line = f"{part:4.0%}  {self.done} of {self.total}, {len(self.failed)} failed, {passed / 60:.1f} min"
+        line = f"{part:4.0%}  {self.done} of {self.total}, {self.failures} failed, {passed / 60:.1f} min"
         line += f", about {(passed / part - passed) / 60:.1f} more"
         if self.moves:
             self.terminal.rewrite(f"{line}  {path}"[: shutil.get_terminal_size().columns - 1], erase=True)
@@ -101,21 +112,24 @@ class Progress:
 
     def pytest_collectreport(self, report):
         if report.failed:
-            self.fail(f"{report.nodeid} (collection)")
+            self.fail(report, "collection")
 
-    def fail(self, name: str) -> None:
-        self.failed.append(name)
+    def fail(self, report: pytest.TestReport | pytest.CollectReport, when: str) -> None:
+        name, error = failure(report, when)
+        self.failed.setdefault((report.nodeid.partition("::")[0], error), []).append(name)
         if self.moves:
             self.terminal.rewrite("", erase=True)
             self.terminal.write("\r")
-        self.terminal.write_line(f"FAILED {name}", red=True)
+        self.terminal.write_line(f"FAILED {name}: {error}", red=True)
 
     def pytest_unconfigure(self):
         self.file.write_text(self.summary())
 
     def summary(self) -> str:
-        lines = [f"{self.passed} passed, {len(self.failed)} failed, {sum(self.skipped.values())} skipped"]
-        lines += [f"  FAILED {name}" for name in self.failed]
+        lines = [f"{self.passed} passed, {self.failures} failed, {sum(self.skipped.values())} skipped"]
+        for (_, error), names in self.failed.items():
+            others = f" and {len(names) - 1} more of this file" if len(names) > 1 else ""
+            lines.append(f"  FAILED {names[0]}{others}: {error}")
         lines += [f"  {count} skipped: {reason}" for reason, count in self.skipped.most_common()]
         lines.append(
             f"{(time.monotonic() - self.began) / 60:.1f} minutes; the slowest files, of all processes together:"

@@ -22,7 +22,7 @@ def test_slow(): pass
 """
 OUTCOMES = """\
 3 passed, 1 failed, 2 skipped
-  FAILED tests/test_some.py::test_numbers[1] (call)
+  FAILED tests/test_some.py::test_numbers[1] (call): assert 1 != 1
   2 skipped: no such thing here
 """
 
@@ -47,7 +47,7 @@ def run(tmp_path):
 def test_a_run_says_how_far_it_is_and_ends_with_a_summary(run, tmp_path, words):
     done = run("--progress", str(tmp_path / "end"), *words)
     assert done.returncode == 1
-    assert "FAILED tests/test_some.py::test_numbers[1] (call)\n" in done.stdout
+    assert "FAILED tests/test_some.py::test_numbers[1] (call): assert 1 != 1\n" in done.stdout
     assert re.search(r"^ *\d+%  \d of 6, [01] failed, \d\.\d min, about \d\.\d more$", done.stdout, re.MULTILINE)
     assert not re.search(r"^[.Fs]+ ", done.stdout, re.MULTILINE)
     said = (tmp_path / "end").read_text()
@@ -76,4 +76,14 @@ def test_a_first_look_ends_in_time(run, tmp_path):
 def test_a_file_that_cannot_be_read_is_a_failure(run, tmp_path):
     (tmp_path / "tests" / "test_some.py").write_text("import nothing_of_that_name\n")
     assert run("--progress", str(tmp_path / "end")).returncode == 2
-    assert "  FAILED tests/test_some.py (collection)\n" in (tmp_path / "end").read_text()
+    error = "ModuleNotFoundError: No module named 'nothing_of_that_name'"
+    assert f"  FAILED tests/test_some.py (collection): {error}\n" in (tmp_path / "end").read_text()
+
+
+def test_tests_that_fail_with_their_fixture_are_one_line(run, tmp_path):
+    fixture = '@pytest.fixture(scope="module", autouse=True)\ndef broken(): raise OSError("no\\nroom")\n'
+    (tmp_path / "tests" / "test_some.py").write_text(SUITE.replace("import pytest\n", f"import pytest\n{fixture}"))
+    assert run("--progress", str(tmp_path / "end")).returncode == 1
+    said = (tmp_path / "end").read_text()
+    assert said.startswith("0 passed, 6 failed, 0 skipped\n  FAILED tests/test_some.py::test_numbers[0] (setup)")
+    assert "test_numbers[0] (setup) and 5 more of this file: OSError: no\n" in said and "room" not in said

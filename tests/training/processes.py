@@ -84,7 +84,7 @@ def run_jobs(
     they return is read with [`result`]. largest: the most processes that a job runs in, where that is not all."""
     folder.mkdir(parents=True, exist_ok=True)
     order = json.dumps([module, jobs, str(folder), worlds, seconds, largest or {}])
-    done = forks().run(_PARENT, order, **environment())
+    done = forks().run(_PARENT, order, seconds=seconds + 20, **environment())
     assert done.returncode == 0, done.stdout + done.stderr[-6000:]
 
 
