@@ -265,7 +265,7 @@ def _task_quality(name: str, measuring: Measuring) -> dict[str, Any]:
     return {
         "metric": task.metric,
         "quality": found.metrics.get(task.metric),
-        "less_is_better": task.less_is_better or task.metric == "loss",
+        "less_is_better": task.is_error(task.metric),
         "baseline": found.baseline.get(task.metric),
         "figures": {**found.metrics, **{f"baseline_{key}": value for key, value in found.baseline.items()}},
     }

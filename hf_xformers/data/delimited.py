@@ -24,28 +24,41 @@ _OTHER_DELIMITERS = {";": "semicolons", "\t": "tabs", "|": "bars", ",": "commas"
 _BOM = "\ufeff"
 _UTF_8 = "utf-8"
 _encoding: ContextVar[str] = ContextVar("encoding", default=_UTF_8)
+_texts: ContextVar[tuple[str, ...]] = ContextVar("texts", default=())
 _LONGEST_FIELD = 2**31 - 1  # the module `csv` stops at 128 KiB, and a text may be longer
-# Of the reader of tables: "NA" and "null" are texts as others are, and a spare field is no index.
-TABLE_OPTIONS = {"keep_default_na": False, "na_values": [""], "index_col": False}
 
 
 @contextmanager
-def reading_as(encoding: str) -> Iterator[None]:
-    """Files of text are read in an encoding while the block runs. Raises ValueError for an unknown one."""
+def reading_as(encoding: str, texts: Sequence[str] = ()) -> Iterator[None]:
+    """Files of text are read in an encoding while the block runs. Raises ValueError for an unknown one.
+
+    texts: columns of tables whose fields stay as they are, where "02100" is no number.
+    """
     try:
         name = codecs.lookup(encoding).name
     except LookupError:
         raise ValueError(f"--encoding {encoding!r} is unknown; give one such as utf-8, latin-1 or utf-16") from None
-    token = _encoding.set(name)
+    before, texts_before = _encoding.set(name), _texts.set(tuple(texts))
     try:
         yield
     finally:
-        _encoding.reset(token)
+        _encoding.reset(before)
+        _texts.reset(texts_before)
 
 
 def encoding() -> str:
     """The encoding in which files of text are read."""
     return _encoding.get()
+
+
+def table_options() -> dict[str, Any]:
+    """Options of pandas' reader of tables: "NA" and "null" are texts as others are, and a spare field is no index."""
+    kept = {"keep_default_na": False, "na_values": [""], "index_col": False}
+    return {**kept, "converters": dict.fromkeys(_texts.get(), _text)}
+
+
+def _text(field: str) -> str | None:
+    return field or None
 
 
 def check_fields(path: Path, kind: str, *, column_names: Sequence[str] = (), quotes: bool = True) -> list[int]:

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from .delimited import DAMAGED, TABLE_OPTIONS, check_fields, encoding
+from .delimited import DAMAGED, check_fields, encoding, table_options
 from .local_files import SPLIT_WORDS, find_files, format_of, listed
 from .pieces import divide
 from .quiet import errors_told_elsewhere
@@ -173,7 +173,7 @@ def read_files(
     if kind in ("csv", "tsv"):
         for file in files:
             check_fields(Path(file), kind)
-        options |= {**TABLE_OPTIONS, "sep": "\t" if kind == "tsv" else ","}
+        options |= {**table_options(), "sep": "\t" if kind == "tsv" else ","}
     try:
         with errors_told_elsewhere():
             loaded = datasets.load_dataset(

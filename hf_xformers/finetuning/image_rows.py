@@ -61,8 +61,16 @@ def _of_folder(name: str, one_of_several: bool) -> dict[str, Dataset]:
 
 
 def _joined(parts: list[Dataset]) -> Dataset:
-    from datasets import concatenate_datasets
+    """The rows of several folders, with the classes of all."""
+    from datasets import ClassLabel, concatenate_datasets
 
+    classes = [getattr(rows.features.get("label"), "names", ()) for rows in parts]
+    names = sorted({name for own in classes for name in own})
+    for place, (rows, own) in enumerate(zip(parts, classes)):
+        if own and list(own) != names:
+            ids = [names.index(own[label]) for label in rows["label"]]
+            rows = rows.remove_columns("label").add_column("label", ids)
+            parts[place] = rows.cast_column("label", ClassLabel(names=names))
     return parts[0] if len(parts) == 1 else concatenate_datasets(parts)
 
 

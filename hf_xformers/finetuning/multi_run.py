@@ -153,15 +153,18 @@ class MultiTaskTuning:
 
     def _choose_metric(self) -> None:
         args = self.args
-        metrics = [f"{name}_{metric}" for name, part in self.parts.items() for metric in part.task.metric_names]
-        losses = [f"{name}_loss" for name in self.parts]
+        measured = {
+            f"{name}_{metric}": part.task.is_error(metric)
+            for name, part in self.parts.items()
+            for metric in (*part.task.metric_names, "loss")
+        }
         wanted = (args.metric_for_best_model or MEAN).removeprefix("eval_")
         if wanted in {part.task.metric for part in self.parts.values()}:
             wanted = MEAN  # the default of the task that was named last
-        known = [MEAN, "loss", *metrics, *losses]
+        known = {MEAN: False, "loss": True, **measured}
         if wanted not in known:
             raise ValueError(f"--metric_for_best_model {wanted!r} is not measured; choose one of {', '.join(known)}")
-        args.metric_for_best_model, args.greater_is_better = wanted, not wanted.endswith(("loss", "_mse"))
+        args.metric_for_best_model, args.greater_is_better = wanted, not known[wanted]
 
     # ------------------------------------------------------------------------------------------------ data
 

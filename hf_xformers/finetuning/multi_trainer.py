@@ -138,7 +138,7 @@ class MultiTaskTrainer(TaskTrainer):
                 _, found = self.predict_task(name, split, prefix)
                 kept = [f"{prefix}_{metric}" for metric in ("loss", *task.metric_names)]
                 metrics |= {key: found[key] for key in kept if key in found}
-                main.append(found.get(f"{prefix}_{task.metric}", float("nan")))
+                main.append(found.get(f"{prefix}_{task.metric}", float("nan")) / (100 if task.percent else 1))
                 losses.append(found.get(f"{prefix}_loss", float("nan")))
         metrics[f"{metric_key_prefix}_{MEAN}"] = sum(main) / len(main)
         metrics[f"{metric_key_prefix}_loss"] = sum(losses) / len(losses)

@@ -41,6 +41,5 @@ def finetuning_defaults(task: str | None, model: str | None, size: str | None, p
         "eval_steps": None,
         "load_best_model_at_end": True,
         "metric_for_best_model": chosen.metric if chosen is not None else "loss",
-        "greater_is_better": False if chosen is not None and chosen.less_is_better else None,
         "predict_with_generate": True,
     }

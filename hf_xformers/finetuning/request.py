@@ -159,6 +159,8 @@ class TaskRequest:
                 f"--metric_for_best_model {wanted!r} is not measured; choose one of "
                 f"{', '.join(known if generating else ('loss',))}"
             )
+        if self.task.is_error(wanted):
+            args.greater_is_better = False
         without = (Regression, MultiLabelClassification, Forecasting, SpeechRecognition)
         if isinstance(self.task, without) and args.label_smoothing_factor:
             raise ValueError(

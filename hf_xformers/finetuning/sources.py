@@ -29,7 +29,12 @@ Adjust = Callable[["Dataset", Path], "Dataset"]
 
 
 def load_rows(
-    source: TaskData, languages: tuple[str, str] | None = None, *, origins: bool = False, adjust: Adjust | None = None
+    source: TaskData,
+    languages: tuple[str, str] | None = None,
+    *,
+    origins: bool = False,
+    adjust: Adjust | None = None,
+    texts: Sequence[str] = (),
 ) -> dict[str, Dataset]:
     """The splits of a source. Where none is for validation, `validation_fraction` of the training rows is held out: by
     a hash of a row's content, or of a question's context, so that equal rows are on one side and the order does not
@@ -37,6 +42,7 @@ def load_rows(
 
     origins: with the column `origin.ORIGIN`, the file and line of every row, for messages.
     adjust: what is done to the rows of each file, which it is given with the file's path.
+    texts: columns of CSV and TSV files whose fields are texts even where all of them are numbers.
 
     CoNLL files give the columns `tokens` and `tags` (first and last of a line); parallel text, whose files end in
     `.<language>` (languages: from, to), gives a column per language. TSV fields stand as they are, without quotes.
@@ -48,7 +54,7 @@ def load_rows(
     check_fraction(source.validation_fraction)
     if not source.data:
         raise ValueError("no data is named; give files, a folder or a Hub dataset id with --data")
-    with reading_as(source.encoding):
+    with reading_as(source.encoding, texts):
         return _load_rows(source, languages, origins, adjust)
 
 

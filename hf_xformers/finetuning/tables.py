@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..data.delimited import TABLE_OPTIONS, check_fields, decoded_lines, encoding
+from ..data.delimited import check_fields, decoded_lines, encoding, table_options
 from ..data.local_files import format_of
 from ..data.quiet import errors_told_elsewhere
 from .origin import with_origins
@@ -45,7 +45,7 @@ def read_table(path: Path, column_names: Sequence[str] = ()) -> Dataset:
 
 def _read_delimited(path: Path, kind: str, column_names: Sequence[str]) -> Dataset:
     lines = check_fields(path, kind, column_names=column_names, quotes=kind == "csv")
-    options: dict[str, Any] = dict(TABLE_OPTIONS)
+    options = table_options()
     if kind == "tsv":
         options |= {"sep": "\t", "quoting": csv.QUOTE_NONE}
     if column_names:

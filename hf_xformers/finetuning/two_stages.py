@@ -185,7 +185,7 @@ class TwoStages:
             args.learning_rate = wanted.intermediate_learning_rate
         if args.metric_for_best_model is not None:
             args.metric_for_best_model = kind.metric
-            args.greater_is_better = not (kind.less_is_better or kind.metric == "loss")
+            args.greater_is_better = not kind.is_error(kind.metric)
         task = TaskOptions(
             task=str(wanted.intermediate_task),
             text_column=wanted.intermediate_text_column,

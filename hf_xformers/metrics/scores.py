@@ -24,6 +24,11 @@ def require_packages() -> None:
             )
 
 
+def is_error(metric: str) -> bool:
+    """Whether less of a metric, with or without `eval_`, is better."""
+    return metric.removeprefix("eval_") in ("loss", "perplexity", "mse", "mae", "wer", "cer")
+
+
 def compute(name: str, predictions: Sequence[Any], references: Sequence[Any], **options: Any) -> Scores:
     """The figures of metric `name`. options: what the metric takes besides, such as `average` of `f1`. A figure that
     is undefined (a correlation with constant predictions) is 0.

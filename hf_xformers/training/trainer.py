@@ -19,6 +19,7 @@ from ..core.call_readers import check_sharding, sharding_in_force
 from ..core.losses import labels_after_real_tokens, step_share
 from ..core.weight_decay import declared_undecayed
 from ..data.batching import LengthGroupedBatchSampler
+from ..metrics import is_error
 from .devices import processes_of
 from .evaluation import (
     IGNORE_INDEX,
@@ -95,6 +96,8 @@ class XFormerTrainer(MeasuringTrainer):
         measured = model if kwargs.get("train_dataset") is None else None
         with only_measured(measured):
             super().__init__(*args, **kwargs)
+        if is_error(self.args.metric_for_best_model or ""):  # Trainer takes `loss` alone for one
+            self.args.greater_is_better = False
         config = getattr(self.accelerator.unwrap_model(self.model), "config", None)
         if isinstance(config, XFormerConfig):
             check_sharding(config, sharding_in_force())

@@ -76,11 +76,13 @@ class MeasuringTrainer(KeepingTrainer):
 
     @contextlib.contextmanager
     def _collating_for_evaluation(self) -> Iterator[None]:
+        """Every row is measured: `dataloader_drop_last`, which Trainer applies to all loaders, is of training."""
         training, self.data_collator = self.data_collator, self.eval_collator
+        drop_last, self.args.dataloader_drop_last = self.args.dataloader_drop_last, False
         try:
             yield
         finally:
-            self.data_collator = training
+            self.data_collator, self.args.dataloader_drop_last = training, drop_last
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         with preserved_randomness():

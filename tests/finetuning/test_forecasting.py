@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
+from datasets import Dataset
 from transformers import AutoModelForTimeSeriesPrediction, Seq2SeqTrainingArguments
 
 from hf_xformers import XFormerConfig, XFormerForMaskedLM
@@ -200,6 +201,33 @@ def test_limits_are_of_each_part(tmp_path):
     assert len(rows["train"]) == 216 and len(rows["validation"]) == 216 + 8  # after their past
 
 
+def test_a_column_of_one_value_keeps_its_unit(tmp_path):
+    """What rounding leaves of its spread is none."""
+    data = write(tmp_path / "hours.csv", change=lambda rows: [row.__setitem__(2, "0.19") for row in rows])
+    spread = made(data, tmp_path / "run").prepare().task.spread
+    assert np.std([0.19] * 216) > 0 and spread[1] == 1 and 0.5 < spread[0] < 2
+
+
+@pytest.mark.parametrize(
+    ("steps", "context", "times"),
+    [
+        ("Y", 3, ["2021-01-01", "2022-01-01", "2023-01-01"]),  # 365 days apart, both
+        ("M", 2, ["2021-11-01", "2021-12-01"]),
+        ("M", 1, ["2021-11-01"]),
+    ],
+)
+def test_few_rows_may_continue_the_training_rows(steps, context, times, tmp_path):
+    def dated(rows):
+        for n, row in enumerate(rows):
+            row[0] = str((np.datetime64("1901", steps) + n).astype("datetime64[D]"))
+
+    data = write(tmp_path / "steps.csv", hours=100, change=dated)
+    task = made(data, tmp_path / "run", context_length=context, label_length=1, prediction_length=2).prepare().task
+    task._beyond = True
+    rows = Dataset.from_list([{"date": time, "load": 1.0, "wind": 1.0} for time in times])
+    assert len(task.encode(rows, None, "test").features) == 1
+
+
 def test_better_than_the_floor(trained):
     _, run, _, summary = trained
     floor = summary["baseline_validation"]
@@ -263,4 +291,3 @@ def test_columns_without_times(tmp_path):
     )
     with pytest.raises(ValueError, match="no date or time"):
         made(data, tmp_path / "run").prepare()
-    assert Forecasting.less_is_better

@@ -117,6 +117,15 @@ def test_predict_and_evaluate_read_other_files(run, folder, tmp_path, capsys):
         assert said in capsys.readouterr().err
 
 
+def test_folders_with_different_classes(tmp_path):
+    for place in ("a/cat", "a/dog", "b/dog", "b/frog"):
+        (tmp_path / place).mkdir(parents=True)
+        picture("lying", 0).save(tmp_path / place / "0.png")
+    names = [str(tmp_path / name) for name in "ab"]
+    rows = load_images(TaskData(data=names, validation_fraction=0))["train"]
+    assert rows.features["label"].names == ["cat", "dog", "frog"] and rows["label"][:] == [0, 1, 1, 2]
+
+
 def test_bytes_in_parquet(tmp_path):
     def stored(kind, seed):
         buffer = io.BytesIO()

@@ -4,6 +4,7 @@ predicting, resuming, refusals."""
 import json
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -13,7 +14,7 @@ import hf_xformers.cli
 from hf_xformers.cli.several_tasks import split_file, split_tasks
 from hf_xformers.finetuning.multi_task import MultiTaskModel, TaskBatchSampler, batch_counts, load_tasks
 from hf_xformers.variants import config_class, family
-from tests.finetuning.task_data import BARE, classification, finetune, pretrained, regression, tagging
+from tests.finetuning.task_data import BARE, answering, classification, finetune, pretrained, regression, tagging
 from tests.training.processes import result, run_jobs
 from tests.training.runs import SHAPE, cut_after, flags, same_weights
 
@@ -135,6 +136,18 @@ def test_both_tasks_are_learned(run):
     assert entry["eval_mean"] == pytest.approx((entry["eval_a_accuracy"] + entry["eval_b_f1"]) / 2)
     best = max(entry["eval_mean"] for entry in history if "eval_mean" in entry)
     assert (summary["tasks"]["a"]["eval_accuracy"] + summary["tasks"]["b"]["eval_f1"]) / 2 == pytest.approx(best)
+
+
+def test_percents_count_as_fractions_in_the_mean(places, tmp_path):
+    (tmp_path / "answers").mkdir()
+    rows = {**places, "b": answering(tmp_path / "answers")}
+    options = {"variant": "bert", "max_steps": 1, "max_length": 16}
+    summary = several(rows, tmp_path / "run", {"a": "classification", "b": "qa"}, **options)
+    figures = [summary["tasks"]["a"]["eval_accuracy"], summary["tasks"]["b"]["eval_f1"] / 100]
+    history = json.loads((tmp_path / "run" / "trainer_state.json").read_text())["log_history"]
+    assert figures[1] > 0.01 and [entry["eval_mean"] for entry in history if "eval_mean" in entry] == [
+        pytest.approx(np.mean(figures))
+    ]
 
 
 def evaluated(folder, name, capsys):

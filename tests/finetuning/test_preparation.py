@@ -188,6 +188,55 @@ def test_texts_of_digits_in_a_csv_are_texts(tmp_path, name, columns):
         assert "3" in list(task.texts(rows))
 
 
+@pytest.mark.parametrize(
+    ("name", "columns"),
+    [
+        ("question-answering", {"question": "which", "context": "sent to 02100 or {}", "answer": "{}"}),
+        ("multiple-choice", {"question": "how much", "option_0": "{}", "option_1": "{}", "label": 0}),
+    ],
+)
+def test_answers_in_a_csv_stand_as_they_are_written(tmp_path, name, columns):
+    path, written = tmp_path / "rows.csv", ["02100", "3.50", "1e3"]
+    lines = [",".join(map(str, columns)), *(",".join(map(str, columns.values())).format(w, w) for w in written)]
+    path.write_text("\n".join(lines) + "\n")
+    task = build_task(TaskOptions(name))
+    rows = task.load(TaskData(data=[str(path)], validation_fraction=0))["train"]
+    task.settle({"train": rows}, None)
+    if name == "multiple-choice":
+        found = [task._choices(row, {}, 0)[0][0] for row in rows]
+    else:
+        found = [task._answers(rows, row, entry, {})[0][0] for row, entry in enumerate(rows["answer"])]
+    assert found == written
+
+
+SQUAD = {"question": "which", "context": "the film"}
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("text-classification", {"text": "the film", "label": -1}),
+        ("token-classification", {"tokens": ["the", "film"], "tags": [None, None]}),
+        ("question-answering", {**SQUAD, "answers": None}),
+        ("question-answering", {**SQUAD, "answers": {"text": [], "answer_start": []}}),
+        ("translation", {"source": "the film", "target": ""}),
+        ("summarization", {"document": "the film", "summary": None}),
+        ("extractive-summarization", {"document": "the film.", "summary": None}),
+    ],
+)
+def test_a_test_split_may_keep_its_answers_back(name, row, tokenizer):
+    """Its rows are predicted, and not measured."""
+    task = build_task(TaskOptions(name))
+    rows = Dataset.from_list([row])
+    task.find_columns(rows)
+    task.labels = task.no_answer = False
+    encoded = task.encode(rows, tokenizer, "test")
+    assert not encoded.labelled and not {"labels", "start_positions"} & set(encoded.features.column_names)
+    if name == "question-answering" and row["answers"] is not None:
+        task.no_answer = True  # then a question without an answer is one
+        assert task.encode(rows, tokenizer, "test").labelled
+
+
 def test_files_of_one_split_whose_values_look_different(tmp_path):
     """One has integers alone, the next decimals, and one texts of digits alone."""
     for name, lines in (("a", "7,one,1"), ("b", "eight,two,2.5"), ("c", "nine,three,3")):

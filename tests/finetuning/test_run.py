@@ -10,7 +10,16 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipe
 from transformers.utils import logging
 
 from hf_xformers.training import XFormerTrainer
-from tests.finetuning.task_data import BARE, classification, finetune, predictions, tagging, translation, write_lines
+from tests.finetuning.task_data import (
+    BARE,
+    DATA,
+    classification,
+    finetune,
+    predictions,
+    tagging,
+    translation,
+    write_lines,
+)
 from tests.training.runs import cut_after, quiet, same_run, same_weights
 
 LEARN = {"learning_rate": 0.01, "num_train_epochs": 6, "hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
@@ -43,6 +52,23 @@ def test_the_best_checkpoint_is_what_is_saved(trained):
     assert scores[best] == max(scores.values()) == pytest.approx(summary["eval_accuracy"])
     saved, checkpoint = (load_file(f"{place}/model.safetensors") for place in (output, summary["best_checkpoint"]))
     assert all(torch.equal(saved[name], tensor) for name, tensor in checkpoint.items())
+
+
+@pytest.mark.parametrize(("task", "metric"), [("regression", "mse"), ("language-modeling", "eval_perplexity")])
+def test_of_an_error_the_least_is_the_best(task, metric, tmp_path):
+    options = {"metric_for_best_model": metric, "variant": "gpt2", "learning_rate": 0.01, "num_train_epochs": 3}
+    summary = finetune(task, DATA[task](tmp_path), tmp_path / "run", **options)
+    history = json.loads((tmp_path / "run" / "trainer_state.json").read_text())["log_history"]
+    key = f"eval_{metric.removeprefix('eval_')}"
+    errors = {entry["step"]: entry[key] for entry in history if key in entry}
+    assert errors[int(summary["best_checkpoint"].rpartition("-")[2])] == min(errors.values()) < max(errors.values())
+
+
+def test_all_held_out_rows_are_measured(tmp_path):
+    """A last batch that is not full is left out of training alone."""
+    options = {"dataloader_drop_last": True, "per_device_eval_batch_size": 5, "max_steps": 1}
+    finetune("token-classification", tagging(tmp_path), tmp_path / "run", **options)
+    assert len(predictions(tmp_path / "run")) == 16
 
 
 def test_it_loads_again_and_says_the_same(trained):

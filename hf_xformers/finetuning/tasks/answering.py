@@ -11,7 +11,7 @@ import numpy as np
 
 from ..names import ANSWERS, CONTEXTS, QUESTIONS
 from ..origin import RowNames, columns_of
-from .base import Encoded, Task, Trivial, check_columns, text_of
+from .base import Encoded, Task, Trivial, check_columns, text_of, true_answers
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -39,6 +39,7 @@ class QuestionAnswering(Task):
     head = "QuestionAnswering"
     metric = "f1"
     metric_names = ("f1", "exact_match")
+    percent = True
     reads = (
         "text_column",
         "text_pair_column",
@@ -58,6 +59,9 @@ class QuestionAnswering(Task):
         where = RowNames(rows, "train")
         answers = (self._answers(rows, row, entry, where)[0] for row, entry in enumerate(rows[self.label_column]))
         self.no_answer = any(not texts for texts in answers)
+
+    def columns_of_text(self) -> list[str]:
+        return [self.options.label_column or "", *ANSWERS]
 
     def find_columns(self, rows: Dataset, answers: bool = True) -> None:
         options, context = self.options, self.options.text_pair_column
@@ -117,8 +121,11 @@ class QuestionAnswering(Task):
                 f"{type(tokenizer).__name__} is a slow tokenizer, which does not say where a token stands"
             )
         tokenizer.padding_side = "right"  # windows are read from their first token on
-        labelled = self.label_column in rows.column_names
         where = RowNames(rows, split)
+        given = true_answers(rows, self.label_column, split)
+        answers = [self._answers(rows, row, entry, where) for row, entry in enumerate(given)]
+        # No row of a test split has an answer: they are kept back, unless questions may have none.
+        labelled = bool(given) and (split != "test" or self.no_answer or any(texts for texts, _ in answers))
         kept: list[dict[str, Any]] = []
         spans: list[tuple[int, int] | None] = []
         for row in range(len(rows)):
@@ -129,7 +136,7 @@ class QuestionAnswering(Task):
             question, context = entry[self.question_column].strip(), entry[self.context_column]
             kept.append({"question": question, "context": context})
             if labelled:
-                texts, starts = self._answers(rows, row, entry[self.label_column], where)
+                texts, starts = answers[row]
                 found = [self._span(context, text, start, where, row) for text, start in zip(texts, starts)]
                 kept[-1]["answers"] = texts
                 spans.append(found[0] if found else None)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from ...metrics import compute, require_packages
+from ...metrics import compute, is_error, require_packages
 from ..origin import RowNames, columns_of
 
 if TYPE_CHECKING:
@@ -58,7 +58,8 @@ class Task:
     head: ClassVar[str]  # as in For<head>
     metric: ClassVar[str]  # which of `metric_names` chooses the best checkpoint
     metric_names: ClassVar[tuple[str, ...]]
-    less_is_better: ClassVar[bool] = False  # whether that metric is an error
+    less_is_better: ClassVar[bool] = False  # whether that metric is an error; `metrics.is_error` knows the usual ones
+    percent: ClassVar[bool] = False  # whether that metric ends at 100, and not at 1
     default_length: ClassVar[int] = 256
     mean_loss: ClassVar[bool] = True  # the head's loss is a mean over rows, whatever the number of tokens in the step
     generates: ClassVar[bool] = False
@@ -88,6 +89,11 @@ class Task:
             )
         self.max_length = self.default_length if options.max_length is None else options.max_length
 
+    @classmethod
+    def is_error(cls, metric: str) -> bool:
+        """Whether less of a metric, with or without `eval_`, is better."""
+        return is_error(metric) or (cls.less_is_better and metric.removeprefix("eval_") == cls.metric)
+
     # ------------------------------------------------------------------------------------------------ before the model
 
     def choose(self, heads: Sequence[str], architecture: str | None) -> None:
@@ -102,7 +108,11 @@ class Task:
         """The splits of the source, with the source's columns and the origins of its rows."""
         from ..sources import load_rows
 
-        return load_rows(source, origins=True)
+        return load_rows(source, origins=True, texts=self.columns_of_text())
+
+    def columns_of_text(self) -> list[str]:
+        """Columns, by the options or by their usual names, whose fields in tables are texts, as "02100" or "3.50"."""
+        return []
 
     def settle(self, splits: Mapping[str, Dataset], config: PreTrainedConfig | None) -> None:
         """Finds columns and labels. config: the saved model's, if it has this task's head already."""
@@ -365,9 +375,18 @@ def inner_feature(feature: Any) -> Any:
     return getattr(feature, "feature", feature)
 
 
+def true_answers(rows: Dataset, column: str, split: str) -> list[Any]:
+    """The answers of rows; none where the column is not there, or a test split keeps them back."""
+    given = list(rows[column]) if column in rows.column_names else []
+    return [] if split == "test" and is_hidden(given) else given
+
+
 def is_hidden(values: Sequence[Any]) -> bool:
-    """Whether a test split keeps its answers back: all are missing, or -1 as in GLUE."""
-    return all(value is None or value == -1 or value == "" for value in values)
+    """Whether a test split keeps its answers back: all are missing (also those of a row's words), or -1 as in GLUE."""
+    return all(
+        is_hidden(value) if isinstance(value, list) else value is None or value == -1 or value == ""
+        for value in values
+    )
 
 
 def most_frequent(values: Iterable[Any]) -> Any:

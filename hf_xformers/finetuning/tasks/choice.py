@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..names import CHOICE_LABELS, CHOICE_TEXTS, CHOICES
+from ..names import CHOICE_LABELS, CHOICE_TEXTS, CHOICES, NUMBERED_CHOICES
 from ..origin import RowNames, columns_of
-from .base import Encoded, Task, Trivial, check_columns, is_hidden, most_frequent, text_of
+from .base import Encoded, Task, Trivial, check_columns, most_frequent, text_of, true_answers
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -34,12 +34,15 @@ class MultipleChoice(Task):
         needed = [self.text_column, *self.choice_columns, self.label_column, *pair]
         check_columns(splits, needed, optional_in_test=[self.label_column])
 
+    def columns_of_text(self) -> list[str]:
+        return self.options.choice_columns or [f"{word}{number}" for word in NUMBERED_CHOICES for number in range(100)]
+
     def find_columns(self, rows: Dataset, answers: bool = True) -> None:
         options = self.options
         self.text_column = self.column(rows, options.text_column, CHOICE_TEXTS, "text", "text_column")
         names = columns_of(rows)
-        found = filter(None, (re.fullmatch(r"(?:ending|choice|option|sol)_?(\d+)", name) for name in names))
-        numbered = [name[0] for name in sorted(found, key=lambda name: int(name[1]))]
+        found = (re.fullmatch(rf"(?:{'|'.join(NUMBERED_CHOICES)})(\d+)", name) for name in names)
+        numbered = [name[0] for name in sorted(filter(None, found), key=lambda name: int(name[1]))]
         if options.choice_columns:
             for name in options.choice_columns:
                 self.column(rows, name, (), "choice", "choice_columns")
@@ -99,8 +102,8 @@ class MultipleChoice(Task):
     def encode(self, rows: Dataset, tokenizer: PreTrainedTokenizerBase, split: str) -> Encoded:
         from datasets import Dataset
 
-        given = list(rows[self.label_column]) if self.label_column in rows.column_names else []
-        labelled = bool(given) and not (split == "test" and is_hidden(given))
+        given = true_answers(rows, self.label_column, split)
+        labelled = bool(given)
         where = RowNames(rows, split)
         firsts: list[str] = []
         seconds: list[str] = []

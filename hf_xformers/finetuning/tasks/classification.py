@@ -11,7 +11,7 @@ import numpy as np
 from ..label_unit import unit_of
 from ..names import CLASS_LABELS, NUMBER_LABELS, TEXT_PAIRS
 from ..origin import RowNames, columns_of
-from .base import Encoded, Labels, Task, Trivial, check_columns, is_hidden, most_frequent, plain_rows
+from .base import Encoded, Labels, Task, Trivial, check_columns, most_frequent, plain_rows, true_answers
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -74,8 +74,8 @@ class WholeText(Task):
                     )
         texts = [[str(text) for text in rows[name]] for name in self.text_columns]
         columns = dict(tokenizer(*texts, truncation=True, max_length=self.max_length))
-        given = list(rows[self.label_column]) if self.label_column in rows.column_names else []
-        labelled = bool(given) and not (split == "test" and is_hidden(given))
+        given = true_answers(rows, self.label_column, split)
+        labelled = bool(given)
         kept = plain_rows(rows, self.text_columns)
         if labelled:
             columns["labels"] = [self._label(value, rows, where, row) for row, value in enumerate(given)]

@@ -14,7 +14,7 @@ from ...metrics.extractive import greedy_oracle
 from ...objectives.base import IGNORE_INDEX, pad_rows
 from ..names import LONG_TEXTS, SUMMARIES
 from ..origin import RowNames
-from .base import Encoded, Task, Trivial, check_columns
+from .base import Encoded, Task, Trivial, check_columns, true_answers
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -35,6 +35,7 @@ class ExtractiveSummarization(Task):
     head = "TokenClassification"
     metric = "rougeL"
     metric_names = ("rouge1", "rouge2", "rougeL", "rougeLsum")
+    percent = True
     reads = ("text_column", "target_column", "summary_sentences")
     default_length = 512
     mean_loss = False
@@ -123,7 +124,7 @@ class ExtractiveSummarization(Task):
 
         tokenizer.padding_side = "right"  # scores are read from the first token on
         documents = self._documents(rows, split)
-        labelled = self.target_column in rows.column_names
+        labelled = bool(true_answers(rows, self.target_column, split))
         summaries = self._summaries(rows, split) if labelled else []
         encoded = encode_sentences(documents, tokenizer, min(LONGEST_SENTENCE, self.max_length))
         where = RowNames(rows, split)

@@ -56,7 +56,6 @@ class Forecasting(Task):
         "forecast_loss",
         "forecast_scaling",
     )
-    less_is_better = True
     reads_text = False
 
     def __init__(self, options: TaskOptions) -> None:
@@ -113,7 +112,8 @@ class Forecasting(Task):
         self.season = self.options.season or (self.frequency.season if self.frequency else 1)
         values = self._values(train, where)
         self.location, self.spread = values.mean(0), values.std(0)
-        self.spread = np.where(self.spread > 0, self.spread, 1.0)
+        rounding = 1e-9 * np.abs(values).max(0)  # what is left of a column that is all alike
+        self.spread = np.where(self.spread > rounding, self.spread, 1.0)
         if config is not None and config.embedding.channels != len(self.value_columns):
             raise ValueError(
                 f"the model forecasts {config.embedding.channels} columns, and the data has {self.value_columns}; name"
@@ -213,7 +213,8 @@ class Forecasting(Task):
             if self.time_column is None:
                 raise ValueError("the model knows times, and the rows have none; name their column with --time_column")
             times = parse_times(list(rows[self.time_column]), self.time_column, where.__getitem__)
-            found = frequency_of(times, where.__getitem__)
+            following = len(times) > 0 and np.array_equal(self.frequency.after(times[0], len(times) - 1), times[1:])
+            found = self.frequency if following else frequency_of(times, where.__getitem__)
             if found != self.frequency:
                 raise ValueError(
                     f"the steps of the {split} rows lie {found} apart, and those of the training rows"

@@ -14,7 +14,7 @@ import torch
 from ...objectives.base import SeededCollator, pad_rows
 from ..names import LONG_TEXTS, SUMMARIES
 from ..origin import RowNames, columns_of
-from .base import Encoded, Task, Trivial, check_columns, text_of
+from .base import Encoded, Task, Trivial, check_columns, text_of, true_answers
 from .cloze import ClozeCollator, joined
 from .document_context import WithContext, context_columns, rows_before, sentences_before
 
@@ -110,7 +110,7 @@ class _Generation(Task):
 
         self.tokenizer = tokenizer
         sources = self._sources(rows, split)
-        labelled = self.target_column in rows.column_names
+        labelled = bool(true_answers(rows, self.target_column, split))
         columns = self._inputs([self.options.prefix + text for text in sources], rows, tokenizer)
         kept = [{"source": text} for text in sources]
         if labelled:
@@ -180,6 +180,7 @@ class Summarization(_Generation):
     id = "summarization"
     metric = "rougeL"
     metric_names = ("rouge1", "rouge2", "rougeL", "rougeLsum")
+    percent = True
     reads = ("text_column", "target_column", "max_target_length", "prefix")
     default_length = 512
 
@@ -246,6 +247,7 @@ class Translation(_Generation):
     before = 0  # sentences before a row's own that the model reads
     metric = "bleu"
     metric_names = ("bleu",)
+    percent = True
     reads = ("text_column", "target_column", "max_target_length", "prefix", "source_lang", "target_lang")
     default_length = 128
 

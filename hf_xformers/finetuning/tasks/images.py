@@ -13,7 +13,7 @@ from ...data.images import IMAGE_SUFFIXES, as_mode
 from ...objectives.base import SeededCollator, keyed_generator
 from ..names import CLASS_LABELS, IMAGES
 from ..origin import RowNames, columns_of
-from .base import Encoded, Labels, check_columns, is_hidden
+from .base import Encoded, Labels, check_columns, true_answers
 from .classification import OneClass
 
 if TYPE_CHECKING:
@@ -124,8 +124,8 @@ class ImageClassification(OneClass):
         where = RowNames(rows, split)
         stored = rows.cast_column(self.image_column, Image(decode=False))[self.image_column]
         self.check_sizes([check_image(image, where, row) for row, image in enumerate(stored)], where)
-        given = list(rows[self.label_column]) if self.label_column in rows.column_names else []
-        labelled = bool(given) and not (split == "test" and is_hidden(given))
+        given = true_answers(rows, self.label_column, split)
+        labelled = bool(given)
         kept: list[dict[str, Any]] = [{"image": (image["path"] or str(row))} for row, image in enumerate(stored)]
         images, columns = rows, [self.image_column]
         if labelled:

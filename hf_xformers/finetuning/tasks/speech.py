@@ -20,7 +20,7 @@ from ...objectives.base import SeededCollator, keyed_generator, pad_rows
 from ..names import SOUNDS, TRANSCRIPTS
 from ..origin import RowNames
 from ..sound_rows import SOUND_SUFFIXES
-from .base import Encoded, Task, Trivial, check_columns, text_of
+from .base import Encoded, Task, Trivial, check_columns, text_of, true_answers
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -48,7 +48,6 @@ class SpeechRecognition(Task):
     metric = "wer"
     metric_names = ("wer", "cer")
     reads = ("audio_column", "text_column", "augment", "sampling_rate", "ctc_beams")
-    less_is_better = True
     reads_text = False
     row_files = SOUND_SUFFIXES
     needs_transcripts = True
@@ -226,7 +225,7 @@ class SpeechRecognition(Task):
             {"audio": sound if isinstance(sound, str) else str(row)} for row, sound in enumerate(sounds)
         ]
         columns: dict[str, Any] = {"sound": sounds}
-        labelled = self.text_column in rows.column_names
+        labelled = bool(true_answers(rows, self.text_column, split))
         if labelled:
             try:
                 texts, columns["labels"] = self._references(rows, states, tokenizer.tokenizer, where)

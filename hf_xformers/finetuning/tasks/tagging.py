@@ -11,7 +11,7 @@ import numpy as np
 
 from ..names import TAGS, TAGS_OF_ALIAS, WORDS
 from ..origin import RowNames
-from .base import Encoded, Labels, Task, Trivial, check_columns, inner_feature, is_hidden, most_frequent
+from .base import Encoded, Labels, Task, Trivial, check_columns, inner_feature, most_frequent, true_answers
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -122,10 +122,8 @@ class TokenClassification(Task):
         tokenizer.padding_side = "right"  # tags are read from the first token on
         where = RowNames(rows, split)
         words = self._words(rows, where)
-        given = list(rows[self.label_column]) if self.label_column in rows.column_names else []
-        labelled = bool(given) and not (
-            split == "test" and is_hidden([tag for tags in given for tag in tags or [None]])
-        )
+        given = true_answers(rows, self.label_column, split)
+        labelled = bool(given)
         # A byte-level piece of a first word has no space before it, and so another id, unless one is put there.
         texts = [[f" {word}" for word in row] for row in words] if _wants_space(tokenizer) else words
         encoded = tokenizer(texts, is_split_into_words=True, truncation=True, max_length=self.max_length)
