@@ -47,6 +47,8 @@ class XFormerModel(XFormerPreTrainedModel):
 
     def __init__(self, config: XFormerConfig, add_pooling_layer: bool = True):
         super().__init__(config)
+        for view in config.tower_configs():  # fields may have been set since the configuration was made
+            view.check_layers()
         reads = config.is_decoder and getattr(config, "add_cross_attention", False)  # as in transformers' decoders
         self.trunk = XFormerTower(config.tower("trunk") if config.is_encoder_decoder else config, cross=reads)
         self.decoder = XFormerTower(config.tower("decoder"), cross=True) if config.is_encoder_decoder else None

@@ -172,8 +172,8 @@ def state_of(model: Any) -> AdapterState:
 
 def _may_own(key: str, model: Any) -> bool:
     """Norms of the layers, a pooler, and the parameters of the head, which stand outside the base model."""
-    in_base = key.startswith(f"{model.base_model_prefix}.")
-    return not in_base or _is_norm(key) or ".pooler." in key
+    in_base = model.base_model is model or key.startswith(f"{model.base_model_prefix}.")
+    return not in_base or _is_norm(key) or ".pooler." in f".{key}"
 
 
 def owns(key: str, config: Settings) -> bool:

@@ -56,13 +56,15 @@ def run(argv: Sequence[str]) -> int:
     refuse_damaged_weights(source)
     with in_options(_OPTIONS):
         try:
-            model = open_ours(source, model_type, arguments.head).model
+            found = open_ours(source, model_type, arguments.head)
+            saved_in, model = found.model.dtype, found.model.float()
+            _refuse_random_weights(found, f"{source!r} has no weights for --head {arguments.head}")
             with contextlib.suppress(OSError):  # which the export then says in its own words
                 output.parent.mkdir(parents=True, exist_ok=True)
             if arguments.step:
-                return _step(arguments, model, output, export_step_onnx)
+                return _step(arguments, model, saved_in, output, export_step_onnx)
             report = export_onnx(
-                model,  # type: ignore[arg-type]
+                model,
                 output,
                 batch=arguments.batch,
                 length=arguments.length,
@@ -79,6 +81,7 @@ def run(argv: Sequence[str]) -> int:
             "file": report.path,
             "bytes": output.stat().st_size,
             "model": type(model).__name__,
+            **_weights(saved_in),
             "outputs": ", ".join(report.outputs),
             "inputs": ", ".join(report.inputs),
             "shapes": report.shapes,
@@ -89,7 +92,25 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _step(arguments: Any, model: Any, output: Path, export_step_onnx: Any) -> int:
+def _weights(saved_in: Any) -> dict[str, str]:
+    """Where the graph's are of another type than the checkpoint's: what is said of it."""
+    name = str(saved_in).removeprefix("torch.")
+    return {} if name == "float32" else {"weights": f"float32 (saved as {name})"}
+
+
+def _refuse_random_weights(found: Any, problem: str) -> None:
+    """Raises ValueError for a head that was never trained. A pooler that was not is left out of the graph."""
+    absent = [name for name in sorted(found.absent) if ".pooler." not in f".{name}"]
+    if absent:
+        raise ValueError(
+            f"{problem} ({absent[0]}), so that its graph would give random numbers; leave --head out, or fine-tune the"
+            " model first"
+        )
+    if found.absent:
+        found.model.base_model.pooler = None
+
+
+def _step(arguments: Any, model: Any, saved_in: Any, output: Path, export_step_onnx: Any) -> int:
     """Exports one step of a decoder."""
     report = export_step_onnx(model, output, tolerance=arguments.tolerance, opset=arguments.opset)
     grows = sum(state.grows for state in report.states)
@@ -100,6 +121,7 @@ def _step(arguments: Any, model: Any, output: Path, export_step_onnx: Any) -> in
             "file": report.path,
             "bytes": output.stat().st_size,
             "model": type(model).__name__,
+            **_weights(saved_in),
             "states": f"{len(report.states)}, of which {grows} grow with the text",
             "before the first token": report.start,
             "places of padding before it": report.settled,

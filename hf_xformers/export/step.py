@@ -50,7 +50,7 @@ from .decoding_step import DecodingStep, States, StepReport, after_step
 from .opening import trace_opening
 from .state import Held, Layout, advance, lengths_to_try, longest_text, observe, read, sample
 from .translations import translations
-from .whole_text import TALKATIVE, as_exported, exporter_of_onnx, first_line, silent
+from .whole_text import TALKATIVE, as_exported, exporter_of_onnx, first_line, refuse_half_precision, silent
 
 _FAR = (1 << 16) + 3  # tokens after which a graph has to be the same as at first
 _NEXT = "next."
@@ -108,6 +108,7 @@ def export_step_onnx(
     """
     _check(model)
     exporter_of_onnx()
+    refuse_half_precision(model)
     path = Path(path).absolute()
     if not path.parent.is_dir() or path.is_dir():
         raise ValueError(f"the graph cannot be written to {str(path)!r}; give a file in a folder that exists.")

@@ -96,6 +96,11 @@ class _ReadsText(_Plain):
         return self.results(input_ids=input_ids, attention_mask=attention_mask)
 
 
+class _ReadsTypedText(_Plain):
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor) -> tuple[Tensor, ...]:
+        return self.results(input_ids=input_ids, attention_mask=attention_mask, token_type_ids=token_type_ids)
+
+
 class _ReadsTwoTexts(_Plain):
     def forward(self, input_ids: Tensor, attention_mask: Tensor, decoder_input_ids: Tensor) -> tuple[Tensor, ...]:
         return self.results(input_ids=input_ids, attention_mask=attention_mask, decoder_input_ids=decoder_input_ids)
@@ -116,7 +121,18 @@ def _plain(model: XFormerPreTrainedModel, names: tuple[str, ...]) -> _Plain:
         return _ReadsImages(model, names)
     if model.config.modality == "sound":
         return _ReadsSound(model, names)
-    return (_ReadsTwoTexts if model.config.is_encoder_decoder else _ReadsText)(model, names)
+    if _reads_two_texts(model):
+        return _ReadsTwoTexts(model, names)
+    return (_ReadsTypedText if _reads_types(model) else _ReadsText)(model, names)
+
+
+def _reads_two_texts(model: XFormerPreTrainedModel) -> bool:
+    """Whether the decoder's text is given: a classifier makes it of the encoder's, with its padding."""
+    return model.config.is_encoder_decoder and (model.base_model is model or model.get_output_embeddings() is not None)
+
+
+def _reads_types(model: XFormerPreTrainedModel) -> bool:
+    return model.config.type_vocab_size > 1 and not model.config.is_encoder_decoder
 
 
 def export_onnx(
@@ -130,8 +146,9 @@ def export_onnx(
     opset: int | None = None,
 ) -> OnnxReport:
     """Writes `model`, with or without a head, as an ONNX graph: of `input_ids` and `attention_mask`, both int64
-    `[batch, length]` and, of an encoder-decoder, `decoder_input_ids`; of an image model of `pixel_values`; of a model
-    of sound of `input_features` and `attention_mask`. Decoders are exported without their cache: the graph gives the
+    `[batch, length]`, where the model tells texts apart of `token_type_ids`, and of an encoder-decoder that is no
+    classifier of `decoder_input_ids`; of an image model of `pixel_values`; of a model of sound of `input_features` and
+    `attention_mask`. Decoders are exported without their cache: the graph gives the
     logits of all tokens of a text, and a generation calls it with the text so far ([`export_step_onnx`] has graphs of
     one step). Attention has its usual path, or where that has no graph its literal equation. The file, and one next to
     it for weights of more than 2 GB, are written whole or not at all.
@@ -144,8 +161,8 @@ def export_onnx(
 
     Raises:
         ImportError: onnx and onnxscript are not installed.
-        ValueError: the model has no such graph (the message says what stands in the way), also of that opset, or the
-            graph differs.
+        ValueError: the model has no such graph (the message says what stands in the way), also of that opset, its
+            weights are in half precision, in which nothing can be compared, or the graph differs.
     """
     if batch < 2 or length < 2:
         raise ValueError(
@@ -153,6 +170,7 @@ def export_onnx(
             " `batch` or `length`."
         )
     exporter_of_onnx()
+    refuse_half_precision(model)
     if dynamic:
         for layer in layers_of(model):
             if reason := layer.attention.why_not.get("any_length"):
@@ -223,6 +241,12 @@ def exporter_of_onnx() -> None:
         raise ImportError("ONNX graphs are made with onnx and onnxscript: pip install onnx onnxscript") from None
 
 
+def refuse_half_precision(model: XFormerPreTrainedModel) -> None:
+    """Raises ValueError: its rounding would hide a graph that is wrong."""
+    if model.dtype in (torch.float16, torch.bfloat16):
+        raise ValueError(f"graphs are compared in float32, and the model is in {model.dtype}; give `model.float()`.")
+
+
 def open_session(path: Path) -> Any:
     """onnxruntime's session on a file. Raises ValueError for a graph that it does not run."""
     import onnxruntime
@@ -284,7 +308,9 @@ def _sample(model: XFormerPreTrainedModel, batch: int, length: int) -> dict[str,
         return {"input_features": features.to(model.device, model.dtype), "attention_mask": mask.to(model.device)}
     ids = torch.randint(0, config.vocab_size, (batch, length), generator=generator)
     given = {"input_ids": ids, "attention_mask": mask}
-    if config.is_encoder_decoder:  # of a length of its own
+    if _reads_types(model):
+        given["token_type_ids"] = torch.randint(0, config.type_vocab_size, (batch, length), generator=generator)
+    if _reads_two_texts(model):  # of a length of its own
         shape = (batch, max(2, length - 3))
         rows = config.tower("decoder").vocab_size
         given["decoder_input_ids"] = torch.randint(0, rows, shape, generator=generator)
@@ -391,7 +417,7 @@ def _compare(
         inputs = _sample(model, *shape)
         output = model(**inputs)
         given = {name: tensor.cpu().numpy() for name, tensor in inputs.items()}
-        mask = None if len(inputs) != 2 else inputs["attention_mask"]  # a decoder's text is not padded
+        mask = None if _reads_two_texts(model) else inputs.get("attention_mask")  # a decoder's text is not padded
         try:
             results = session.run(list(names), given)
         except Exception as error:  # its classes have no base of their own

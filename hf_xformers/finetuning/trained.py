@@ -4,6 +4,7 @@ tokenizer."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Mapping
@@ -11,8 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..adapters.named import CONFIG_FILE as BOTTLENECK_FILE
+from ..adapters.named import WEIGHTS_FILE as BOTTLENECK_WEIGHTS
 from ..configuration_xformer import XFormerConfig
-from ..training.run_folder import read_summary
+from ..training.run_folder import SUMMARY_FILE, read_summary
 from . import loading
 from .options import TaskOptions
 from .tasks import TASKS, Task, Trivial, build_task, task_class
@@ -20,7 +23,8 @@ from .tasks import TASKS, Task, Trivial, build_task, task_class
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-PEFT_FILE, BOTTLENECK_FILE = "adapter_config.json", "bottleneck_config.json"
+PEFT_FILE = "adapter_config.json"
+_TOLD_BY = ("config.json", SUMMARY_FILE, PEFT_FILE, BOTTLENECK_FILE, "tokenizer_config.json")
 _TASK_OF_HEAD = {"TokenClassification": "token-classification", "QuestionAnswering": "question-answering",
                  "MultipleChoice": "multiple-choice", "TimeSeriesPrediction": "forecasting",
                  "ImageClassification": "image-classification", "CTC": "speech-recognition"}  # fmt: skip
@@ -44,9 +48,25 @@ class Trained:
         return Trivial(**found) if isinstance(found, dict) else None
 
 
+def _folder_of(name: str) -> Path:
+    """The folder of a saved model, or the one that what it is told by is kept in for a Hub id."""
+    from transformers.utils import cached_file
+
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    quiet = {f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "gated_repo", "connection_errors")}
+    with contextlib.suppress(OSError, ValueError):  # what the loading then says in its own words
+        found = [cached_file(name, file, **quiet) for file in _TOLD_BY]
+        folder = next((Path(place).parent for place in found if place), folder)
+        if (folder / BOTTLENECK_FILE).is_file():
+            cached_file(name, BOTTLENECK_WEIGHTS, **quiet)
+    return folder
+
+
 def does_a_task(name: str) -> bool:
     """Whether a saved model is for a task of `finetune` other than language modeling."""
-    folder = Path(name).expanduser()
+    folder = _folder_of(name)
     if not folder.is_dir():
         return False
     record = read_summary(folder)
@@ -77,7 +97,7 @@ def open_trained(
     from ..data import check_tokenizer, load_tokenizer
 
     name, task = _one_of_several(name, task)
-    folder = Path(name).expanduser()
+    folder = _folder_of(name)
     record = read_summary(folder) if folder.is_dir() else {}
     adapter = next((file for file in (PEFT_FILE, BOTTLENECK_FILE) if (folder / file).is_file()), None)
     about = _read(folder / adapter) if adapter else {}

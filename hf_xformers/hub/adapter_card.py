@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..core.head_names import HEADS
 from ..core.saved_files import read_object
 from ..modeling.told_adapters import TASK_TYPES
+from .card_metadata import head_of
 from .checkpoint_files import MARK, PEFT, Kind
 from .training_record import is_hub_id, read_summary_of
 
@@ -43,7 +45,7 @@ class Adapter:
 
     @property
     def auto(self) -> str:
-        return "AutoModel" if self.head == "Model" else f"AutoModelF{self.head[1:]}"
+        return HEADS[self.head]
 
     def use(self, place: str, *, local: bool = False) -> list[str]:
         """The lines that load it from the Hub (local: from a folder of this machine), with the classes that it was
@@ -74,14 +76,14 @@ def read_adapter(folder: Path, kind: Kind, base_model: str | None = None) -> Ada
     base = base_model or public_base(about.get(_BASE[kind]))
     if kind == PEFT:
         made_for = (about.get("auto_mapping") or {}).get("base_model_class")
-        head = _HEAD_OF_TASK.get(str(about.get("task_type")), _head(made_for))
+        head = _HEAD_OF_TASK.get(str(about.get("task_type"))) or head_of(made_for or "")
         names = read_summary_of(folder).get("labels")
         labels = [str(name) for name in names] if isinstance(names, list) else _numbered(folder)
         return Adapter(kind, str(about.get("peft_type", "adapter")).lower(), head, labels, base, made_for)
     method = str((about.get("adapter") or {}).get("kind", "bottleneck"))
     labels = [str(name) for name in (about.get("id2label") or {}).values()]
     architecture = about.get("architecture")
-    return Adapter(kind, method, _head(architecture), labels, base, architecture, about.get("model_type"))
+    return Adapter(kind, method, head_of(architecture or ""), labels, base, architecture, about.get("model_type"))
 
 
 def read_config(folder: Path, kind: Kind) -> dict[str, Any]:
@@ -127,11 +129,6 @@ def public_base(name: Any) -> str | None:
     text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
     found = _CARD_ID.search(text) if MARK in text else None
     return found[1] if found else None
-
-
-def _head(architecture: Any) -> str:
-    found = re.search(r"For[A-Z]\w*$", str(architecture or ""))
-    return found[0] if found else "Model"
 
 
 def _numbered(folder: Path) -> list[str]:

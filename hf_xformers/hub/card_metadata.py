@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from ..core.head_names import HEADS
 from ..core.saved_files import read_object
 from .model_card import PIPELINES
 
@@ -20,7 +21,12 @@ TASKS: dict[str, str | None] = {
     "Model": "feature-extraction",
 }
 # Tasks that the Hub knows, and transformers has no pipeline for: they go into tags and into the table of results.
-_HUB_TASKS = {"ForQuestionAnswering": "question-answering", "ForMultipleChoice": "multiple-choice"}
+_HUB_TASKS = {
+    "ForQuestionAnswering": "question-answering",
+    "ForMultipleChoice": "multiple-choice",
+    "ForTimeSeriesPrediction": "time-series-forecasting",
+}
+_OTHER_NAMES = {"LMHeadModel": "ForCausalLM", "ForConditionalGeneration": "ForSeq2SeqLM"}  # in transformers
 _GENERATION = ("summarization", "translation")
 _LOSSES = ("loss", "seconds", "tokens")
 
@@ -32,6 +38,12 @@ _EXAMPLES = {
     "summarization": "The library opened in 1901. It was enlarged twice, and holds two million books today.",
     "translation": "The library opens at nine o'clock.",
 }
+
+
+def head_of(architecture: str) -> str:
+    """The head of a class by its name."""
+    other = next((head for end, head in _OTHER_NAMES.items() if architecture.endswith(end)), None)
+    return other or max((head for head in HEADS if architecture.endswith(head)), key=len, default="Model")
 
 
 def hub_task(head: str, trained: str | None) -> str | None:

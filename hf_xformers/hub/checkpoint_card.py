@@ -10,9 +10,10 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from ..compat import shared_setting
+from ..core.head_names import HEADS
 from ..core.saved_files import read_object, refuse_damaged_weights, weight_files
 from .adapter_card import Adapter, read_adapter
-from .card_metadata import TASKS, hub_task, metric_names, widget
+from .card_metadata import TASKS, head_of, hub_task, metric_names, widget
 from .checkpoint_files import BOTTLENECK, CONFIG, MARK, MODEL, PEFT, Kind, kind_of
 from .compression_card import compression_sections
 from .model_card import _component_table, _table
@@ -64,7 +65,7 @@ def checkpoint_card(
     example = widget(folder, about.head, record.task) if about.modality == "text" else None
     if example is not None:
         more["widget"] = example
-    task = hub_task(about.head, record.task)
+    task = about.task(record.task)
     searched = [task] if task and task != about.pipeline else []
     data = ModelCardData(
         language=facts.language or record.languages or None,
@@ -103,19 +104,26 @@ class _About:
 
     @property
     def auto(self) -> str:
-        return "AutoModel" if self.head == "Model" else f"AutoModelF{self.head[1:]}"
+        return HEADS[self.head]
 
     @property
     def pipeline(self) -> str | None:
-        image = self.head == "Model" and self.modality == "image"
-        return "image-feature-extraction" if image else TASKS.get(self.head)
+        if self.modality != "image":
+            return TASKS.get(self.head)
+        image_tasks = {"Model": "image-feature-extraction", "ForImageClassification": "image-classification"}
+        return image_tasks.get(self.head)
+
+    def task(self, trained: str | None) -> str | None:
+        """The Hub's name of what it does. trained: the task that it was fine-tuned for."""
+        return self.pipeline if self.modality == "image" else hub_task(self.head, trained)
 
     @classmethod
     def of_model(cls, folder: Path) -> _About:
         from ..configuration_xformer import XFormerConfig
 
         config = _config(folder)
-        head, architecture = _head(config)
+        architecture = _architecture(config)
+        head = head_of(architecture)
         if not isinstance(config, XFormerConfig):
             return cls(f"`{architecture}` of transformers.", head, tags=[config.model_type])
         info, origin = config.info, origin_of(folder, config, architecture)
@@ -124,7 +132,7 @@ class _About:
         return cls(
             origin.summary or f"`{architecture}`: the Transformer with {info.summary} ([{info.paper}]({info.url})).",
             head,
-            config.modality,
+            "image" if config.reads_colors == "only" else config.modality,
             [config.model_type],
             [*origin.sections, *compression_sections(folder), "## Model", _table(rows), _component_table(config)],
             ["## Citation", f"```bibtex\n{papers}\n```"],
@@ -174,14 +182,9 @@ def _config(folder: Path) -> Any:
         ) from error
 
 
-def _head(config: Any) -> tuple[str, str]:
-    architecture = (
-        config.architectures[0] if config.architectures else type(config).__name__.removesuffix("Config") + "Model"
-    )
-    heads = sorted((head for head in TASKS if architecture.endswith(head)), key=len)
-    if heads:
-        return heads[-1], architecture
-    return ("ForCausalLM" if architecture.endswith("LMHeadModel") else "Model"), architecture
+def _architecture(config: Any) -> str:
+    named = config.architectures[0] if config.architectures else None
+    return named or type(config).__name__.removesuffix("Config") + "Model"
 
 
 def _geometry(config: Any, folder: Path) -> dict[str, Any]:
@@ -234,7 +237,7 @@ def _results(record: TrainingRecord, about: _About, datasets: list[str]) -> list
     name = ", ".join(record.data) or "held-out data"
     return [
         EvalResult(
-            task_type=hub_task(about.head, record.task) or "other",
+            task_type=about.task(record.task) or "other",
             dataset_type=dataset or "custom",
             dataset_name=name,
             dataset_split=split,

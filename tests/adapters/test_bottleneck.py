@@ -121,6 +121,13 @@ def test_what_is_trained_and_how_much(kind, places):
     assert bool(norms) == (kind == "houlsby")
 
 
+def test_a_model_without_a_head_is_frozen():
+    model = make(head="Model")
+    add_adapter(model, "task", "pfeiffer", bottleneck=4)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert {name for name in trained if "_adapters." not in name} == {"pooler.dense.weight", "pooler.dense.bias"}
+
+
 def test_switching_restores_each_task_and_the_base(tmp_path):
     model = make()
     tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -34,10 +34,10 @@ def test_parity(tmp_path, capsys):
     assert "XFBertForSequenceClassification" in capsys.readouterr().out
     assert [entry.version for entry in onnx.load(file).opset_import if not entry.domain] == [18]
     ids, mask = pad([tokens(3), tokens(7, seed=1), tokens(25, seed=2)], 25, "right", seed=3)
-    given = {"input_ids": ids.numpy(), "attention_mask": mask.numpy()}
-    (found,) = onnxruntime.InferenceSession(str(file)).run(None, given)
+    given = {"input_ids": ids, "attention_mask": mask, "token_type_ids": torch.arange(25).expand(3, 25) // 2 % 2}
+    (found,) = onnxruntime.InferenceSession(str(file)).run(None, {name: each.numpy() for name, each in given.items()})
     with torch.no_grad():
-        torch.testing.assert_close(torch.from_numpy(found), model(ids, mask).logits, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(torch.from_numpy(found), model(**given).logits, atol=1e-4, rtol=1e-4)
     assert [path.name for path in file.parent.iterdir()] == ["model.onnx"]
 
     before = file.read_bytes()
@@ -81,6 +81,22 @@ def test_decoders_and_images(variant, head, shape, tmp_path):
     (found,) = session.run(None, {name: tensor.numpy() for name, tensor in given.items()})
     with torch.no_grad():
         torch.testing.assert_close(torch.from_numpy(found), model(**given).logits, atol=1e-4, rtol=1e-4)
+
+
+def test_half_precision_and_heads_without_weights(tmp_path, capsys):
+    """Weights are exported in float32, a pooler that was never trained is left out, and another head is refused."""
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    model = save(tmp_path / "model", head="ForMaskedLM", num_hidden_layers=1)
+    model.bfloat16().save_pretrained(tmp_path / "model")
+    command = ["export", "--model", tmp_path / "model", "--output", tmp_path / "model.onnx"]
+    assert main([*map(str, command), "--head", "Model"]) == 0
+    said = capsys.readouterr().out
+    assert "float32 (saved as bfloat16)" in said and "pooler" not in said
+    outputs = onnxruntime.InferenceSession(str(tmp_path / "model.onnx")).get_outputs()
+    assert [output.name for output in outputs] == ["last_hidden_state"]
+    message = refused(capsys, *command, "--head", "ForSequenceClassification")
+    assert "no weights for --head ForSequenceClassification (classifier." in message
 
 
 def test_nothing_is_said_beside_the_result(tmp_path, capfd, monkeypatch):

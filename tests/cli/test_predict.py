@@ -15,6 +15,7 @@ from transformers.utils import logging
 
 from hf_xformers.cli import main
 from hf_xformers.cli.finetune import report as finetune_report
+from hf_xformers.finetuning.trained import does_a_task
 from hf_xformers.hub.checkpoint_card import checkpoint_card
 from tests.finetuning import task_data
 from tests.finetuning.task_data import BAD, GOOD, finetune, predictions, sentences, write_lines
@@ -304,6 +305,21 @@ def test_a_model_of_another_kind(base, runs, capsys):
     assert "needs a ForTokenClassification class; fine-tune it first" in message
     message = run(capsys, "predict", "--model", runs("language-modeling")[0], "--text", "a", code=2)[1]
     assert "is a language model" in message
+
+
+def test_what_a_repository_of_the_hub_is_for(base, runs, monkeypatch, tmp_path):
+    """Told by its small files: a model of a task, an adapter, a language model, and none at all."""
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    repositories = {"me/model": runs("text-classification")[0], "me/base": base, "me/adapter": tmp_path / "adapter"}
+
+    def cached(name, file, **_):
+        place = repositories[name] / file if name in repositories else None
+        return str(place) if place is not None and place.is_file() else None
+
+    monkeypatch.setattr("transformers.utils.cached_file", cached)
+    found = {name: does_a_task(name) for name in (*repositories, "me/nothing")}
+    assert found == {"me/model": True, "me/base": False, "me/adapter": True, "me/nothing": False}
 
 
 def test_a_model_without_a_record(runs, tmp_path, capsys):

@@ -502,6 +502,23 @@ def test_pipeline_of_heads(head, tmp_path):
     assert "AutoModelF" + head[1:] in card or head == "Model"
 
 
+@pytest.mark.parametrize(
+    ("variant", "head", "auto", "task"),
+    [
+        ("informer", "ForTimeSeriesPrediction", "AutoModelForTimeSeriesPrediction", "time-series-forecasting"),
+        ("electra", "ForReplacedTokenDetection", "AutoModelForPreTraining", None),
+        ("image_gpt", "ForCausalLM", "AutoModelForCausalLM", None),  # which writes no text
+    ],
+)
+def test_heads_without_a_pipeline(variant, head, auto, task, tmp_path):
+    cls = config_class(variant)
+    family(variant)[head](cls(**tiny_fields(cls))).save_pretrained(tmp_path / "m")
+    card = prepare_upload(tmp_path / "m", "user/m").card
+    known = {"text-generation", "feature-extraction", "time-series-forecasting"} & set(front(card)["tags"])
+    assert "pipeline_tag" not in front(card) and known == ({task} if task else set())
+    assert f"{auto}.from_pretrained" in card
+
+
 def test_every_file_of_a_tokenizer_belongs_to_the_checkpoint(tmp_path):
     make_model().save_pretrained(tmp_path)
     names = {"source.spm", "target.spm", "target_vocab.json", "spm.model", "sentencepiece.bpe.model", "bpe.codes"}
@@ -521,8 +538,11 @@ def test_shards(tmp_path):
 
 def test_models_of_transformers(tmp_path):
     """They are pushed as they are; their card says what is known, and they have no code to go with."""
-    from transformers import BertConfig, BertForMaskedLM
+    from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
+    GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=9)).save_pretrained(tmp_path / "m")
+    card = prepare_upload(tmp_path / "m", "user/m").card
+    assert front(card)["pipeline_tag"] == "text-generation" and "AutoModelForCausalLM" in card
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
     BertForMaskedLM(BertConfig(**sizes, vocab_size=9)).save_pretrained(tmp_path / "m")
     card = prepare_upload(tmp_path / "m", "user/m").card

@@ -153,6 +153,21 @@ def test_combinations_that_work(monkeypatch):
         XFormerForCausalLM(XFormerConfig(**SMALL, attention=Limited()))
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attention": "nystromformer"}, "'nystromformer' has no causal form"),
+        ({"attention": "linear_transformer", "position": "alibi"}, "'alibi' adds a bias.*'linear_transformer'"),
+        ({"num_attention_heads": 3}, "`hidden_size` 16 is not a multiple of `num_attention_heads` 3"),
+    ],
+)
+def test_changes_of_a_saved_model_are_checked(changes, message, tmp_path):
+    """transformers sets overrides one after the other in a config that is made already."""
+    XFormerForCausalLM(XFormerConfig(**SMALL)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        XFormerForCausalLM.from_pretrained(tmp_path, ignore_mismatched_sizes=True, **changes)
+
+
 # ------------------------------------------------------------------------------------------------------------- towers
 
 

@@ -31,10 +31,13 @@ SIZES = {
 }
 
 
-def run(path, ids, mask):
-    return onnxruntime.InferenceSession(str(path)).run(
-        None, {"input_ids": ids.numpy(), "attention_mask": mask.numpy()}
-    )
+def run(path, given):
+    return onnxruntime.InferenceSession(str(path)).run(None, {name: each.numpy() for name, each in given.items()})
+
+
+def inputs(model, ids, mask):
+    types = tokens(*ids.shape, low=0, high=2) if model.config.type_vocab_size > 1 else None
+    return {"input_ids": ids, "attention_mask": mask, **({} if types is None else {"token_type_ids": types})}
 
 
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
@@ -51,9 +54,10 @@ def test_parity(name, tmp_path):
     assert model.config._attn_implementation == before
     for lengths, side in (((9, 5), "right"), ((3, 7, 25), "right"), ((4, 21), "left"), ((1,), "right")):
         ids, mask = pad([tokens(n, seed=n) for n in lengths], max(lengths), side, seed=9)
-        (found,) = run(tmp_path / "model.onnx", ids, mask)
+        given = inputs(model, ids, mask)
+        (found,) = run(tmp_path / "model.onnx", given)
         with torch.no_grad():
-            expected = model(ids, mask).logits
+            expected = model(**given).logits
         real = mask.bool()
         torch.testing.assert_close(torch.from_numpy(found)[real], expected[real], atol=1e-4, rtol=1e-4)
 
@@ -102,17 +106,32 @@ def test_classifier(tmp_path):
     report = export_onnx(model, tmp_path / "model.onnx", batch=2, length=8, dynamic=False)
     assert model.training and report.shape == (2, 8) and not report.dynamic
     ids, mask = pad([tokens(8), tokens(4, seed=1)], 8, "right")
+    given = inputs(model, ids, mask)
     with torch.no_grad():
-        expected = model.eval()(ids, mask).logits
-    torch.testing.assert_close(
-        torch.from_numpy(run(tmp_path / "model.onnx", ids, mask)[0]), expected, atol=1e-4, rtol=0
-    )
+        expected = model.eval()(**given).logits
+    torch.testing.assert_close(torch.from_numpy(run(tmp_path / "model.onnx", given)[0]), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.slow
+def test_classifier_of_two_towers(tmp_path):
+    """Its decoder reads what the encoder reads, and no padding."""
+    config = config_class("xf_bart")(**tiny_fields(config_class("xf_bart"), "seq2seq", num_labels=3))
+    torch.manual_seed(0)
+    model = make_strong(family("xf_bart")["ForSequenceClassification"](config)).eval()
+    report = export_onnx(model, tmp_path / "model.onnx")
+    assert report.inputs == ("input_ids", "attention_mask")
+    ids, mask = pad([tokens(9), tokens(4, seed=1)], 9, "right", seed=3)
+    found = torch.from_numpy(run(tmp_path / "model.onnx", {"input_ids": ids, "attention_mask": mask})[0])
+    with torch.no_grad():
+        torch.testing.assert_close(found[1:], model(ids[1:, :4]).logits, atol=1e-4, rtol=0)
 
 
 def test_refusals(tmp_path, monkeypatch):
     model = ENCODERS["xf_bert"].shared(torch.float32)
     with pytest.raises(ValueError, match="attention 'bigbird' has no graph for every length: .*; give `length`"):
         export_onnx(ENCODERS["xf_bigbird"].shared(torch.float32), tmp_path / "model.onnx")
+    with pytest.raises(ValueError, match="the model is in torch.bfloat16; give `model.float"):
+        export_onnx(ENCODERS["xf_bert"].build(dtype=torch.bfloat16), tmp_path / "model.onnx")
     with pytest.raises(ValueError, match="at least 2 x 2"):
         export_onnx(model, tmp_path / "model.onnx", batch=1)
     with pytest.raises(ValueError, match="gives prediction_logits, .*, none of which .*; export another `head`"):
