@@ -34,7 +34,7 @@ from ..training.earlier_stages import put_aside, put_back
 from ..training.preparation import ModelChoice, Preparation, Prepared
 from ..training.pretraining import train
 from ..training.run import Run
-from ..training.run_folder import read_summary
+from ..training.run_folder import read_summary, refuse_own_source
 from ..training.scoring import choose_objective, load_config, training_of
 from ..training.trainer import XFormerTrainer
 from .distilling_options import Distilling, OnText
@@ -112,6 +112,7 @@ class Distiller:
     def _check(self) -> None:
         method, choice = self.method, self.choice
         refuse_processes(self.args)
+        refuse_own_source(self.folder, choice.teacher, "--teacher", _MADE)
         if choice.store_teacher:
             from ..finetuning.tasks import task_class
 
@@ -292,7 +293,8 @@ class Distiller:
             overwrite_output_dir=self.choice.overwrite_output_dir,
         )
         preparation = Preparation(model, self.source, self.args, objective_fields=self._objective_fields(teacher))  # type: ignore[arg-type]
-        self._check_length(teacher, preparation.block_size)
+        self.block_size = preparation.block_size
+        self._check_length(teacher, self.block_size)
         prepared = preparation.run()
 
         def run() -> dict[str, Any]:
@@ -398,12 +400,14 @@ class Distiller:
     # ------------------------------------------------------------------------------------------------ the end
 
     def _measured(self, teacher: Teacher) -> Row:
-        """The teacher's row, before anything is trained. Without another word it is about the rows that it held out,
-        if it has learned on the same data, else about those of this run that have a name of their own, or all."""
-        known = (teacher.record.get("dataset" if self.task is not None else "data") or {}).get("data")
-        if not self.measuring.eval_data and known != self.source.data:
-            own = [getattr(self.source, f"{split}_data", None) for split in ("test", "validation")]
-            self.measuring.eval_data = next(filter(None, own), self.source.data)
+        """The teacher's row, before anything is trained. Without another word it is about what this run holds out of
+        its text; of a task about the rows that the teacher held out, if it has learned on the same data, else about
+        those of this run that have a name of their own, or all."""
+        if self.task is None:
+            read = {"data": dataclasses.asdict(self.source), "block_size": self.block_size, "seed": self.args.seed}
+            self.measuring.text = read
+        else:
+            self.measuring.read_rows_of(cast("TaskData", self.source), teacher.record.get("dataset") or {})
         return measure(self.choice.teacher, self.measuring)
 
     def _finish(self, summary: dict[str, Any], first: Row) -> tuple[Row, Row]:

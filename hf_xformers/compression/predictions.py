@@ -103,6 +103,8 @@ def chosen_tokens(
     labels: Any = batch.get("labels")
     mask: Any = batch.get("attention_mask")
     chosen: Tensor
+    if batch.get("decoder_input_ids") is not None:  # the mask is of the text that the encoder reads
+        everywhere, mask = False, batch.get("decoder_attention_mask")
     by_label = labels is not None and labels.shape[:2] == logits.shape[:2]
     same = mask is not None and mask.shape == logits.shape[:2]
     if by_label and not (everywhere and (same or mask is None)):

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import shutil
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +18,7 @@ import torch
 from ..conversion.swap_config import layer_numbers
 from ..core.saved_files import saving_into
 from ..training.run import Run
+from ..training.run_folder import refuse_own_source
 from .choice import Pruning
 from .geometry import towers_of
 from .head_pruning import HeadLayer, Kept, alike_by_tower, head_layers, prune_heads, whole
@@ -74,8 +74,7 @@ class Pruner:
         self.this_run.refuse_named_checkpoint()
         self.folder = self.this_run.folder
         self.details: dict[str, Any] = {}
-        if self.folder.resolve() == Path(choice.model).expanduser().resolve():
-            raise ValueError("--output_dir is the folder of --model, which stays as it is; take another")
+        refuse_own_source(self.folder, choice.model, "--model", (TRAINING,))
 
     def run(self) -> tuple[Row, Row] | None:
         """Prunes, saves and measures: the rows before and after, None without measuring."""

@@ -24,7 +24,7 @@ from ..core.saved_files import read_object, saving_into, write_json
 from ..modeling_base import XFormerPreTrainedModel
 from ..training.folder_lock import folder_lock
 from ..training.run import Run
-from ..training.run_folder import read_summary
+from ..training.run_folder import read_summary, refuse_own_source
 from .geometry import probe
 from .quantizable import Split, kind_of, output_errors, split
 from .report import Measuring, Row, compare, measure, open_model, refuse_any_adapter, refuse_processes, write_table
@@ -190,6 +190,8 @@ class Quantizer:
         model = open_model(self.source)
         refuse_any_adapter(model, repr(self.source))
         parts = split(model, group_size=self.choice.grouped, keep=self.choice.keep)
+        if self.choice.quantization_aware:
+            self.measuring.read_rows_of(self.data, read_summary(self.source).get("dataset") or {})
         first = measure(self.source, self.measuring)  # what cannot be measured is refused before anything is written
         with folder_lock(self.folder):
             trained = self._train(model) if self.choice.quantization_aware else self.source
@@ -207,11 +209,8 @@ class Quantizer:
         return parts, before, after
 
     def _check_target(self) -> None:
-        if not (self.folder / "config.json").is_file():
-            return
-        if self.folder.resolve() == Path(self.source).expanduser().resolve():
-            raise ValueError(f"--output_dir {str(self.folder)!r} is the model itself; give another folder")
-        if not self.choice.overwrite_output_dir:
+        refuse_own_source(self.folder, self.source, "--model", (TRAINED,))
+        if (self.folder / "config.json").is_file() and not self.choice.overwrite_output_dir:
             raise ValueError(
                 f"{str(self.folder)!r} holds a model already; replace it with --overwrite_output_dir, or take another"
                 " --output_dir"

@@ -33,6 +33,8 @@ from ..core.saved_files import read_object, weight_files, write_json
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from ..finetuning.options import TaskData
+
 FILE = "compression.json"
 
 
@@ -54,6 +56,16 @@ class Measuring:
     time_batches: int = field(default=5, metadata={"help": "Batches that are timed; 0: none."})
     time_length: int = field(default=128, metadata={"help": "Their tokens, at most what positions cover."})
     use_cpu: bool = field(default=False, init=False)  # an option of Trainer: commands set it from there
+    # What a run on text reads, as its summary has it, in place of what each of the models was trained on.
+    text: dict[str, Any] = field(default_factory=dict, init=False)
+
+    def read_rows_of(self, source: TaskData, known: Mapping[str, Any]) -> None:
+        """Takes rows of a run for both models, unless they are held out as those of the first model were. known: what
+        that was trained on, by the same names."""
+        wanted = dataclasses.asdict(source)
+        decisive = wanted.keys() & known.keys() - {"max_train_rows", "max_eval_rows"}
+        if not self.eval_data and (not decisive or any(wanted[name] != known[name] for name in decisive)):
+            self.eval_data = source.test_data or source.validation_data or source.data
 
     def check(self) -> None:
         """Raises `ValueError` for numbers that make no sense."""
@@ -277,7 +289,7 @@ def _language_quality(name: str, measuring: Measuring) -> dict[str, Any]:
     from ..training.scoring import Score, evaluate, text_of, training_of
     from ..training.text import TextData
 
-    trained = training_of(name)
+    trained = {**training_of(name), **measuring.text}
     source = TextData(**{**text_of(trained), **({"data": measuring.eval_data} if measuring.eval_data else {})})
     with tempfile.TemporaryDirectory() as folder:  # nothing is written; Trainer wants a folder all the same
         args = TrainingArguments(
@@ -290,7 +302,8 @@ def _language_quality(name: str, measuring: Measuring) -> dict[str, Any]:
             remove_unused_columns=False,
             dataloader_pin_memory=False,
         )
-        figures = evaluate(Score(model=name, split=measuring.eval_split or "validation"), source, args)
+        split, block_size = measuring.eval_split or "validation", trained.get("block_size")
+        figures = evaluate(Score(model=name, split=split, block_size=block_size), source, args)
     numbers = {key: value for key, value in figures.items() if isinstance(value, (int, float)) and key != "seconds"}
     return {
         "metric": "loss",

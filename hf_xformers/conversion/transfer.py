@@ -105,7 +105,8 @@ def to_ours(source: Source, converter: Converter, head: str | None = None) -> tu
     check_head(converter, name)
     notes: list[str] = []
     config = converter.config_to_ours(model.config, notes)
-    config.tie_word_embeddings = _tied(model)
+    fewer = getattr(config.head, "unpredicted", 0) > 0  # rows than the token table
+    config.tie_word_embeddings = not fewer and _tied(model)
     known = {*converter.renamed, *_known_names(converter, config, 0)}  # of the layers that any of the classes has
     wanted = pair if name == pair.ours else converter.head_of_ours(name, model.config)
     if wanted is None:

@@ -44,11 +44,12 @@ class Float32Module(nn.Module):
 
 
 def float32_names(model: nn.Module) -> set[str]:
-    """The names of all parameters and buffers of `model` that stay in float32."""
+    """The names of all parameters and buffers of `model` that stay in float32; counters are integers."""
     names = set()
     for prefix, module in model.named_modules():
         if isinstance(module, Float32Module):
-            names |= {f"{prefix}.{name}" for name, _ in (*module.named_parameters(), *module.named_buffers())}
+            tensors = (*module.named_parameters(), *module.named_buffers())
+            names |= {f"{prefix}.{name}" for name, tensor in tensors if tensor.is_floating_point()}
     return names
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..configuration_xformer import XFormerConfig
 from ..data.images import as_mode, content_of, need_pillow
 from ..training.building import longest_input
+from ..training.image_pretraining import plane_of
 from .feature_reading import FeatureOptions, LayerChoice, Reader
 from .image_rows import check_image, hold_out, load_images
 from .loading import load_trunk
@@ -52,7 +53,8 @@ class ImageReader(Reader):
         size = self.processor.size
         self.size = (int(size["height"]), int(size["width"]))
         self.by_patches = config.modality == "image"
-        self.max_length = self.size[0] * self.size[1] + 1
+        self.plane = None if self.by_patches else plane_of(config, self.size)
+        self.max_length = self.size[0] * self.size[1] + (self.plane is None)
         if not self.by_patches:
             limit = longest_input(config)
             self.max_length = self.max_length if limit is None else min(limit, self.max_length)
@@ -89,6 +91,8 @@ class ImageReader(Reader):
             return {"pixel_values": pixels["pixel_values"].to(self.model.device)}
         made = self.processor(images=[as_mode(picture, "RGB") for picture in pictures])["input_ids"]
         ids = torch.stack([torch.as_tensor(row) for row in made]).long()
+        if self.plane is not None:  # read without a start, in the plane's order
+            return {"input_ids": self.plane.ordered(ids).to(self.model.device)}
         start = torch.full((len(ids), 1), self.config.vocab_size - 1)
         return {"input_ids": torch.cat([start, ids], dim=1)[:, : self.max_length].to(self.model.device)}
 

@@ -156,6 +156,8 @@ def derived_config(model: Any, layers: int | None = None) -> XFormerConfig:
         given["decoder"] = {**(given.get("decoder") or {}), "block": block(base.decoder, view)}
     if layers is not None:
         given["num_hidden_layers"] = layers
+        if config.num_decoder_layers is not None:
+            given["num_decoder_layers"] = layers
     return type(config)(**given)
 
 

@@ -39,6 +39,7 @@ from .partial_checkpoints import TrainedAlone, share_frozen
 from .preparation import ModelChoice, Preparation, Prepared
 from .pretraining import start_model, train
 from .run import Run
+from .run_folder import refuse_own_source
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
@@ -96,6 +97,7 @@ class Linearizer:
         self.this_run = Run(args, overwrite=choice.overwrite_output_dir)
         self.this_run.refuse_named_checkpoint()
         self.folder = self.this_run.folder
+        refuse_own_source(self.folder, choice.model, "--model", (SWAPPED, *STAGES))
         config = source_config(choice.model)
         if config.is_encoder_decoder:
             raise ValueError(

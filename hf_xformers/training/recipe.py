@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..core.given_options import refuse_alone
+from ..core.saved_files import STATE_FILE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainingArguments
@@ -76,6 +77,13 @@ class Recipe:
                 f"--average_checkpoints {self.average_checkpoints} needs as many checkpoints at the end"
                 f"{', besides the best one' if best else ''}; give --save_strategy steps or epoch, and"
                 f" --save_total_limit {wanted} or more"
+            )
+        every = int(args.save_steps) if args.save_strategy == SaveStrategy.STEPS and args.save_steps >= 1 else None
+        there = -(-args.max_steps // every) if every and args.max_steps > 0 else None  # the last step is saved, too
+        if self.average_checkpoints is not None and there is not None and there < self.average_checkpoints:
+            raise ValueError(
+                f"--average_checkpoints {self.average_checkpoints} needs as many checkpoints, and --save_steps {every}"
+                f" saves {there} in --max_steps {args.max_steps}; lower --save_steps"
             )
 
     def chosen(self) -> dict[str, Any]:
@@ -139,12 +147,13 @@ def average_last_checkpoints(model: PreTrainedModel, folder: Path, count: int, w
     """
     from safetensors.torch import load_file
 
-    from .checkpoints import checkpoints, defect
+    from .checkpoints import checkpoints, whole_weights_defect
     from .expert_parts import load_whole
 
     if world_size > 1:
         torch.distributed.barrier()  # the last one may still be written
-    complete = [path for path in reversed(checkpoints(folder)) if defect(path, world_size) is None]
+    complete = [path for path in reversed(checkpoints(folder)) if (path / STATE_FILE).is_file()]  # written last
+    complete = [path for path in complete if whole_weights_defect(path) is None]
     if len(complete) < count:
         raise ValueError(
             f"--average_checkpoints {count} found {len(complete)} in {str(folder)!r}; save more often (--save_steps)"

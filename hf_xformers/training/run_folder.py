@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..core.saved_files import STAGING, STATE_FILE, SUMMARY_FILE, read_object, saving_into
+from ..core.saved_files import CHECKPOINT, STAGING, STATE_FILE, SUMMARY_FILE, read_object, saving_into
 from ..core.specs import default_of
 from ..objectives import OBJECTIVES
 
@@ -36,10 +37,21 @@ _SAME = {
 def read_summary(folder: str | Path) -> dict[str, Any]:
     """`training_summary.json` of a run, or of the run that a checkpoint folder belongs to; empty if there is none.
     Raises ValueError for one that is damaged: the run would continue with other settings."""
-    for place in (Path(folder), Path(folder).parent):
+    own = Path(folder).absolute()
+    run = [own.parent] if CHECKPOINT.fullmatch(own.name) else []  # the folder of a stage has its own summary
+    for place in (own, *run):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             return read_object(place / SUMMARY_FILE)
     return {}
+
+
+def refuse_own_source(folder: Path, source: str, option: str, made: Iterable[str] = ()) -> None:
+    """Raises ValueError where a run into `folder` would replace what it reads. made: folders in it that it makes."""
+    own, place = Path(source).expanduser().resolve(), folder.expanduser().resolve()
+    if own == place or any(own.is_relative_to(place / name) for name in made):
+        raise ValueError(
+            f"--output_dir {str(folder)!r} would replace {option} {source!r}, which stays as it is; take another"
+        )
 
 
 def check_same_run(plan: dict[str, Any], checkpoint: Path) -> None:

@@ -96,7 +96,8 @@ class XFormerTrainer(MeasuringTrainer):
         measured = model if kwargs.get("train_dataset") is None else None
         with only_measured(measured):
             super().__init__(*args, **kwargs)
-        if is_error(self.args.metric_for_best_model or ""):  # Trainer takes `loss` alone for one
+        metric = self.args.metric_for_best_model or ""
+        if is_error(metric) and not metric.endswith("loss"):  # for which Trainer knows
             self.args.greater_is_better = False
         config = getattr(self.accelerator.unwrap_model(self.model), "config", None)
         if isinstance(config, XFormerConfig):

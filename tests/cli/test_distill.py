@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -135,17 +136,20 @@ def test_text(tmp_path_factory, tmp_path, capsys):
 
     text = write_text(tmp_path / "text.txt")
     teacher = pretrain(text, tmp_path / "teacher", variant="bert", num_hidden_layers=2, max_steps=6)
-    options = {"max_steps": 4, "block_size": 16, "save_strategy": "no", "logging_steps": 1}
+    options = {"max_steps": 4, "block_size": 12, "save_strategy": "no", "logging_steps": 1, "validation_fraction": 0.2}
     out = distill(teacher, text, tmp_path / "out", method="minilm", **{**options, "student.hidden_size": 8})
     history = json.loads((out / "trainer_state.json").read_text())["log_history"]
     assert any("distill_values" in entry for entry in history)
     assert "loss" in capsys.readouterr().out and not any("projection" in name for name in weights(out))
+    step = json.loads((out / "compression.json").read_text())["steps"][-1]  # the teacher read blocks of another size
+    read = [{name: step[when]["figures"][name] for name in ("rows", "tokens")} for when in ("before", "after")]
+    assert read[0] == read[1] and step["after"]["figures"]["block_size"] == 12
     gpt = pretrain(text, tmp_path / "gpt", variant="gpt2", objective="clm", num_hidden_layers=2, max_steps=6)
     capsys.readouterr()
     written = {"method": "sequence_level", "method.num_beams": 1, "method.prompt_tokens": 4}
     out = distill(gpt, text, tmp_path / "written", **written, **options)
     lines = (out / "teacher_texts.jsonl").read_text().splitlines()
-    assert len(lines) == summary(out)["train_rows"] and all(len(json.loads(line)) == 16 for line in lines)
+    assert len(lines) == summary(out)["train_rows"] and all(len(json.loads(line)) == 12 for line in lines)
 
 
 def test_translations_of_the_teacher(tmp_path):
@@ -226,6 +230,26 @@ def test_a_student_with_another_vocabulary(teacher, rows, tmp_path, capsys):
     right = [int(stored[f"{row}.logits"].argmax()) == label for row, label in enumerate(labels)]
     assert sum(right) > 0.9 * len(labels)  # what the teacher says of each row, in its own tokens
     assert (out / "tokenizer.json").read_bytes() == (other / "tokenizer.json").read_bytes()
+
+
+def test_both_are_measured_on_the_rows_of_the_run(teacher, rows, tmp_path):
+    few = tmp_path / "few.csv"
+    few.write_text("".join(open(rows[1]).readlines()[:6]))
+    out = distill(teacher, rows, tmp_path / "out", **BARE, max_steps=1, test_data=few)
+    step = json.loads((out / "compression.json").read_text())["steps"][-1]
+    assert all((5 * step[when]["baseline"]) % 1 == 0 for when in ("before", "after"))  # of all 24 rows it is 14/24
+
+
+def test_what_is_read_is_not_replaced(teacher, rows, tmp_path, capsys):
+    """By its student, nor where it is a folder that the run makes anew."""
+    before = weights(teacher)
+    assert main(["distill", *arguments(teacher, rows, teacher)]) == 2
+    assert "would replace --teacher" in capsys.readouterr().err
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(teacher).items())
+    student = tmp_path / STUDENT
+    shutil.copytree(teacher, student)
+    assert main(["distill", *arguments(student, rows, tmp_path)]) == 2
+    assert "would replace --teacher" in capsys.readouterr().err and (student / "model.safetensors").is_file()
 
 
 def test_what_is_overwritten_is_kept_until_nothing_is_refused(teacher, rows, tmp_path, capsys):

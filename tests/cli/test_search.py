@@ -9,7 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Traine
 
 from hf_xformers.cli import main
 from hf_xformers.cli.search import run
-from hf_xformers.training.architecture_search import DERIVED, FOUND_FILE, choices_of
+from hf_xformers.training.architecture_search import DERIVED, FOUND_FILE, choices_of, derived_config
+from hf_xformers.variants import config_class, family
 from tests.training.runs import pretrain_flags, weights
 
 SMALL = {"variant": None, "hidden_size": 24, "num_hidden_layers": 2, "save_strategy": "steps", "save_steps": 3}
@@ -52,6 +53,16 @@ def test_a_search(text, tmp_path, capsys):
     one, other = weights(whole), weights(parts)
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert sum("alpha" in name for name in one) == 4
+
+
+def test_layers_are_those_of_both_towers():
+    fields = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+    config = config_class("dartsformer")(
+        **fields, vocab_size=40, num_decoder_layers=1, is_encoder_decoder=True, decoder_start_token_id=0,
+        block={"type": "dartsformer", "search": True},
+    )  # fmt: skip
+    derived = derived_config(family("dartsformer")["ForSeq2SeqLM"](config), 3)
+    assert [tower.num_hidden_layers for tower in derived.tower_configs()] == [3, 3]
 
 
 def test_refusals(text, tmp_path, capsys):

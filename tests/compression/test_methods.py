@@ -17,7 +17,7 @@ from hf_xformers import (
 from hf_xformers.compression.layer_maps import copied, patient, uniform
 from hf_xformers.compression.methods import Pass, build_method
 from hf_xformers.compression.passes import asked, own_heads, teacher_pass
-from hf_xformers.compression.predictions import prediction_loss, softened_divergence
+from hf_xformers.compression.predictions import chosen_tokens, prediction_loss, softened_divergence
 from hf_xformers.compression.teaching import PROJECTIONS, Teaching, probe
 from hf_xformers.core import chunked_loss
 
@@ -157,6 +157,16 @@ def test_many_predictions_are_compared_in_pieces(every, monkeypatch):
         loss.backward()
         found.append((loss, logits.grad))
     torch.testing.assert_close(found[1], found[0])
+
+
+def test_of_a_written_text_its_own_tokens_are_compared():
+    """Also where the text that was read happens to be as long."""
+    logits, labels = torch.zeros(1, 4, VOCAB), torch.tensor([[5, 6, -100, -100]])
+    batch = {"attention_mask": torch.ones(1, 4), "decoder_input_ids": torch.ones(1, 4).long(), "labels": labels}
+    assert chosen_tokens(batch, logits, everywhere=True).tolist() == [[True, True, False, False]]
+    batch["decoder_attention_mask"] = torch.tensor([[1, 1, 1, 0]])
+    del batch["labels"]
+    assert chosen_tokens(batch, logits, everywhere=True).tolist() == [[True, True, True, False]]
 
 
 @pytest.mark.parametrize("strategy", ["skip", "last"])

@@ -245,6 +245,13 @@ def test_a_folder_is_not_overwritten_by_accident(classifier, tmp_path, capsys):
     assert "which stays as it is" in capsys.readouterr().err
     prune(classifier, tmp_path / "out", "--overwrite_output_dir", method="weights", measure="false")
     assert len(read_steps(tmp_path / "out")) == 1
+    learned = {"method": "weights", "by": "movement", "max_steps": 1, "measure": "false"}
+    prune(classifier, tmp_path / "out", "--overwrite_output_dir", **learned)  # a finished result is no training
+    (tmp_path / "out" / "config.json").unlink()
+    words = ["--model", str(tmp_path / "out" / "training"), *words[2:], "--overwrite_output_dir"]
+    assert main(["prune", *words]) == 2
+    assert "would replace --model" in capsys.readouterr().err
+    assert (tmp_path / "out" / "training" / "model.safetensors").is_file()
 
 
 def test_measuring_one_model(decoder):

@@ -31,6 +31,13 @@ def build(name, model_class=XFormerModel):
     return make_strong(model_class(XFormerConfig(**SIZES, **KEPT[name])).eval(), amount=0.02)
 
 
+def test_counters_stay_integers(tmp_path):
+    model = XFormerModel(XFormerConfig(**SIZES, attention="sac", position="none"))
+    model.choice_loss.passes.fill_(2**24 + 1)
+    model.save_pretrained(tmp_path)
+    assert XFormerModel.from_pretrained(tmp_path, dtype=torch.bfloat16).choice_loss.passes.item() == 2**24 + 1
+
+
 @pytest.mark.parametrize("dtype", LIMITS)
 @pytest.mark.parametrize("name", KEPT)
 def test_half_precision(name, dtype, tmp_path):

@@ -36,6 +36,17 @@ def places(tmp_path_factory):
     colors = config_class("image_gpt")(**SIZES, vocab_size=9, bos_token_id=8, max_position_embeddings=101)
     family("image_gpt")["ForCausalLM"](colors).save_pretrained(folder / "image_gpt")
     color_processor(torch.linspace(-1, 1, 8)[:, None].expand(8, 3), (10, 10)).save_pretrained(folder / "image_gpt")
+    plane = {
+        "type": "image_transformer",
+        "local": "2d",
+        "image_size": (10, 10),
+        "num_channels": 1,
+        "block_shape": (5, 5),
+    }
+    sizes = {**SIZES, "vocab_size": 9, "bos_token_id": 8, "max_position_embeddings": 100}
+    planes = config_class("image_gpt")(**sizes, attention=plane)
+    family("image_gpt")["ForCausalLM"](planes).save_pretrained(folder / "plane")
+    color_processor(torch.linspace(-1, 1, 8)[:, None].expand(8, 3), (10, 10)).save_pretrained(folder / "plane")
     patches = config_class("vision_transformer")(**SIZES, image_size=10, patch_size=5, num_channels=1)
     family("vision_transformer")["ForMaskedImageModeling"](patches).save_pretrained(folder / "vision_transformer")
     patch_processor((10, 10), 1).save_pretrained(folder / "vision_transformer")
@@ -47,7 +58,7 @@ def features(places, model, output, *extra, **options):
     return main(["features", *flags(**options), "--no_progress", *extra])
 
 
-@pytest.mark.parametrize("name", ["image_gpt", "vision_transformer"])
+@pytest.mark.parametrize("name", ["image_gpt", "plane", "vision_transformer"])
 def test_columns_against_the_model_and_a_probe(name, places, tmp_path):
     out = tmp_path / "out"
     assert features(places, name, out, "--layers", "1", "last", validation_fraction=0.3, probe="label") == 0
@@ -60,6 +71,9 @@ def test_columns_against_the_model_and_a_probe(name, places, tmp_path):
         made = processor(images=[image])
         if name == "image_gpt":
             given = {"input_ids": torch.tensor([[8, *np.asarray(made["input_ids"][0]).tolist()]])}
+        elif name == "plane":  # block by block, as it was trained, without a start
+            blocks = np.asarray(made["input_ids"][0]).reshape(2, 5, 2, 5).swapaxes(1, 2)
+            given = {"input_ids": torch.tensor(blocks.reshape(1, 100))}
         else:
             given = {"pixel_values": torch.as_tensor(np.stack(made["pixel_values"]))}
         with torch.no_grad():

@@ -60,7 +60,12 @@ def test_golden_smoothing(support, loss, least):
 def test_a_run_with_the_recipe(text, tmp_path):
     """The logged rates are the formula's, the saved weights the mean of the last checkpoints, batches hold tokens."""
     options = {"variant": "gpt2", "max_steps": 6, "logging_steps": 1, "save_strategy": "steps", "save_steps": 1}
-    options |= {"save_total_limit": 3, "label_smoothing_factor": 0.1, "label_smoothing_support": "others"}
+    options |= {
+        "save_only_model": True,
+        "save_total_limit": 3,
+        "label_smoothing_factor": 0.1,
+        "label_smoothing_support": "others",
+    }
     options |= {"vaswani_lr_scale": 0.5, "warmup_steps": 4, "max_tokens": 64, "average_checkpoints": 3}
     output = pretrain(text, tmp_path / "run", **options)
     state = json.loads((output / "trainer_state.json").read_text())
@@ -91,6 +96,16 @@ def test_what_does_not_go_together(text, tmp_path, capsys):
     for options, message in (
         ({"vaswani_lr_scale": 1, "warmup_steps": 0.1}, "counts warm-up in steps"),
         ({"average_checkpoints": 3}, "needs as many checkpoints"),
+        (
+            {
+                "average_checkpoints": 3,
+                "save_total_limit": 9,
+                "save_strategy": "steps",
+                "save_steps": 4,
+                "max_steps": 6,
+            },
+            "--save_steps 4 saves 2 in --max_steps 6",
+        ),
         ({"average_checkpoints": 2, "metric_for_best_model": "loss"}, "besides the best one"),
         ({"label_smoothing_support": "others"}, "has no effect without --label_smoothing_factor"),
         (

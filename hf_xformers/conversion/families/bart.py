@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 from ...configuration_xformer import XFormerConfig
 from ..activations import activation, feedforward
 from ..base import Converter, Groups, Head, register
-from ..rules import Rule, copied, only_ours, only_theirs, row, shared
+from ..rules import Rule, copied, only_theirs, row, shared
 
 # What all of the relatives have.
 TOWER_FIELDS = {
@@ -118,17 +118,19 @@ def unread_cross(config: XFormerConfig, *, bias: bool = True) -> tuple[Rule, ...
     return () if config.is_encoder_decoder else (only_theirs(*names, f"{layer}_layer_norm.*"),)
 
 
+# Theirs reads the state at the last end token, ours at the last token, which is the same in what tokenizers make.
+HIDDEN_HEAD = (
+    copied("classification_head.dense.*", "transform.dense.*"),
+    copied("classification_head.out_proj.*", "classifier.*"),
+)
+HIDDEN = {"classifier_transform": "dense", "classifier_activation": "tanh", "classifier_bias": True}
 GROUPS: dict[str, Groups] = {
     "backbone": backbone,
     "cross": unread_cross,
     # the token table again, as a rule: present where the rest of the head is not
     "projection": (copied("lm_head.weight", "lm_head.decoder.weight"),),
     "lm": (row("final_logits_bias", "lm_head.decoder.bias"),),
-    # Theirs reads the state at the last end token through a hidden layer, ours the last state at once.
-    "sequence": (
-        only_theirs("classification_head.dense.*", "classification_head.out_proj.*"),
-        only_ours("classifier.*"),
-    ),
+    "sequence": HIDDEN_HEAD,
     "spans": (copied("qa_outputs.*", "classifier.*"),),
 }
 
@@ -151,6 +153,7 @@ def heads(
             prefix,
             (*base, "sequence"),
             two_towers=True,
+            settings=HIDDEN,
         ),
         Head(f"{name}ForQuestionAnswering", "ForQuestionAnswering", prefix, (*base, "spans"), two_towers=True),
     )

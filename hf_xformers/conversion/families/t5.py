@@ -16,7 +16,8 @@ from transformers import PreTrainedConfig
 from ...configuration_xformer import XFormerConfig
 from ..activations import activation, feedforward
 from ..base import Converter, Head, register
-from ..rules import Rule, copied, only_ours, only_theirs, shared
+from ..rules import Rule, copied, only_theirs, shared
+from .bart import HIDDEN, HIDDEN_HEAD
 
 FIELDS = {
     "hidden_size": "d_model",
@@ -157,10 +158,6 @@ def to_theirs(config: XFormerConfig) -> dict[str, Any]:
     }
 
 
-HIDDEN_HEAD = (
-    only_theirs("classification_head.dense.*", "classification_head.out_proj.*"),
-    only_ours("classifier.*"),
-)
 BOTH = ("encoder", "decoder")
 
 CONVERTER = register(
@@ -174,7 +171,6 @@ CONVERTER = register(
             "encoder": encoder,
             "decoder": decoder,
             "lm": (copied("lm_head.weight", "lm_head.decoder.weight"),),
-            # Theirs reads the state at the last end token through a hidden layer, ours the last state at once.
             "sequence": HIDDEN_HEAD,
             "spans": (copied("qa_outputs.*", "classifier.*"),),
             "token": (only_theirs("classifier.*"),),
@@ -184,7 +180,13 @@ CONVERTER = register(
             Head("T5Model", "Model", "", BOTH, two_towers=True),
             Head("T5EncoderModel", "Model", "", ("encoder",), two_towers=False),
             Head("T5ForConditionalGeneration", "ForSeq2SeqLM", "", (*BOTH, "lm")),
-            Head("T5ForSequenceClassification", "ForSequenceClassification", "transformer.", (*BOTH, "sequence")),
+            Head(
+                "T5ForSequenceClassification",
+                "ForSequenceClassification",
+                "transformer.",
+                (*BOTH, "sequence"),
+                settings=HIDDEN,
+            ),
             Head("T5ForQuestionAnswering", "ForQuestionAnswering", "", (*BOTH, "spans")),
             # the variant has no head for tokens: its encoder is kept
             Head("T5ForTokenClassification", "Model", "transformer.", ("encoder", "token"), two_towers=False),

@@ -10,8 +10,11 @@ ARCHITECTURE = Architecture(
         **dict(vocab_size=VOCAB, d_model=32, encoder_layers=2, decoder_layers=1, max_position_embeddings=24),
         **dict(encoder_attention_heads=4, decoder_attention_heads=2, encoder_ffn_dim=48, decoder_ffn_dim=40),
     ),
-    heads={**classes("Bart"), "BartForQuestionAnswering": "ForQuestionAnswering"},
-    headless={"BartForSequenceClassification": "ForSequenceClassification"},
+    heads={
+        **classes("Bart"),
+        "BartForQuestionAnswering": "ForQuestionAnswering",
+        "BartForSequenceClassification": "ForSequenceClassification",
+    },
     settings={"BartForCausalLM": {"decoder_attention_heads": 4}},
     variations={"scaled": {"scale_embedding": True, "activation_function": "gelu_new"}},
     tried_with={"scaled": "BartModel"},

@@ -12,8 +12,11 @@ ARCHITECTURE = Architecture(
         "num_random_blocks": 2,
         "init_std": 0.2,
     },
-    heads={**classes("BigBirdPegasus"), "BigBirdPegasusForQuestionAnswering": "ForQuestionAnswering"},
-    headless={"BigBirdPegasusForSequenceClassification": "ForSequenceClassification"},
+    heads={
+        **classes("BigBirdPegasus"),
+        "BigBirdPegasusForQuestionAnswering": "ForQuestionAnswering",
+        "BigBirdPegasusForSequenceClassification": "ForSequenceClassification",
+    },
     variations={
         **VARIATIONS,
         "scaled": {"scale_embedding": False},

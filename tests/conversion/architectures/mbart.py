@@ -1,5 +1,7 @@
 """mBART."""
 
+import torch
+
 from tests.conversion.architectures import VOCAB, Architecture
 
 TINY = dict(
@@ -43,12 +45,20 @@ def classes(name: str, generator: str = "ForConditionalGeneration") -> dict[str,
     return {f"{name}{generator}": "ForSeq2SeqLM", f"{name}Model": "Model", f"{name}ForCausalLM": "ForCausalLM"}
 
 
+def ended(given, token) -> None:
+    """Every row ends with its end token, where classifiers of two towers read it; the decoder's text is the same."""
+    for name in ("decoder_input_ids", "decoder_attention_mask"):
+        given.pop(name, None)
+    places = torch.arange(given["input_ids"].shape[1])
+    last = (given["attention_mask"] * places).argmax(1)
+    given["input_ids"][torch.arange(len(last)), last] = token
+
+
 def read(head, given):
-    """Classifiers and spans read the decoder's states at places of `input_ids`; every row has to have as many end
-    tokens."""
+    """Spans read the decoder's states at places of `input_ids`."""
     if "SequenceClassification" in head:
-        given["input_ids"][:, 0] = 2
-    if "SequenceClassification" in head or "QuestionAnswering" in head:
+        ended(given, 2)
+    if "QuestionAnswering" in head:
         given["decoder_input_ids"], given["decoder_attention_mask"] = given["input_ids"], given["attention_mask"]
     return given
 
@@ -58,7 +68,6 @@ ARCHITECTURE = Architecture(
     ours="xformer",
     tiny=TINY,
     heads={**classes("MBart"), "MBartForQuestionAnswering": "ForQuestionAnswering"},
-    headless={"MBartForSequenceClassification": "ForSequenceClassification"},
     variations={**VARIATIONS, "language starts": {"decoder_start_token_id": None}},
     base=WIDE,
     sides=("right",),  # positions count padding on the left

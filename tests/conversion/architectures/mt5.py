@@ -3,6 +3,7 @@
 import torch
 
 from tests.conversion.architectures import VOCAB, Architecture
+from tests.conversion.architectures.mbart import ended
 
 TINY = dict(
     vocab_size=VOCAB,
@@ -30,6 +31,7 @@ def classes(name: str) -> dict[str, str]:
         f"{name}Model": "Model",
         f"{name}EncoderModel": "Model",
         f"{name}ForQuestionAnswering": "ForQuestionAnswering",
+        f"{name}ForSequenceClassification": "ForSequenceClassification",
     }
 
 
@@ -40,10 +42,9 @@ def own_output(model) -> None:
 
 
 def read(head, given):
-    """Classifiers and spans read the decoder's states at places of `input_ids`; every row has to have as many end
-    tokens."""
+    """Classifiers and spans read the decoder's states at places of `input_ids`."""
     if "SequenceClassification" in head:
-        given["input_ids"][:, 0 if given["attention_mask"][:, 0].all() else -1] = 1
+        ended(given, 1)
     if "SequenceClassification" in head or "QuestionAnswering" in head:
         given["decoder_input_ids"], given["decoder_attention_mask"] = given["input_ids"], given["attention_mask"]
     if "TokenClassification" in head:
@@ -63,7 +64,7 @@ MT5 = Architecture(
     model_type="mt5",
     ours="xf_t5",
     heads=classes("MT5"),
-    headless={"MT5ForSequenceClassification": "ForSequenceClassification", "MT5ForTokenClassification": "Model"},
+    headless={"MT5ForTokenClassification": "Model"},
     refused=frozenset({"is_decoder"}),
     **COMMON,
 )
@@ -72,7 +73,6 @@ UMT5 = Architecture(
     model_type="umt5",
     ours="xformer",
     heads={**classes("UMT5"), "UMT5ForTokenClassification": "ForTokenClassification"},
-    headless={"UMT5ForSequenceClassification": "ForSequenceClassification"},
     # their configs say that they have two towers
     back_as={name: name for name in ("UMT5EncoderModel", "UMT5ForTokenClassification")},
     refused=frozenset({"is_decoder"}),
@@ -90,7 +90,7 @@ T5 = Architecture(
             "relative_attention_max_distance": 10,
         },
         "heads": classes("T5"),
-        "headless": {"T5ForSequenceClassification": "ForSequenceClassification", "T5ForTokenClassification": "Model"},
+        "headless": {"T5ForTokenClassification": "Model"},
         "variations": {
             "gelu": {**OWN, "feed_forward_proj": "gated-gelu"},
             "silu": {**OWN, "feed_forward_proj": "gated-silu"},
