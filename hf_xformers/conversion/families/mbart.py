@@ -9,13 +9,12 @@ of the labels, the target's language; ours starts with `decoder_start_token_id` 
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from transformers import PreTrainedConfig
 
 from ...configuration_xformer import XFormerConfig
-from ..base import Converter, Head, register
+from ..base import Converter, register
 from . import bart
 
 
@@ -34,17 +33,6 @@ def to_theirs(config: XFormerConfig) -> dict[str, Any]:
     return {**bart.to_theirs(config), "decoder_start_token_id": None if start == config.pad_token_id else start}
 
 
-def _starts(config: XFormerConfig) -> str:
-    return "its decoder reads a row from the code of the language on that stands at its end"
-
-
-def _heads() -> tuple[Head, ...]:
-    return tuple(
-        dataclasses.replace(head, refuses=_starts) if head.ours == "ForSequenceClassification" else head
-        for head in bart.heads("MBart")
-    )
-
-
 CONVERTER = register(
     Converter(
         model_type="mbart",
@@ -55,7 +43,8 @@ CONVERTER = register(
         to_ours=to_ours,
         to_theirs=to_theirs,
         groups=bart.GROUPS,
-        heads=_heads(),
+        # The decoder of its classifiers reads a text from the code of the language on that stands at its end.
+        heads=tuple(head for head in bart.heads("MBart") if head.ours != "ForSequenceClassification"),
         unread_alone=bart.CONVERTER.unread_alone,
         unread=(*bart.CONVERTER.unread, "decoder_start_token_id"),
         training_only=bart.LAYER_DROPS,
