@@ -293,8 +293,9 @@ class Distiller:
             overwrite_output_dir=self.choice.overwrite_output_dir,
         )
         preparation = Preparation(model, self.source, self.args, objective_fields=self._objective_fields(teacher))  # type: ignore[arg-type]
-        self.block_size = preparation.block_size
-        self._check_length(teacher, self.block_size)
+        read = {"data": dataclasses.asdict(self.source), "block_size": preparation.block_size, "seed": self.args.seed}
+        self.measuring.text = read
+        self._check_length(teacher, preparation.block_size)
         prepared = preparation.run()
 
         def run() -> dict[str, Any]:
@@ -400,13 +401,8 @@ class Distiller:
     # ------------------------------------------------------------------------------------------------ the end
 
     def _measured(self, teacher: Teacher) -> Row:
-        """The teacher's row, before anything is trained. Without another word it is about what this run holds out of
-        its text; of a task about the rows that the teacher held out, if it has learned on the same data, else about
-        those of this run that have a name of their own, or all."""
-        if self.task is None:
-            read = {"data": dataclasses.asdict(self.source), "block_size": self.block_size, "seed": self.args.seed}
-            self.measuring.text = read
-        else:
+        """The teacher's row, before anything is trained, on the rows that the student is measured on."""
+        if self.task is not None:
             self.measuring.read_rows_of(cast("TaskData", self.source), teacher.record.get("dataset") or {})
         return measure(self.choice.teacher, self.measuring)
 

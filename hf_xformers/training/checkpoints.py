@@ -58,10 +58,10 @@ def defect(checkpoint: str | Path, world_size: int = 1) -> str | None:
             return f"it has no {name}"
         if not zipfile.is_zipfile(folder / name):  # looks at the end of the file, which is written last
             return f"its {name} is cut off"
-    return whole_weights_defect(folder)
+    return _weights_defect(folder)
 
 
-def whole_weights_defect(folder: Path) -> str | None:
+def _weights_defect(folder: Path) -> str | None:
     problem, adapter = weights_defect(folder), folder / "adapter_model.safetensors"
     if problem is not None or weight_files(folder):
         return problem

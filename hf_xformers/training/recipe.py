@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..core.given_options import refuse_alone
-from ..core.saved_files import STATE_FILE
+from ..core.saved_files import STATE_FILE, weights_defect
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainingArguments
@@ -147,13 +147,13 @@ def average_last_checkpoints(model: PreTrainedModel, folder: Path, count: int, w
     """
     from safetensors.torch import load_file
 
-    from .checkpoints import checkpoints, whole_weights_defect
+    from .checkpoints import checkpoints
     from .expert_parts import load_whole
 
     if world_size > 1:
         torch.distributed.barrier()  # the last one may still be written
-    complete = [path for path in reversed(checkpoints(folder)) if (path / STATE_FILE).is_file()]  # written last
-    complete = [path for path in complete if whole_weights_defect(path) is None]
+    saved = [path for path in reversed(checkpoints(folder)) if (path / STATE_FILE).is_file()]  # which is written last
+    complete = [path for path in saved if weights_defect(path) is None]
     if len(complete) < count:
         raise ValueError(
             f"--average_checkpoints {count} found {len(complete)} in {str(folder)!r}; save more often (--save_steps)"

@@ -10,6 +10,7 @@ from hf_xformers.data import train_tokenizer
 from hf_xformers.finetuning.options import TaskData, TaskOptions
 from hf_xformers.finetuning.sources import load_rows, read_conll
 from hf_xformers.finetuning.tasks import build_task
+from hf_xformers.finetuning.tasks.base import true_answers
 from tests.finetuning.task_data import classification, regression, sentences, tagging, translation
 
 TEXTS = [text for text, _ in sentences(80, 0)]
@@ -235,6 +236,11 @@ def test_a_test_split_may_keep_its_answers_back(name, row, tokenizer):
     if name == "question-answering" and row["answers"] is not None:
         task.no_answer = True  # then a question without an answer is one
         assert task.encode(rows, tokenizer, "test").labelled
+
+
+def test_rows_without_a_label_are_no_hidden_ones():
+    rows = Dataset.from_list([{"labels": []}, {"labels": []}])
+    assert true_answers(rows, "labels", "test") == [[], []]
 
 
 def test_files_of_one_split_whose_values_look_different(tmp_path):

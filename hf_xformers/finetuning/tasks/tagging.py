@@ -11,7 +11,7 @@ import numpy as np
 
 from ..names import TAGS, TAGS_OF_ALIAS, WORDS
 from ..origin import RowNames
-from .base import Encoded, Labels, Task, Trivial, check_columns, inner_feature, most_frequent, true_answers
+from .base import Encoded, Labels, Task, Trivial, check_columns, inner_feature, is_hidden, most_frequent, true_answers
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -123,7 +123,9 @@ class TokenClassification(Task):
         where = RowNames(rows, split)
         words = self._words(rows, where)
         given = true_answers(rows, self.label_column, split)
-        labelled = bool(given)
+        labelled = bool(given) and not (
+            split == "test" and is_hidden([tag for tags in given for tag in tags or [None]])
+        )
         # A byte-level piece of a first word has no space before it, and so another id, unless one is put there.
         texts = [[f" {word}" for word in row] for row in words] if _wants_space(tokenizer) else words
         encoded = tokenizer(texts, is_split_into_words=True, truncation=True, max_length=self.max_length)
