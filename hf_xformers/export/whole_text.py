@@ -148,10 +148,10 @@ def export_onnx(
     """Writes `model`, with or without a head, as an ONNX graph: of `input_ids` and `attention_mask`, both int64
     `[batch, length]`, where the model tells texts apart of `token_type_ids`, and of an encoder-decoder that is no
     classifier of `decoder_input_ids`; of an image model of `pixel_values`; of a model of sound of `input_features` and
-    `attention_mask`. Decoders are exported without their cache: the graph gives the logits of all tokens of a text, and
-    a generation calls it with the text so far ([`export_step_onnx`] has graphs of one step). Attention has its usual
-    path, or where that has no graph its literal equation. The file, and one next to it for weights of more than 2 GB,
-    are written whole or not at all.
+    `attention_mask`. Decoders are exported without their cache: the graph gives the logits of all tokens of a text,
+    and a generation calls it with the text so far ([`export_step_onnx`] has graphs of one step). Attention has its
+    usual path, or where that has no graph its literal equation. The file, and one next to it for weights of more than
+    2 GB, are written whole or not at all.
 
     Args:
         batch, length: the sample that is traced; with `dynamic=False` also the only shape that the graph takes.
