@@ -40,6 +40,8 @@ def run(argv: Sequence[str]) -> int:
     from ..variants import model_types
 
     source, output = arguments.model, Path(arguments.output).expanduser()
+    if output.is_dir() or not output.suffix:
+        output /= "model.onnx"
     if (Path(source).expanduser() / "adapter_config.json").is_file():
         raise ValueError(f"{source!r} holds an adapter alone; merge it into its model, and export the result")
     model_type = model_type_of(source)
@@ -135,7 +137,7 @@ def _step(arguments: Any, model: Any, saved_in: Any, output: Path, export_step_o
 def make_parser() -> CommandParser:
     parser = CommandParser(prog="hf-xformers export", description=_DESCRIPTION)
     parser.add_argument("--model", required=True, metavar="DIR", help="folder of a saved model of this package")
-    parser.add_argument("--output", required=True, metavar="FILE.onnx", help="file to write, or replace")
+    parser.add_argument("--output", required=True, metavar="FILE.onnx", help="file to write, or a folder for it")
     parser.add_argument(
         "--head", metavar="CLASS", help="class to export, such as Model or ForMaskedLM; default: what was saved"
     )
