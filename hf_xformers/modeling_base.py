@@ -19,8 +19,9 @@ from .attention.shared.base import Attention
 from .blocks.base import XFormerLayer
 from .compat import OutputRecorder
 from .configuration_xformer import XFormerConfig
+from .core.call import add_losses
 from .core.call_readers import why_not_context_parallel
-from .core.choices import RowLosses
+from .core.choices import RowLosses, joint
 from .core.initialization import Initialized, start_linear
 from .core.inputs import naming
 from .core.losses import StepShare, with_aux_losses
@@ -266,6 +267,15 @@ class XFormerPreTrainedModel(PreTrainedModel):
         if loss is None or total is None or base.log_probs is None:
             return total
         return total + self.model.choice_loss(base.log_probs, loss, None if rows is None else rows())
+
+    @staticmethod
+    def add_pass(base: Any, again: Any) -> None:
+        """Adds to the output `base` of the model under this head what another pass of it is taught by next to the
+        task's loss: its auxiliary losses, by name, and its choices."""
+        losses = dict(base.aux_losses or {})
+        add_losses(losses, again.aux_losses)
+        chosen = [found for found in (base.log_probs, again.log_probs) if found is not None]
+        base.aux_losses, base.log_probs = losses or None, joint(chosen) if chosen else None
 
     @staticmethod
     def shaped(config: XFormerConfig, *, is_decoder: bool, is_encoder_decoder: bool) -> XFormerConfig:

@@ -31,7 +31,7 @@ from .core.call import (
 )
 from .core.call_features import features_of
 from .core.call_readers import reader_of_call
-from .core.components import refuse_packing, refuse_unpadding
+from .core.components import refuse_unpadding, why_no_packing
 from .core.holes import Moves, make_ready, movable, moves_of_call, settle
 from .core.outputs import TowerOutput
 from .core.precision import Float32Module
@@ -88,9 +88,7 @@ class XFormerTower(XFormerPreTrainedModel):
         by_length = any(layer.position.turns_by_length(layer.attention.angles) for layer in layers)
         self.counts_on = not (config.is_decoder or by_length)
         self.takes_pairs = all("pair_mask" in layer.attention.supports and not layer.block.mixes for layer in layers)
-        self.keeps_documents_apart = all(
-            "packed_rows" in spec.supports for layer in layers for spec in (layer.attention, layer.block, layer.stack)
-        )
+        self.why_no_packing = why_no_packing(layers)
 
     def layers_by_depth(self) -> Sequence[XFormerLayer]:
         """The layers as the stack is given them: one may run at several depths (`core/sharing.py`)."""
@@ -404,11 +402,15 @@ class XFormerTower(XFormerPreTrainedModel):
         """[B, T] document numbers of rows whose positions [B, T] restart; None where none does."""
         if can_inspect():
             segments = segments_from_positions(positions)
-            if segments is not None:
-                refuse_packing(self.config.layer_configs())
+            if segments is not None and self.why_no_packing:
+                raise ValueError(self.why_no_packing)
             return segments
         # A graph cannot ask whether there are several.
-        return document_numbers(positions) if fresh and self.keeps_documents_apart else None
+        if self.why_no_packing is None:
+            return document_numbers(positions) if fresh else None
+        if torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting():
+            torch._assert_async((positions[:, 1:] == positions[:, :-1] + 1).all(), self.why_no_packing)
+        return None
 
     def leave_out(self, token_type_ids: Tensor) -> None:
         """What a model of one type or none (RoBERTa's, Longformer's) makes of types: nothing, as most tokenizers give

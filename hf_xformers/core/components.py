@@ -268,20 +268,18 @@ def _check_heads(slot: str, spec: Any, config: Any) -> None:
             part.check(spec, slot, config)
 
 
-def refuse_packing(layers: list) -> None:
-    """Refuses packed rows for the layers of a tower (their configs) that would let documents read one another.
-
-    Raises:
-        ValueError: names the component that cannot keep them apart.
-    """
+def why_no_packing(layers: list) -> str | None:
+    """Why packed rows would let documents read one another in the layers of a tower (their configs); None where they
+    do not. It names the component that cannot keep them apart."""
     for layer in layers:
         for slot in ("stack", "block", "attention"):
             spec = getattr(layer, slot)
             if "packed_rows" not in spec.supports:
-                raise ValueError(
+                return (
                     f"`position_ids` restart inside a row (packed documents), which {slot} {spec.type!r} cannot keep"
                     " apart; give one document per row, or an `attention_mask` to say that rows are not packed."
                 )
+    return None
 
 
 def check_shared(layers: list) -> None:
@@ -382,8 +380,8 @@ __all__ = [
     "field_aliases",
     "names",
     "record_lookups",
-    "refuse_packing",
     "refuse_unpadding",
     "register",
     "resolve_field_types",
+    "why_no_packing",
 ]

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -42,6 +42,21 @@ def token_cross_entropy(
         own = (labels != ignore_index).sum()
         num_items_in_batch = own if processes is None else processes.total(own)
     return per_target(total, num_items_in_batch)
+
+
+def class_loss(model: Any, labels: Tensor, logits: Tensor) -> Tensor:
+    """The loss of one answer for each row, as transformers has it (or a `loss_function` that was set), in float32.
+
+    logits [B, C], labels [B], or [B, C] numbers or 0 and 1, which may be integers. 0 for a batch without a label (-100).
+    """
+    labels = labels.to(logits.device)
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    if logits.shape[-1] > 1 and labels.shape == logits.shape:
+        labels = labels.to(logits.dtype)
+    loss = model.loss_function(labels=labels, pooled_logits=logits, config=model.config)
+    if model.config.problem_type == "single_label_classification":
+        loss = loss.where((labels != -100).any(), 0.0)
+    return loss
 
 
 def token_binary_cross_entropy(

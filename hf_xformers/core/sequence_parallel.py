@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 from ..ops.common.real_tokens import first_real, real_places
 from .call import Call, segments_from_positions
 from .call_readers import CallReader, read_by, sharding_in_force
-from .components import SLOTS, refuse_packing
+from .components import SLOTS, why_no_packing
 from .losses import labels_after_real_tokens
 from .text_parts import Division, TextParts, check_alike, divide, division_in_force, whole_rows
 
@@ -265,8 +265,9 @@ def parts_of_call(
             )
         if attention_mask is None:
             parts.documents = segments_from_positions(whole_rows(positions.expand(batch, -1), processes.group))
-            if parts.documents is not None:
-                refuse_packing(config.layer_configs())
+            problem = None if parts.documents is None else why_no_packing(config.layer_configs())
+            if problem is not None:
+                raise ValueError(problem)
         return parts, positions
     if parts.mask is not None:
         return parts, parts.own(real_places(parts.mask))

@@ -18,7 +18,7 @@ from ..core import outputs
 from ..core.choices import rows_of_mean, token_rows
 from ..core.hand_overs import HandOver
 from ..core.inputs import check_token_labels
-from ..core.losses import answer_cross_entropy, per_target, step_share, token_cross_entropy
+from ..core.losses import answer_cross_entropy, class_loss, per_target, step_share, token_cross_entropy
 from ..core.pooling import fitting, pool
 from ..modeling_base import XFormerPreTrainedModel
 from ..modeling_xformer import XFormerModel
@@ -182,8 +182,8 @@ class XFormerForSequenceClassification(Classifier):
         logits = self.classifier(self.dropout(self.pooled(base, mask)))
         loss, rows = None, None
         if labels is not None:
-            loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
-            rows = partial(rows_of_mean, partial(_text_loss, self), logits, labels)
+            loss = class_loss(self, labels, logits)
+            rows = partial(rows_of_mean, partial(class_loss, self), logits, labels)
         recorded = self.recorded(base, loss)
         kind: Any = outputs.XFormerSequenceClassifierOutput
         if self.config.is_encoder_decoder:
@@ -397,10 +397,6 @@ class XFormerForMultipleChoice(Classifier):
         loss = None if labels is None else token_cross_entropy(logits, labels)
         recorded = self.recorded(base, loss)
         return outputs.XFormerMultipleChoiceOutput(loss=self.with_aux_losses(loss, base), logits=logits, **recorded)
-
-
-def _text_loss(model: XFormerForSequenceClassification, labels: Tensor, logits: Tensor) -> Tensor:
-    return model.loss_function(labels=labels, pooled_logits=logits, config=model.config)
 
 
 def _decoder_inputs(ids: Tensor | None, mask: Tensor | None) -> dict[str, Tensor]:

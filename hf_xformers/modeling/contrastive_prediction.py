@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.utils import can_return_tuple
 
 from ..core import outputs
+from ..core.call import add_losses
 from ..core.choices import token_rows
 from ..core.components import bounded
 from ..core.contrastive import Matches, info_nce, match
@@ -109,9 +110,10 @@ class XFormerForContrastivePrediction(LanguageModel):
             loss = token_cross_entropy(logits, labels, count)
         scores, targets = None, None
         if masked_sentences is not None and sentence_input_ids is not None:
-            anchors, candidates, there = self.vectors(
+            anchors, candidates, there, more = self.vectors(
                 base.summaries, masked_sentences, sentence_input_ids, sentence_attention_mask
             )
+            add_losses(aux_losses, more)
             found = told_apart(anchors, candidates, there)
             aux_losses["cpc"] = self.settings.weight * contrastive_loss(found, there)
             loss = aux_losses["cpc"].new_zeros(()) if loss is None else loss
@@ -132,8 +134,9 @@ class XFormerForContrastivePrediction(LanguageModel):
 
     def vectors(
         self, summaries: Tensor, numbers: Tensor, ids: Tensor, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """a and b [B * M, D] of sentences `numbers` [B, M] with ids [B, M, W], and which of them there are, [B * M].
+    ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor] | None]:
+        """a and b [B * M, D] of sentences `numbers` [B, M] with ids [B, M, W], which of them there are, [B * M], and
+        the auxiliary losses of the pass that reads them alone.
 
         Raises `ValueError` for sentences that do not belong to the numbers."""
         if ids.shape[:2] != numbers.shape:
@@ -146,7 +149,7 @@ class XFormerForContrastivePrediction(LanguageModel):
         flat = ids.flatten(0, 1)
         real = there[:, None].expand_as(flat) if mask is None else mask.flatten(0, 1)
         alone = self.model(input_ids=flat, attention_mask=real.long(), sentence_ids=torch.zeros_like(flat))
-        return summaries.gather(1, index).flatten(0, 1), alone.summaries[:, 0], there
+        return summaries.gather(1, index).flatten(0, 1), alone.summaries[:, 0], there, alone.aux_losses
 
 
 __all__ = ["ContrastivePredictionSpec", "XFormerForContrastivePrediction", "contrastive_loss", "told_apart"]

@@ -10,6 +10,7 @@ from transformers.utils import can_return_tuple
 
 from ..attention.shared.multihead_block import MultiheadPooling
 from ..core import outputs
+from ..core.losses import class_loss
 from ..modeling_base import XFormerPreTrainedModel, objects_for_heads
 from ..modeling_xformer import XFormerModel
 from .classifier_transform import build_transform
@@ -99,7 +100,7 @@ class XFormerForImageClassification(XFormerPreTrainedModel):
         logits = self.classifier(self.dropout(self.pooled(base.last_hidden_state)))
         loss = None
         if labels is not None:
-            loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
+            loss = class_loss(self, labels, logits)
         return outputs.XFormerImageClassifierOutput(
             loss=self.with_aux_losses(loss, base),
             logits=logits,

@@ -14,6 +14,7 @@ from ..attention.shared.base import Attention
 from ..configuration_xformer import XFormerConfig
 from ..core.call import Call, add_losses
 from ..core.call_readers import sharding_in_force
+from ..core.choices import ChoosingSpec
 from ..core.components import bounded
 from ..core.holes import moves_of_call, take
 from ..core.losses import token_cross_entropy
@@ -145,6 +146,11 @@ def _check(config: XFormerConfig) -> None:
         (config.stack, "layer_drop" not in config.stack.supports, "does not run layers one after the other"),
         (view.attention, carry is not None, "shares tensors between layers"),
         (view.attention, view.attention.inputs, "reads inputs besides tokens"),
+        (
+            view.attention,
+            isinstance(view.attention, ChoosingSpec) and view.attention.choice_settings(),
+            "draws choices, which learn from the loss of the next token",
+        ),
         (view.feedforward, view.feedforward.inputs, "reads inputs besides tokens"),
         (config.embedding, width != config.hidden_size, f"has a table of width {width}, not that of the states"),
     ):

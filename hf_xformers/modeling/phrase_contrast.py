@@ -12,6 +12,7 @@ from transformers.utils import can_return_tuple
 
 from ..configuration_xformer import XFormerConfig
 from ..core import outputs
+from ..core.call import add_losses
 from ..core.choices import token_rows
 from ..core.components import bounded
 from ..core.contrastive import absent, info_nce, match
@@ -96,6 +97,7 @@ class XFormerForPhraseContrast(LanguageModel):
         scores, targets = None, None
         if phrase_input_ids is not None:
             alone = self.model(input_ids=phrase_input_ids, attention_mask=phrase_attention_mask)
+            add_losses(aux_losses, alone.aux_losses)
             scores, targets, contrast = self.contrast(
                 pool(base.last_hidden_state, attention_mask, "first"),
                 pool(alone.last_hidden_state, phrase_attention_mask, "first"),

@@ -13,6 +13,7 @@ from transformers.utils import can_return_tuple
 from ..auto_classes import registered
 from ..configuration_xformer import XFormerConfig
 from ..core import outputs
+from ..core.choices import token_rows
 from ..core.inputs import check_token_labels
 from ..core.losses import step_share, token_cross_entropy, with_aux_losses
 from .language import XFormerForMaskedLM
@@ -232,6 +233,10 @@ class XFormerForReplacedTokenPreTraining(XFormerForReplacedTokenDetection):
         chosen = chosen.gather(1, places.unsqueeze(-1).expand(-1, -1, chosen.shape[-1]))
         scores = self.generator.lm_head(chosen)
         losses[GENERATOR_LOSS] = token_cross_entropy(scores, wanted)
+        if states.log_probs is not None:
+            rows = token_rows(scores, wanted)
+            learned = self.generator.model.choice_loss(states.log_probs, losses[GENERATOR_LOSS], rows)
+            losses[GENERATOR_LOSS] = losses[GENERATOR_LOSS] + learned
         replaced = self._replaced(original, scores.detach(), places, wanted, sampling_draws)
         targets = torch.where(labels == -100, -100, (replaced != original).long())
         judged = super().forward(**self._as_read(replaced, None), **beside, labels=targets, return_dict=True, **kwargs)

@@ -108,6 +108,7 @@ class XFormerForTextContrast(XFormerPreTrainedModel):
             else:
                 again = self.model(input_ids=second_input_ids, attention_mask=second_attention_mask, **kwargs)
                 mask = second_attention_mask
+            self.add_pass(base, again)
             there = torch.ones_like(labels, dtype=torch.bool) if mask is None else mask.bool().flatten(1).any(-1)
             found = match(
                 vectors,

@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from ..core.losses import class_loss
 from ..core.outputs import XFormerEarlyExitClassifierOutput
 
 # A sequence classifier (`XFormerForSequenceClassification`), which stands above the stacks.
@@ -71,10 +73,7 @@ class EarlyExits(nn.Module):
                 exit_layers = torch.where(left.running, count, left.layers)
         loss = None
         if labels is not None:
-
-            def loss_of(one: Tensor) -> Tensor:
-                return model.loss_function(labels=labels, pooled_logits=one, config=model.config)
-
+            loss_of = partial(class_loss, model, labels)
             if isinstance(watch, _Collector):
                 inner = [self.logits(model, number, *seen) for number, seen in enumerate(watch.seen, start=1)]
                 answers = [*inner, logits]

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 
+from hf_xformers import XFormerConfig, XFormerForReplacedTokenPreTraining
 from hf_xformers.attention.sac import EdgePredictor, Edges
 from hf_xformers.core.choices import ChoiceLoss, ChoiceSettings, rows_of_mean, token_rows
 from hf_xformers.ops.chosen_keys import chosen_keys_attention, chosen_keys_reference
@@ -17,6 +18,7 @@ from hf_xformers.variants.sac import (
     XFSACForMaskedLM,
     XFSACForSequenceClassification,
 )
+from tests.helpers import tokens
 
 SMALL = {
     "vocab_size": 20,
@@ -274,6 +276,21 @@ def test_a_head_without_losses_of_rows_weighs_all_choices_by_the_whole():
     loss(log_probs, torch.tensor(4.0), None).backward()
     assert log_probs.grad.tolist() == [1.0, 1.0]
     assert loss.mean == 3.5
+
+
+def test_choices_of_a_generator_learn():
+    fields = {
+        "attention": {"type": "sac", "predictor_hidden": 4},
+        "pretraining": {"replaced_tokens": {"generator_size": 1.0}},
+    }
+    model = loud(XFormerForReplacedTokenPreTraining(XFormerConfig(**{**SMALL, "vocab_size": 50}, **fields))).train()
+    ids = tokens(2, 12, high=50)
+    for _ in range(2):  # the first pass has nothing to compare with
+        model.zero_grad()
+        model(ids.where(torch.rand(ids.shape) < 0.7, 5), labels=ids).loss.backward()
+    for part in (model, model.generator):
+        predictor = part.model.trunk.layers[0].attention.predictor
+        assert sum(float(parameter.grad.abs().sum()) for parameter in predictor.parameters()) > 0
 
 
 def test_of_equal_words_the_first_is_connected():

@@ -306,6 +306,17 @@ def test_packed_rows_are_refused(fields, part):
             model(input_ids=ids, use_cache=use_cache, **PACKED)
 
 
+def test_packed_rows_are_refused_in_a_graph():
+    model, ids = (
+        XFormerForCausalLM(XFormerConfig(**SMALL, attention="performer", is_decoder=True)),
+        tokens(2, 5, high=40),
+    )
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    compiled(input_ids=ids, position_ids=torch.arange(5).expand(2, -1), use_cache=False)
+    with pytest.raises(RuntimeError, match="packed documents.*attention 'performer' cannot keep apart"):
+        compiled(input_ids=ids, use_cache=False, **PACKED)
+
+
 @pytest.mark.parametrize(
     ("shape", "fields"),
     [

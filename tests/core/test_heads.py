@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from peft import PrefixTuningConfig, get_peft_model
 
 from hf_xformers import (
@@ -21,6 +22,8 @@ from hf_xformers import (
 from hf_xformers.configuration_image import XFormerImageConfig
 from hf_xformers.core.pooling import Pooler, pool
 from hf_xformers.modeling.image import XFormerForImageClassification
+from hf_xformers.modeling.phrase_contrast import XFormerForPhraseContrast
+from hf_xformers.modeling.text_contrast import XFormerForTextContrast
 from tests.helpers import close, make_strong, pad, tokens
 
 SMALL = dict(vocab_size=40, hidden_size=16, num_attention_heads=4, num_hidden_layers=1, intermediate_size=16)
@@ -68,6 +71,40 @@ def test_classifier_pooling(how, decoder):
     ids, mask = tokens(3, 4, high=40), MASK[:3]
     states = model.model(ids, attention_mask=mask).last_hidden_state
     close(model(ids, attention_mask=mask).logits, model.classifier(pool(states, mask, how)))
+
+
+def test_losses_of_labels():
+    """In float32 whatever the model's type is; of several labels as integers; none of a batch without a label."""
+    ids = tokens(3, 4, high=40)
+    model = build(XFormerForSequenceClassification, num_labels=3, problem_type="multi_label_classification")
+    labels = torch.tensor([[1, 0, 1], [0, 0, 0], [1, 1, 1]])
+    several = model(ids, labels=labels)
+    close(several.loss, F.binary_cross_entropy_with_logits(several.logits, labels.to(several.logits)))
+    for problem, given in (("single_label_classification", [0, 2, -100]), ("regression", [[4, 5, 6]] * 3)):
+        model = build(XFormerForSequenceClassification, num_labels=3, problem_type=problem).bfloat16()
+        found, given = model(ids, labels=torch.tensor(given)), torch.tensor(given)
+        wide = found.logits.float()
+        wanted = F.cross_entropy(wide, given) if given.ndim == 1 else F.mse_loss(wide, given.float())
+        assert found.loss.dtype == torch.float32
+        close(found.loss, wanted)
+    model = build(XFormerForSequenceClassification, num_labels=3)
+    none = model(ids, labels=torch.full((3,), -100)).loss
+    none.backward()
+    assert none == 0 and not any(
+        parameter.grad.any() for parameter in model.parameters() if parameter.grad is not None
+    )
+
+
+def test_every_pass_is_regularized():
+    """Auxiliary losses of a head that reads further texts are of all that the model reads."""
+    ids, others = tokens(2, 6, high=40), tokens(2, 4, seed=1, high=40)
+    for model_class, labels, name in (
+        (XFormerForTextContrast, torch.zeros(2, dtype=torch.long), "second_input_ids"),
+        (XFormerForPhraseContrast, ids, "phrase_input_ids"),
+    ):
+        model = build(model_class, feedforward="switch")
+        expected = sum(model.model(each).aux_losses["router_balance"] for each in (ids, others))
+        close(model(ids, labels=labels, **{name: others}).aux_losses["router_balance"], expected)
 
 
 def test_automatic_pooling():

@@ -106,15 +106,15 @@ def test_what_vectors_know(tokenizer, rows):
             batch["sentence_attention_mask"],
         )
 
-    a, b, there = vectors(batch)
+    a, b, there, _ = vectors(batch)
     assert there.tolist() == [True, False, True]
     own = {**batch, "sentence_input_ids": torch.where(batch["sentence_attention_mask"] == 1, 60, 0)}
-    changed_a, changed_b, _ = vectors(own)
+    changed_a, changed_b, *_ = vectors(own)
     torch.testing.assert_close(changed_a, a)
     assert (changed_b - b)[there].abs().amax(-1).gt(1e-4).all()
     inside = torch.stack([torch.isin(s, m) for s, m in zip(batch["sentence_ids"], batch["masked_sentences"])])
     others = torch.where(inside | (batch["attention_mask"] == 0), batch["input_ids"], 61)
-    changed_a, changed_b, _ = vectors({**batch, "input_ids": others})
+    changed_a, changed_b, *_ = vectors({**batch, "input_ids": others})
     torch.testing.assert_close(changed_b, b)
     assert (changed_a - a)[there].abs().amax(-1).gt(1e-4).all()
     # By themselves: the sentence as the only text there is.
@@ -122,6 +122,17 @@ def test_what_vectors_know(tokenizer, rows):
         ids = batch["sentence_input_ids"][row, 0][batch["sentence_attention_mask"][row, 0].bool()][None]
         single = net.model(ids, sentence_ids=torch.zeros_like(ids)).summaries[0, 0]
         torch.testing.assert_close(b[row], single)
+
+
+def test_sentences_alone_are_regularized(tokenizer, rows):
+    net, batch = model(feedforward="switch"), build_objective("cpc_etc").collator(tokenizer)(rows)
+    with torch.no_grad():
+        base = net.model(batch["input_ids"], batch["attention_mask"], sentence_ids=batch["sentence_ids"])
+        sentences = [batch[name] for name in ("masked_sentences", "sentence_input_ids", "sentence_attention_mask")]
+        more = net.vectors(base.summaries, *sentences)[-1]
+        found = net(**batch).aux_losses["router_balance"]
+    assert more["router_balance"] > 0
+    torch.testing.assert_close(found, base.aux_losses["router_balance"] + more["router_balance"])
 
 
 def test_loss_equals_its_equation():
@@ -153,7 +164,7 @@ def test_scores_say_which_sentence_is_meant(tokenizer, rows):
     assert output.sentence_targets.tolist() == [[0], [-100], [2]]
     base = net.model(batch["input_ids"], batch["attention_mask"], sentence_ids=batch["sentence_ids"])
     places = batch["masked_sentences"]
-    a, b, _ = net.vectors(base.summaries, places, batch["sentence_input_ids"], batch["sentence_attention_mask"])
+    a, b, *_ = net.vectors(base.summaries, places, batch["sentence_input_ids"], batch["sentence_attention_mask"])
     scores = output.sentence_logits[:, 0]
     for i, j in ((0, 0), (0, 2), (2, 0), (2, 2)):
         torch.testing.assert_close(scores[i, j], (a[i] * b[j]).sum() / 4)  # sqrt of width 16

@@ -129,6 +129,7 @@ def test_objective_and_refusals():
         build_objective({"type": "mtp", "mtp_depth": 0})
     for fields, message in (
         ({"attention": "cross_layer_attention"}, "attention 'cross_layer_attention' shares tensors"),
+        ({"attention": "sac"}, "attention 'sac' draws choices"),
         ({"stack": "universal"}, "stack 'universal' does not run"),
         ({"embedding": {"type": "factorized", "width": 8}, "head": "factorized"}, "table of width 8"),
         ({"feedforward": "hash_layers"}, "reads inputs besides tokens"),

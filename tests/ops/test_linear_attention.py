@@ -265,6 +265,22 @@ def test_weights_of_keys_beside_a_map(causal):
         kernel_attention(q, k, v, scaled, causal=causal, log_weight=weight)
 
 
+def test_gradients_by_the_scale_of_a_state():
+    """A state and its scale are one number in two: what changes both in turn has no gradient."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.rand(2, 3, 9, 4, generator=generator, dtype=torch.float64) for _ in range(3))
+    weight = torch.randn(2, 3, 9, generator=generator, dtype=torch.float64)
+    options = {"causal": True, "return_state": True, "chunk_size": 4}
+    _, state = linear_attention(q, k, v, log_weight=weight, **options)
+    for length in (1, 9):
+        shift = torch.zeros(2, 3, dtype=torch.float64, requires_grad=True)
+        kv, z = state.kv / shift.exp()[..., None, None], state.z / shift.exp()[..., None]
+        more, logs = (x[:, :, :length] for x in (q, k, v)), weight[:, :, :length]
+        out, end = linear_attention(*more, log_weight=logs, state=(kv, z, state.log_scale + shift), **options)
+        after = end.kv * end.log_scale.exp()[..., None, None]
+        assert float(torch.autograd.grad((out.sin().sum() + after.sin().sum()), shift)[0].abs().max()) < 1e-12
+
+
 def test_wide_weights_of_keys():
     """Logarithms far larger than float32 can tell apart, in float64 beside tensors of float32: as in float64 at all,
     in one piece and continued from a state."""

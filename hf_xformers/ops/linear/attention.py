@@ -304,6 +304,7 @@ def _scan(q, rotated_query, keys: _Keys, start, width, scaled, remember, chunk_s
         start = _empty_state(width, scaled, keys.v)
     if q.shape[2] == 1:
         return _step(q, rotated_query, keys, start, options)
+    start = start and _constant_scale(start)
     logs = keys.log_weight if start is None else _log_weight(start, keys)
     if at_once:
         scaled = scaled if start is None else start.log_scale is not None
@@ -323,6 +324,15 @@ def _scan(q, rotated_query, keys: _Keys, start, width, scaled, remember, chunk_s
         *(chunk_size, *options, feature_map, keys.feature_map, *keys.params),
     )
     return out, LinearState(*end) if start.log_scale is not None else LinearState(*end[:2])
+
+
+def _constant_scale(start: LinearState) -> LinearState:
+    """The same state, of which the sums carry the gradient of the scale: the engines take that for a constant."""
+    scale = start.log_scale
+    if scale is None or not scale.requires_grad:
+        return start
+    factor = (scale - scale.detach()).exp().to(start.kv.dtype)
+    return LinearState(start.kv * factor[..., None, None], start.z * factor[..., None], scale.detach())
 
 
 def _by_fla(q, keys: _Keys, width: int, options, feature_map) -> Tensor | None:
