@@ -145,7 +145,7 @@ def command(name: str, folder: Path) -> list[str]:
         *(shlex.split(demo.options) if same else []),
         *(["--num_hidden_layers", "2"] if tuned else []),
         *shlex.split(f"--eval_on_start true --eval_steps {steps} --logging_steps {-(-steps // 10)}"),
-        *shlex.split("--save_strategy no --disable_tqdm true --seed 0"),
+        *shlex.split("--save_strategy no --overwrite_output_dir --disable_tqdm true --seed 0"),
     ]
 
 

@@ -51,6 +51,15 @@ HEADS: dict[str, str] = {
         "ForCTC",
     )
 }
+# Heads whose last layer, `classifier`, has an output for each label of a task.
+LABEL_HEADS = (
+    "ForSequenceClassification",
+    "ForTokenClassification",
+    "ForQuestionAnswering",
+    "ForMultipleChoice",
+    "ForNextSentencePrediction",
+    "ForReplacedTokenDetection",
+)
 # Heads that `transformers serve` runs, and the Auto class by which it finds a model that is none of transformers' own.
 SERVED = {"ForCausalLM": "AutoModelForDecision"}
 

@@ -47,7 +47,7 @@ def token_cross_entropy(
 def class_loss(model: Any, labels: Tensor, logits: Tensor) -> Tensor:
     """The loss of one answer for each row, as transformers has it (or a `loss_function` that was set), in float32.
 
-    logits [B, C], labels [B], or [B, C] numbers or 0 and 1, which may be integers. 0 for a batch without a label (-100).
+    logits [B, C], labels [B], or [B, C] numbers or 0 and 1, also as integers. A batch without a label (-100) has 0.
     """
     labels = labels.to(logits.device)
     logits = logits if logits.dtype == torch.float64 else logits.float()

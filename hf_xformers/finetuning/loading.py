@@ -13,6 +13,7 @@ from ..configuration_xformer import XFormerConfig
 from ..conversion.quiet import quiet
 from ..core.changes import merge_changes
 from ..core.finite import refuse_non_finite
+from ..core.head_names import LABEL_HEADS
 from ..core.saved_files import refuse_damaged_weights
 from ..training.building import longest_input, shape_of_head, with_changes
 from ..training.checkpoints import misfit
@@ -153,6 +154,8 @@ def load_model(
 
     cls = model_class(config, head)
     refuse_damaged_weights(name)
+    # Heads of different tasks have layers of the same name and, by chance, of the same size.
+    new_head = new_head if has_head else (architecture_of(open_config(name)) or "").endswith(LABEL_HEADS)
     try:
         with quiet():  # what an adapter or a new head brings is missing, and the rest is refused below
             model, report = cls.from_pretrained(
@@ -174,7 +177,7 @@ def load_model(
         )
     refuse_non_finite(model, name)
     new = sorted(report["missing_keys"])
-    if has_head and new_head:
+    if new_head:
         fresh = dict(cls(config).named_parameters())
         for key, parameter in model.named_parameters():
             if not key.startswith(base):

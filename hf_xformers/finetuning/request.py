@@ -58,6 +58,7 @@ class TaskRequest:
         self.peft_fields = dict(peft_fields or {})
         self.this_run = Run(args, overwrite=run.overwrite_output_dir)
         self.folder = self.this_run.folder
+        self.this_run.refuse_own_source(model.model, "the model")
         self.tokenizer: Any = None  # one that several tasks share
         self.start = self._open_start()
         self.task = build_task(task, self._config_class())

@@ -9,7 +9,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
-from transformers.utils import can_return_tuple
+from transformers.utils import can_return_tuple, logging
 
 from ..attention.shared.multihead_block import MultiheadPooling
 from ..compat import CACHE
@@ -17,6 +17,7 @@ from ..configuration_xformer import XFormerConfig
 from ..core import outputs
 from ..core.choices import rows_of_mean, token_rows
 from ..core.hand_overs import HandOver
+from ..core.head_names import LABEL_HEADS
 from ..core.inputs import check_token_labels
 from ..core.losses import answer_cross_entropy, class_loss, per_target, step_share, token_cross_entropy
 from ..core.pooling import fitting, pool
@@ -26,6 +27,8 @@ from .classifier_transform import build_transform
 from .crf import LinearChainCRF
 from .label_layer import LabelLayer
 from .told_adapters import TellsAdapters
+
+logger = logging.get_logger(__name__)
 
 
 @runtime_checkable
@@ -69,6 +72,20 @@ class Classifier(TellsAdapters, XFormerPreTrainedModel):
         width = self.model.vector_width if self.pooling is None else config.hidden_size
         self.classifier = LabelLayer(width, num_outputs)
         self.post_init()
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """As of any model of transformers; reports a checkpoint of another head, whose layer of labels has the same
+        name, and loads where it has the same size."""
+        loaded = super().from_pretrained(*args, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        saved = next(iter(model.config.architectures or ()), "")
+        if any(saved.endswith(head) and not cls.__name__.endswith(head) for head in LABEL_HEADS):
+            logger.warning(
+                f"The `classifier` of {cls.__name__} begins with the weights of {saved} where they fit, which stand"
+                " for other labels: train it before you use it."
+            )
+        return loaded
 
     def transformed(self, states: Tensor) -> Tensor:
         """[..., D] -> what the labels are read off, [..., D]."""

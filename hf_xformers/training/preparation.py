@@ -107,7 +107,7 @@ class ModelChoice:
         },
     )
     overwrite_output_dir: bool = field(
-        default=False, metadata={"help": "Remove the checkpoints of an earlier run in --output_dir."}
+        default=False, metadata={"help": "Replace what an earlier run has left in --output_dir."}
     )
 
 
@@ -173,6 +173,7 @@ class Request:
         self.size = chosen_size(choice)
         variant = choice.variant
         if choice.init_from is not None:
+            self.this_run.refuse_own_source(choice.init_from, "the model")
             variant = self._variant_of_start(choice.init_from, variant)
             refuse_damaged_weights(choice.init_from)
         self.config_class = config_class(resolve(variant or "xformer"))

@@ -17,13 +17,15 @@ from .checkpoints import NEWEST, NO_CHECKPOINT, checkpoint_to_resume, checkpoint
 from .earlier_stages import in_place_of
 from .folder_lock import folder_lock
 from .recipe import average_last_checkpoints
-from .run_folder import check_same_run, save_final
+from .run_folder import check_same_run, refuse_own_source, save_final
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
     from .callbacks import TrainedSeconds
     from .merged_adapters import PutIn
+
+_RESULTS = ("*.safetensors", "pytorch_model*.bin")  # what a run ends with
 
 
 class Run:
@@ -91,8 +93,19 @@ class Run:
                 " --resume_from_checkpoint, remove its checkpoints with --overwrite_output_dir, or take another"
                 " --output_dir"
             )
+        result = sorted(path.name for pattern in _RESULTS for path in self.folder.glob(pattern))
+        if result and not self.overwrite:
+            raise ValueError(
+                f"{str(self.folder)!r} already holds a model ({result[0]}); replace it with --overwrite_output_dir, or"
+                " take another --output_dir"
+            )
         for checkpoint in old:
             shutil.rmtree(checkpoint)
+
+    def refuse_own_source(self, source: str | None, option: str) -> None:
+        """Raises ValueError where the run would replace the model that it starts from."""
+        if source is not None and not self.resumes:
+            refuse_own_source(self.folder, source, option, [place.name for place in checkpoints(self.folder)])
 
     def refuse_loss(self, what: str) -> None:
         """Raises ValueError where the folder holds something that neither continues nor may go."""

@@ -48,7 +48,7 @@ class Uptraining:
         },
     )
     overwrite_output_dir: bool = field(
-        default=False, metadata={"help": "Remove the checkpoints of an earlier run in --output_dir."}
+        default=False, metadata={"help": "Replace what an earlier run has left in --output_dir."}
     )
 
 

@@ -7,10 +7,16 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import TrainerCallback
+from transformers import (
+    AutoConfig,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    TrainerCallback,
+)
 
 from hf_xformers.cli import main
 from hf_xformers.cli.finetune import run as finetune_run
+from hf_xformers.finetuning import loading
 from tests.finetuning.task_data import (
     BARE,
     classification,
@@ -288,6 +294,25 @@ def test_labels_unknown_to_the_config(classifier, tmp_path, capsys):
     assert summary["status"] == "finished"
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert config["label2id"] == {"1": 0, "2": 1}
+
+
+def test_a_head_of_another_task_is_left(classifier, tmp_path, caplog):
+    """Its layer has the same name, and may have the same size."""
+    saved = load_file(classifier / "model.safetensors")
+    for head, labels in (("QuestionAnswering", 2), ("TokenClassification", 2), ("TokenClassification", 3)):
+        config = AutoConfig.from_pretrained(classifier, num_labels=labels)
+        model, new = loading.load_model(str(classifier), config, head, has_head=False, new_head=False)
+        assert {"classifier.weight", "classifier.bias"} <= {*new}
+        assert not torch.isin(model.classifier.weight, saved["classifier.weight"]).any()
+        assert torch.equal(
+            model.model.trunk.layers[0].attention.q_proj.weight, saved["model.trunk.layers.0.attention.q_proj.weight"]
+        )
+    caplog.clear()
+    with caplog.at_level("WARNING"):
+        AutoModelForSequenceClassification.from_pretrained(classifier)
+        assert "begins with the weights" not in caplog.text
+        AutoModelForQuestionAnswering.from_pretrained(classifier)
+    assert "begins with the weights of XFBertForSequenceClassification where they fit" in caplog.text
 
 
 def test_a_model_without_a_tokenizer(bert, data, tmp_path, capsys):

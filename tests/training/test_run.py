@@ -26,6 +26,20 @@ def test_checkpoints_go_when_they_may_and_when_all_is_checked(tmp_path):
     assert place.is_dir()
     run(tmp_path, overwrite=True).make_room()
     assert not place.exists()
+    (tmp_path / "model-00001-of-00002.safetensors").touch()
+    with pytest.raises(ValueError, match="already holds a model .*; replace it with --overwrite_output_dir"):
+        run(tmp_path).make_room()
+    run(tmp_path, overwrite=True).make_room()
+
+
+def test_a_run_keeps_what_it_starts_from(tmp_path):
+    (tmp_path / "checkpoint-3").mkdir()
+    for source in (tmp_path, tmp_path / "checkpoint-3"):
+        with pytest.raises(ValueError, match="would replace the model"):
+            run(tmp_path, overwrite=True).refuse_own_source(str(source), "the model")
+        run(tmp_path, resume_from_checkpoint="True").refuse_own_source(str(source), "the model")
+    run(tmp_path, overwrite=True).refuse_own_source(str(tmp_path / "stage"), "the model")
+    run(tmp_path, overwrite=True).refuse_own_source(None, "the model")
 
 
 @pytest.mark.parametrize("value, goes_on", [(None, False), ("no", False), ("True", True), ("some/checkpoint-2", True)])
