@@ -391,7 +391,9 @@ def parse_command(
     rows = first_look.get("per_device_train_batch_size", "")
     if rows.isdecimal():  # what training has the memory for, evaluation has, too
         parser.set_defaults(per_device_eval_batch_size=int(rows))
-    file_plain, _ = split_dotted(file_tokens(options, groups, parser), groups)
+    typed = _glance(plain)  # an option of several values would have those of the file, too
+    others = {name: value for name, value in options.items() if name.replace("-", "_") not in typed}
+    file_plain, _ = split_dotted(file_tokens(others, groups, parser), groups)
     tokens = [*file_plain, *plain]
     if "objective" in merged and "type" in merged["objective"]:
         tokens.append(f"--objective={merged['objective']['type']}")

@@ -25,7 +25,7 @@ def run(argv: Sequence[str]) -> int:
     from rich.progress import Progress
     from transformers.utils.logging import disable_progress_bar
 
-    from ..finetuning.features import extract, prepare
+    from ..finetuning.features import extract, prepare, remove_earlier
     from ..finetuning.probe import probe
     from ..training.folder_lock import folder_lock
     from .console import error_console
@@ -38,6 +38,7 @@ def run(argv: Sequence[str]) -> int:
         return 0
     total = sum(map(len, made.texts.values()))
     with folder_lock(options.output, option="--output"):
+        remove_earlier(made)
         missing = made.missing
         there = sum(map(len, made.files.values())) - len(missing)
         if there:

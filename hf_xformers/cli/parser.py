@@ -98,6 +98,15 @@ def _of_a_component(option: str) -> str:
     return ""
 
 
+class _Store(argparse._StoreAction):
+    """Stores the values of an option, and where it takes several, those of each time that it is given."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        earlier = getattr(namespace, self.dest, self.default)
+        again = self.nargs == "+" and earlier is not self.default
+        super().__call__(parser, namespace, [*earlier, *values] if again else values, option_string)
+
+
 class RefusingParser(argparse.ArgumentParser):
     """ArgumentParser that raises ValueError, the nearest known word first, where argparse would print its usage and
     exit."""
@@ -107,6 +116,9 @@ class RefusingParser(argparse.ArgumentParser):
         kwargs["allow_abbrev"] = False
         super().__init__(*args, **kwargs)
         self._typed: list[str] = []
+
+    def register(self, registry_name: str, value: Any, object: Any) -> None:
+        super().register(registry_name, value, _Store if object is argparse._StoreAction else object)
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 ABOUT_FILE = "features.json"
 _SUFFIX = {"parquet": ".parquet", "safetensors": ".safetensors"}
+_FILE = re.compile(r"features-\d+\.(parquet|safetensors)")
 
 
 @dataclass
@@ -72,14 +74,13 @@ def prepare(options: FeatureOptions, source: TaskData) -> Extraction:
     else:
         splits, texts = _read_texts(options, source)
     folder = Path(options.output).expanduser()
-    about = _request(options, texts)
-    there = folder / ABOUT_FILE
-    if not options.overwrite and there.is_file() and read_object(there).get("request") != about["request"]:
+    reader = Reader(options) if reader is None else reader
+    about = _request(options, texts, reader)
+    if not options.overwrite and _differs(folder, about["request"]):
         raise ValueError(
             f"--output {str(folder)!r} holds features of another request (other data, model, layers or sizes); take"
             " --overwrite to replace them, or another folder"
         )
-    reader = Reader(options) if reader is None else reader
     about |= {"states": reader.count, "width": int(reader.model.config.hidden_size), "max_length": reader.max_length}
     suffix = _SUFFIX[options.format]
     files = {
@@ -88,8 +89,6 @@ def prepare(options: FeatureOptions, source: TaskData) -> Extraction:
         ]
         for name, rows in texts.items()
     }
-    if options.overwrite:
-        _remove(folder)
     return Extraction(options, reader, splits, texts, files, about)
 
 
@@ -114,12 +113,37 @@ def _read_texts(options: FeatureOptions, source: TaskData) -> tuple[dict[str, Da
     return splits, texts
 
 
-def _remove(folder: Path) -> None:
-    for path in [*folder.glob("*/features-*"), folder / ABOUT_FILE]:
-        path.unlink(missing_ok=True)
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("features-*") if _FILE.fullmatch(path.name))
 
 
-def _request(options: FeatureOptions, texts: Mapping[str, list[list[str]]]) -> dict[str, Any]:
+def _differs(folder: Path, request: Mapping[str, Any]) -> bool:
+    """Whether the files in a folder are of another request. Early ones do not say of which weights they are."""
+    there = folder / ABOUT_FILE
+    before = read_object(there).get("request") if there.is_file() else request
+    return before != request and before != {name: value for name, value in request.items() if name != "weights"}
+
+
+def remove_earlier(made: Extraction) -> None:
+    """Removes the files of an earlier extraction where they are to be replaced, and no other ones."""
+    if not made.options.overwrite:
+        return
+    about = Path(made.options.output).expanduser() / ABOUT_FILE
+    splits = {*made.files, *(read_object(about).get("rows", ()) if about.is_file() else ())}
+    for path in (path for split in splits for path in _files(about.parent / split)):
+        path.unlink()
+    about.unlink(missing_ok=True)
+
+
+def _digest(model: Any) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def _request(options: FeatureOptions, texts: Mapping[str, list[list[str]]], reader: Reader) -> dict[str, Any]:
     ignored = ("output", "batch_size", "probe", "probe_l2", "overwrite", "use_cpu", "progress")
     request = {name: value for name, value in asdict(options).items() if name not in ignored}
     if options.learn_mix:
@@ -133,7 +157,7 @@ def _request(options: FeatureOptions, texts: Mapping[str, list[list[str]]]) -> d
         digest.update(f"{name} {len(rows)}\n".encode())
         for row in rows:
             digest.update("\0".join(row).encode("utf-8", "replace") + b"\n")
-    request["texts"] = digest.hexdigest()
+    request |= {"texts": digest.hexdigest(), "weights": _digest(reader.model)}
     return {"request": request, "rows": {name: len(rows) for name, rows in texts.items()}}
 
 
@@ -206,7 +230,7 @@ def write_file(path: Path, columns: Mapping[str, Sequence[Tensor]], first: int) 
 
 def read_features(folder: str | Path, split: str = "train") -> Iterator[dict[str, Any]]:
     """The rows of a split: `row`, and by column a tensor, [D] or [tokens, D]."""
-    for path in sorted((Path(folder) / split).glob("features-*")):
+    for path in _files(Path(folder) / split):
         if path.suffix == ".parquet":
             import pyarrow.parquet as pq
 
@@ -236,4 +260,5 @@ __all__ = [
     "prepare",
     "read_features",
     "read_rows",
+    "remove_earlier",
 ]

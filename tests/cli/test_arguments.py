@@ -10,7 +10,8 @@ from hf_xformers.cli.options_file import file_tokens
 from hf_xformers.cli.pretrain import GROUPS, make_parser, model_options
 from hf_xformers.cli.values import annotation, parse
 from hf_xformers.core.components import SLOTS
-from hf_xformers.training.building import with_changes
+from hf_xformers.objectives import build_objective
+from hf_xformers.training.building import build_config, with_changes
 from hf_xformers.variants import config_class
 
 
@@ -246,6 +247,17 @@ def test_the_command_line_wins(tmp_path):
     assert model["components"]["position"] == {"type": "learned_absolute"}
     assert model["components"]["attention"] == {"type": "dense", "bias": False, "scale": 2}
     assert model["objective_fields"] == {}
+
+
+def test_several_values_given_again_are_all_read(tmp_path):
+    _, source, *_ = options(*"--data c.txt --data d.txt e.txt".split(), file=FILE, tmp_path=tmp_path)
+    assert source.data == ["c.txt", "d.txt", "e.txt"]
+
+
+def test_layers_of_their_own_are_built():
+    layers = {1: {"attention": "linear_transformer"}}
+    config = build_config(config_class("xf_gpt2"), "tiny", build_objective("clm"), fields={"per_layer_config": layers})
+    assert [layer.attention.type for layer in config.layer_configs()][:3] == ["dense", "linear_transformer", "dense"]
 
 
 def test_nested_names_become_dotted():

@@ -2,16 +2,19 @@
 refusals."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModel, PreTrainedTokenizerFast
 
 import hf_xformers.cli
 from hf_xformers.data import load_tokenizer
 from hf_xformers.finetuning import features as module
-from hf_xformers.finetuning.features import LayerChoice, ScalarMix, read_features
+from hf_xformers.finetuning.features import ABOUT_FILE, LayerChoice, ScalarMix, read_features
 from hf_xformers.finetuning.probe import learned_mix, linear_probe, mixed_states
 from tests.finetuning.task_data import classification, pretrained, sentences, write_lines
 from tests.training.runs import flags
@@ -239,5 +242,25 @@ def test_other_features_are_not_replaced(places, tmp_path, capsys):
     assert set(next(iter(read_features(tmp_path / "out")))) == {"row", "layer_1"}
     for path in (tmp_path / "out").glob("*/features-*"):
         path.write_bytes(b"of another model in the same folder")
+    own = [tmp_path / "out" / "docs" / "features-00000.parquet", tmp_path / "out" / "train" / "features-list.md"]
+    for path in own:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("a user's own")
     assert features(places, tmp_path / "out", "--overwrite", layers=["1"]) == 0
     assert len(list(read_features(tmp_path / "out"))) == 40
+    assert all(path.read_text() == "a user's own" for path in own)
+
+
+def test_features_of_other_weights_are_not_continued(places, tmp_path, capsys):
+    model = Path(shutil.copytree(places["bert"], tmp_path / "model"))
+    assert features({**places, "bert": str(model)}, tmp_path / "out", layers=["last"]) == 0
+    about = tmp_path / "out" / ABOUT_FILE
+    early = json.loads(about.read_text())
+    early["request"].pop("weights")
+    about.write_text(json.dumps(early))
+    assert features({**places, "bert": str(model)}, tmp_path / "out", layers=["last"]) == 0
+    tensors = load_file(model / "model.safetensors")
+    next(iter(tensors.values())).add_(1)
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    assert features({**places, "bert": str(model)}, tmp_path / "out", layers=["last"]) == 2
+    assert "holds features of another request" in " ".join(capsys.readouterr().err.split())
