@@ -188,10 +188,11 @@ def writers(model, text, output):
     file = output if output.is_file() else output.with_name(output.name + ".file")
     rows = file.parent.parent / "rows.csv"
     rows.write_text("text,label\n" + "".join(f"karan losel {n},a\nmitor nevin {n},b\n" for n in range(8)))
+    over = {"output_dir": output, "overwrite_output_dir": True}
     return {
-        "pretrain": ["pretrain", *flags(init_from=model, data=text, output_dir=output, **SHORT)],
-        "uptrain": ["uptrain", *flags(model=model, data=text, output_dir=output, **SHORT)],
-        "finetune": ["finetune", *flags(task="text-classification", model=model, data=rows, output_dir=output, **FEW)],
+        "pretrain": ["pretrain", *flags(init_from=model, data=text, **over, **SHORT)],
+        "uptrain": ["uptrain", *flags(model=model, data=text, **over, **SHORT)],
+        "finetune": ["finetune", *flags(task="text-classification", model=model, data=rows, **over, **FEW)],
         "convert": ["convert", "--from", str(model), "--to", str(output), "--overwrite"],
         "swap": ["convert", "--from", str(model), "--to", str(output), "--overwrite", "--attention", "talking_heads"],
         "bundle": ["bundle", str(model), "--to", str(output)],
