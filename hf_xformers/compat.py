@@ -21,6 +21,7 @@ BORROWED: dict[str, tuple[str, str]] = {
         "transformers.utils.generic.merge_with_config_defaults",
         "a tower takes what a call leaves out from its config",
     ),
+    "assert_async": ("torch._assert_async", "a graph checks that rows hold one text"),
     "capture_outputs": (
         "transformers.utils.output_capturing.capture_outputs",
         "a tower records hidden states and attention weights",

@@ -14,7 +14,7 @@ from transformers.utils import logging
 
 from .attention.shared.base import Attention
 from .blocks.base import XFormerLayer
-from .compat import CACHE, capture_outputs, merge_with_config_defaults, one_cache, runs_again
+from .compat import CACHE, assert_async, capture_outputs, merge_with_config_defaults, one_cache, runs_again
 from .configuration_xformer import XFormerConfig
 from .core.cache import decoder_cache, make_cache, self_attention_layers, use_declared_layers
 from .core.call import (
@@ -409,7 +409,7 @@ class XFormerTower(XFormerPreTrainedModel):
         if self.why_no_packing is None:
             return document_numbers(positions) if fresh else None
         if torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting():
-            torch._assert_async((positions[:, 1:] == positions[:, :-1] + 1).all(), self.why_no_packing)
+            assert_async((positions[:, 1:] == positions[:, :-1] + 1).all(), self.why_no_packing)
         return None
 
     def leave_out(self, token_type_ids: Tensor) -> None:

@@ -116,7 +116,7 @@ class ComplexAttention(Attention):
 
         def block(begin: int, end: int, *parts: Tensor) -> Tensor:
             stop = last_key(context, self.cross, key.shape[2], end)
-            (one, other), (near_key, near_value) = parts, (x.take(0, stop) for x in whole)
+            (one, other), (near_key, near_value) = parts, [x.take(0, stop) for x in whole]
             return self._block(one, other, near_key, near_value, context, slice(begin, end))[0]
 
         return over_query_blocks(block, query.shape[2], rows, (first, 2), (second, 2)), None

@@ -98,13 +98,13 @@ def _of_a_component(option: str) -> str:
     return ""
 
 
-class _Store(argparse._StoreAction):
+class _Store(argparse.Action):
     """Stores the values of an option, and where it takes several, those of each time that it is given."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         earlier = getattr(namespace, self.dest, self.default)
         again = self.nargs == "+" and earlier is not self.default
-        super().__call__(parser, namespace, [*earlier, *values] if again else values, option_string)
+        setattr(namespace, self.dest, [*earlier, *values] if again else values)
 
 
 class RefusingParser(argparse.ArgumentParser):
@@ -118,7 +118,8 @@ class RefusingParser(argparse.ArgumentParser):
         self._typed: list[str] = []
 
     def register(self, registry_name: str, value: Any, object: Any) -> None:
-        super().register(registry_name, value, _Store if object is argparse._StoreAction else object)
+        stores = registry_name == "action" and value in (None, "store")
+        super().register(registry_name, value, _Store if stores else object)
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None

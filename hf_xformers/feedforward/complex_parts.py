@@ -25,7 +25,7 @@ class PartsFeedForward(FeedForward):
         self.inner = build_spec("feedforward", spec.inner).build(half)
 
     def forward(self, hidden_states: Tensor, context: Call) -> SublayerOutput:
-        real, imaginary = (self.inner(part, context).output for part in hidden_states.chunk(2, dim=-1))
+        real, imaginary = [self.inner(part, context).output for part in hidden_states.chunk(2, dim=-1)]
         return SublayerOutput(torch.cat((real, imaginary), dim=-1))
 
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
-from transformers.utils import can_return_tuple, logging
+from transformers.utils import can_return_tuple
 
 from ..attention.shared.multihead_block import MultiheadPooling
 from ..compat import CACHE
@@ -27,8 +27,6 @@ from .classifier_transform import build_transform
 from .crf import LinearChainCRF
 from .label_layer import LabelLayer
 from .told_adapters import TellsAdapters
-
-logger = logging.get_logger(__name__)
 
 
 @runtime_checkable
@@ -73,19 +71,15 @@ class Classifier(TellsAdapters, XFormerPreTrainedModel):
         self.classifier = LabelLayer(width, num_outputs)
         self.post_init()
 
-    @classmethod
-    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """As of any model of transformers; reports a checkpoint of another head, whose layer of labels has the same
-        name, and loads where it has the same size."""
-        loaded = super().from_pretrained(*args, **kwargs)
-        model = loaded[0] if isinstance(loaded, tuple) else loaded
-        saved = next(iter(model.config.architectures or ()), "")
-        if any(saved.endswith(head) and not cls.__name__.endswith(head) for head in LABEL_HEADS):
-            logger.warning(
-                f"The `classifier` of {cls.__name__} begins with the weights of {saved} where they fit, which stand"
-                " for other labels: train it before you use it."
-            )
-        return loaded
+    def _adjust_missing_and_unexpected_keys(self, loading_info: Any) -> None:
+        """The layer of labels begins anew where a checkpoint is of another head, whose layer has the same name and, by
+        chance, the same size."""
+        saved, own = next(iter(self.config.architectures or ()), ""), type(self).__name__
+        if any(saved.endswith(head) and not own.endswith(head) for head in LABEL_HEADS):
+            self.classifier.resize(self.classifier.out_features)
+            self._init_weights(self.classifier)
+            loading_info.missing_keys |= {"classifier.weight", "classifier.bias"}
+        super()._adjust_missing_and_unexpected_keys(loading_info)
 
     def transformed(self, states: Tensor) -> Tensor:
         """[..., D] -> what the labels are read off, [..., D]."""
