@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -55,12 +55,13 @@ def float32_names(model: nn.Module) -> set[str]:
 
 def computing_dtype(model: nn.Module) -> torch.dtype | None:
     """The type of the first floating parameter that is free to be in half precision; None if there is none."""
-    return next((parameter.dtype for parameter in _free(model) if parameter.is_floating_point()), None)
-
-
-def _free(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Parameters that may be in half precision, one by one: `generate` asks at every step, for the first."""
-    if not isinstance(module, Float32Module):
-        yield from own_parameters(module)
-        for child in module.children():
-            yield from _free(child)
+    if isinstance(model, Float32Module):
+        return None
+    for parameter in own_parameters(model):
+        if parameter.is_floating_point():
+            return parameter.dtype
+    for child in model.children():  # `generate` asks at every step: no list of all parameters
+        found = computing_dtype(child)
+        if found is not None:
+            return found
+    return None
