@@ -32,7 +32,7 @@ fi
 # left, so that what a file makes for all of its tests is made once.
 run=("$python" -m pytest -n 2 --dist worksteal)
 case "${1:-}" in
-    "") printf '%s\n' 'Runs all tests in two processes, then a sample of the tests of transformers: about a quarter of an hour on two cores.' \
+    "") printf '%s\n' 'Runs all tests in two processes, then a sample of the tests of transformers: 30 to 45 minutes on two cores.' \
         'A first look takes two (--quick), the tests for your changes three (--changed).' ;;
     --quick) echo 'Runs a test or two of every file in two processes, as many as there is time for in two minutes.' ;;
     *) exec "${run[@]}" "$@" ;;
