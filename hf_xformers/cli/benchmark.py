@@ -336,7 +336,7 @@ def read_entries(variants: str, changes: Sequence[str]) -> list[Entry]:
 
 def _changes(config_class: Any, label: str, texts: dict[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
     from ..training.building import with_changes
-    from .arguments import annotation, parse_changes
+    from .arguments import annotation, parse_changes, parse_layers
 
     slots: dict[str, dict[str, str]] = {}
     fields: dict[str, Any] = {}
@@ -345,6 +345,8 @@ def _changes(config_class: Any, label: str, texts: dict[str, str]) -> tuple[dict
         name, _, field = option.partition(".")
         if name in SLOTS:
             slots.setdefault(name, {})[field or "type"] = text
+        elif option == "per_layer_config":
+            fields[name] = parse_layers(text, f"--set {label}.{name}")
         elif field or name not in known:
             near = [*SLOTS, *known]
             raise ValueError(
@@ -354,7 +356,7 @@ def _changes(config_class: Any, label: str, texts: dict[str, str]) -> tuple[dict
         else:
             fields[name] = parse(text, annotation(config_class, name), f"--set {label}.{name}")
     components = parse_changes(config_class, slots)
-    with_changes(config_class, components, {})  # refuses unknown names and fields before anything is measured
+    with_changes(config_class, components, fields)  # refuses unknown names and fields before anything is measured
     return components, fields
 
 

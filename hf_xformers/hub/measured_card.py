@@ -135,8 +135,8 @@ def measured_sections(model_type: str, results: str | Path) -> list[str]:
         if swept:
             parts += [
                 (
-                    "At each width the learning rate with the highest mean accuracy over seeds (`runs`), and their lowest"
-                    " and highest. `state size`: numbers that generation keeps of one row."
+                    "At each width the learning rate with the highest mean accuracy over seeds (`runs`), and their"
+                    " lowest and highest. `state size`: numbers that generation keeps of one row."
                 ),
                 _renamed(best_of_sweep(swept), _SWEPT),
             ]

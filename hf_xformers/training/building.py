@@ -169,7 +169,7 @@ def build_config(
     """
     shape = SHAPES[objective.shape]
     given = dict(fields or {})
-    valid = {field.name for field in dataclasses.fields(config_class)}
+    valid = {"per_layer_config", *(field.name for field in dataclasses.fields(config_class))}
     unknown = [name for name in given if name not in valid]
     if unknown:
         raise ValueError(f"{config_class.__name__} has no field {unknown[0]!r}; see `hf-xformers pretrain --help`")

@@ -8,10 +8,12 @@ import re
 import pytest
 
 from hf_xformers.benchmark import runner
+from hf_xformers.benchmark.entries import Entry, dense_twin, make_config
 from hf_xformers.benchmark.plots import can_plot
 from hf_xformers.benchmark.sweep import best_of_sweep
 from hf_xformers.cli import main
 from hf_xformers.cli.benchmark import make_parser, read_entries, read_settings
+from hf_xformers.hub.attention_map import attention_maps
 from tests.forks import forks
 
 # A job of the benchmark where the imports are done.
@@ -168,6 +170,12 @@ def test_options_reach_the_settings(tmp_path):
     (entry,) = read_entries("mix=xformer", given)
     assert entry.components == {"attention": {"type": "performer", "num_features": 32}}
     assert entry.fields == {"hidden_size": 64}
+    (entry,) = read_entries("gpt2", ['gpt2.per_layer_config={"1": {"attention": "longformer"}}'])
+    entry = Entry(**json.loads(json.dumps(entry.to_dict())))  # as a process that measures is given it
+    found = make_config(entry, "decoder", 8), make_config(dense_twin(entry, "decoder", 8), "decoder", 8)
+    assert [layer.attention.type for layer in found[0].layer_configs()] == ["dense", "longformer", "dense", "dense"]
+    assert {layer.attention.type for layer in found[1].layer_configs()} == {"dense"}
+    assert list(attention_maps(entry.config_class, entry.fields)) == ["decoder", "decoder, layer 1"]
     assert [entry.label for entry in read_entries("bert,bert", [])] == ["bert"]  # named twice is once
 
 
