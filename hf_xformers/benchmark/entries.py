@@ -76,6 +76,9 @@ def dense_twin(entry: Entry, shape: str, length: int) -> Entry:
         return entry
     if own.decoder and "attention" in own.decoder:
         fields["decoder"] = {**fields.get("decoder", {}), **dense}
+    if "per_layer_config" in fields:
+        layers = fields["per_layer_config"].items()
+        fields["per_layer_config"] = {index: {**changes, **dense} for index, changes in layers}
     twin = Entry(f"dense ({entry.label})", entry.variant, {**entry.components, **dense}, fields)
     try:
         return twin if _is_dense(make_config(twin, shape, length)) else baseline(shape)

@@ -18,7 +18,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import psutil
@@ -142,16 +142,27 @@ def ratios(seconds: Mapping[str, list[float]], baseline: str) -> dict[str, float
 
 
 def state_tensors(cache: Any) -> list[Tensor]:
-    """What a generation cache keeps of the texts so far: its floating-point tensors."""
+    """What a generation cache keeps of the texts so far: the floating-point tensors of its layers, of layers and
+    memories within them as well, each once; without what a layer calls `derived`."""
+    seen: dict[int, Any] = {}
 
-    def inside(value: Any) -> list[Tensor]:
-        if isinstance(value, Tensor):
-            return [value] if value.is_floating_point() else []
-        parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
-        return [tensor for part in parts for tensor in inside(part)]
+    def walk(value: Any) -> None:
+        if id(value) in seen or isinstance(value, (type, torch.nn.Module)):
+            return
+        seen[id(value)] = value
+        parts: Iterable[Any] = ()
+        if isinstance(value, (list, tuple)):
+            parts = value
+        elif isinstance(value, Mapping):
+            parts = value.values()
+        elif not isinstance(value, Tensor):
+            derived = getattr(value, "derived", ())
+            parts = [part for name, part in getattr(value, "__dict__", {}).items() if name not in derived]
+        for part in parts:
+            walk(part)
 
-    found = [tensor for layer in cache.layers for tensor in inside(vars(layer))]
-    return list({id(tensor): tensor for tensor in found}.values())
+    walk(cache.layers)
+    return [value for value in seen.values() if isinstance(value, Tensor) and value.is_floating_point()]
 
 
 def process_status(field: str) -> int:

@@ -39,7 +39,7 @@ def plot_all(
             written += _save(against_length(rows, column, _title(what, measured, rows)), folder, name)
     good = [row for row in quality if row["status"] == "ok"]
     points = [row for row in good if "point" in row]
-    swept = [row for row in best_of_sweep(points) if row["state size"]]  # what reads both sides keeps nothing
+    swept = [row for row in best_of_sweep(points) if row["state size"] is not None]  # None: it reads both sides
     if swept:
         title = _title("Accuracy against state size", trained, swept)
         written += _save(against_state(swept, title), folder, "state")
@@ -195,7 +195,7 @@ def against_state(rows: Sequence[dict], title: str = "") -> Any:
             sizes = [row["state size"] for row in found]
             axes.errorbar(sizes, middle, yerr=bars, marker="o", capsize=2, label=label, **style)
         axes.axhline(group[0]["chance accuracy"], linestyle=":", color="grey", label="guessing")
-        axes.set_xscale("log", base=2)
+        axes.set_xscale("log" if all(row["state size"] for row in group) else "symlog", base=2)  # a log has no 0
         axes.set_ylim(-0.03, 1.03)
         axes.set_title(task, fontsize=10)
         axes.set_xlabel("numbers in the state of a row")

@@ -65,8 +65,8 @@ def write_report(comparison: Comparison) -> list[str]:
             rates, seeds = (", ".join(f"{one:g}" for one in swept[name]) for name in ("learning_rate", "seed"))
             parts += [
                 f"Each entry was trained at each width with learning rates {rates} and seeds {seeds}; a row has the"
-                " rate with the highest mean accuracy over seeds, and their lowest and highest. `state size`: numbers"
-                " that generation keeps of one row.",
+                " rate with the highest mean accuracy over seeds, and their lowest and highest (`runs`: how many)."
+                " `state size`: numbers that generation keeps of one row.",
                 folded(best_of_sweep(quality), SWEEP),
             ]
         else:

@@ -58,7 +58,8 @@ def run(argv: Sequence[str]) -> int:
         files = write_report(comparison)
     _show(comparison)
     say(f"{', '.join(files)} in {comparison.folder}")
-    return 0 if any(row["status"] == "ok" for row in comparison.results["rows"]) else 1
+    measured = [row for kind in ("speed", "quality") for row in comparison.rows(kind)]
+    return 0 if any(row["status"] == "ok" for row in measured) else 1
 
 
 def make_parser() -> CommandParser:
@@ -206,6 +207,8 @@ def read_settings(options: argparse.Namespace) -> Settings:
                 raise ValueError(f"argument --{name}: {value} is too small; take at least 1")
             if not value > 0:
                 raise ValueError(f"argument --{name}: {value:g} must be greater than 0")
+    if min(options.seed) < 0:
+        raise ValueError(f"argument --seed: {min(options.seed)} is too small; take at least 0")
     for width in options.train_hidden_size:
         if width % options.train_heads:
             raise ValueError(
@@ -239,7 +242,7 @@ def read_settings(options: argparse.Namespace) -> Settings:
         idle = [name for name in ("tasks", *_FIELDS) if getattr(options, name) != usual(name)]
         if idle:
             raise ValueError(f"--{idle[0]} is about training; add --train or --train_only, or leave it out")
-    swept = any(len(getattr(options, name)) > 1 for name in _SWEPT)
+    swept = options.suite or any(len(getattr(options, name)) > 1 for name in _SWEPT)
 
     def first(value: Any) -> Any:
         return value[0] if isinstance(value, list) else value
@@ -333,7 +336,7 @@ def read_entries(variants: str, changes: Sequence[str]) -> list[Entry]:
 
 def _changes(config_class: Any, label: str, texts: dict[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
     from ..training.building import with_changes
-    from .arguments import annotation, parse_changes
+    from .arguments import annotation, parse_changes, parse_layers
 
     slots: dict[str, dict[str, str]] = {}
     fields: dict[str, Any] = {}
@@ -342,6 +345,8 @@ def _changes(config_class: Any, label: str, texts: dict[str, str]) -> tuple[dict
         name, _, field = option.partition(".")
         if name in SLOTS:
             slots.setdefault(name, {})[field or "type"] = text
+        elif option == "per_layer_config":
+            fields[name] = parse_layers(text, f"--set {label}.{name}")
         elif field or name not in known:
             near = [*SLOTS, *known]
             raise ValueError(
@@ -351,7 +356,7 @@ def _changes(config_class: Any, label: str, texts: dict[str, str]) -> tuple[dict
         else:
             fields[name] = parse(text, annotation(config_class, name), f"--set {label}.{name}")
     components = parse_changes(config_class, slots)
-    with_changes(config_class, components, {})  # refuses unknown names and fields before anything is measured
+    with_changes(config_class, components, fields)  # refuses unknown names and fields before anything is measured
     return components, fields
 
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import keyword
 import re
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple
 
+from ..core.components import SLOTS
 from ..core.rooms import PLUGINS
 from ..core.saved_files import write_text
+from ..finetuning.names import known_task
+from ..objectives import OBJECTIVES
 from .console import say
 from .parser import CommandParser
 
@@ -71,18 +75,23 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--to", metavar="FOLDER", default=".", help="a folder, or a checkout; default: this folder")
     arguments = parser.parse_args(list(argv))
     folder, name = Path(arguments.to).expanduser(), arguments.name
-    if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name):
+    if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name) or keyword.iskeyword(name):
         raise ValueError(
-            f"NAME {name!r} is no name for a module: use lower-case letters, digits and single underscores, such as"
-            f" 'my_{arguments.type}'"
+            f"NAME {name!r} is no name for a module: use lower-case letters, digits and single underscores, and no"
+            f" keyword of Python, such as 'my_{arguments.type}'"
         )
     checkout = (folder / "hf_xformers" / "extend.py").is_file()
     if not checkout and importlib.util.find_spec(name) is not None and not (folder / f"{name}.py").exists():
         raise ValueError(f"there is a module {name!r} already, which yours would hide; take another name")
     written = texts(arguments.type, name, checkout)
     for place in written:
-        if (folder / place).exists():
+        if (folder / place).exists() or (folder / place).with_suffix("").joinpath("__init__.py").exists():
             raise ValueError(f"{str(folder / place)!r} exists already; take another name or folder")
+    if _is_known(arguments.type, name):
+        raise ValueError(
+            f"NAME {name!r}: there is such a component, objective or task already; take another name, such as"
+            f" 'my_{name}'"
+        )
     for place, text in written.items():
         (folder / place).parent.mkdir(parents=True, exist_ok=True)
         write_text(folder / place, text)
@@ -97,6 +106,13 @@ def run(argv: Sequence[str]) -> int:
             f'[project.entry-points."{PLUGINS}"]\n{name} = "{name}"'
         )
     return 0
+
+
+def _is_known(made: str, name: str) -> bool:
+    """Whether configs and options take the name already, as it is or as an alias."""
+    if made == "task":
+        return known_task(name) is not None
+    return name in OBJECTIVES if made == "objective" else SLOTS[made.removeprefix("stateful_")].find(name) is not None
 
 
 def texts(made: str, name: str, checkout: bool) -> dict[Path, str]:

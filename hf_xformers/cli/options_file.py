@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,23 @@ import yaml
 from transformers import HfArgumentParser
 
 _YAML_SUFFIXES = (".yaml", ".yml", ".json")
+_TAG = "tag:yaml.org,2002:"
+
+
+class _Loader(yaml.SafeLoader):
+    """Truth values and whole numbers as YAML 1.2 has them: `no`, `2024-01-01`, `12:30` and `010` are texts, which
+    options read as they do on a command line."""
+
+    yaml_implicit_resolvers = {
+        first: [
+            (tag, pattern) for tag, pattern in known if tag not in (f"{_TAG}bool", f"{_TAG}int", f"{_TAG}timestamp")
+        ]
+        for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+_Loader.add_implicit_resolver(f"{_TAG}bool", re.compile("(true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
+_Loader.add_implicit_resolver(f"{_TAG}int", re.compile("[-+]?(0|[1-9][0-9]*)$"), list("-+0123456789"))
 
 
 def take_file(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
@@ -24,7 +42,7 @@ def take_file(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         return {}, list(argv)
     path = Path(argv[0]).expanduser()
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except OSError as error:
         raise ValueError(
             f"the configuration file {argv[0]!r} cannot be read: {error.strerror}; correct the path"

@@ -357,6 +357,7 @@ class SegmentCacheLayer(DynamicLayer):
     """
 
     is_croppable = False
+    derived = ("relative",)  # made of distances and weights alone: no state of a text
 
     def __init__(self, limit: int | None = None):
         super().__init__()

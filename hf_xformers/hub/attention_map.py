@@ -103,6 +103,8 @@ def map_config(config_class: Any, options: Mapping[str, Any] | None = None, leng
     kind: Any = SLOTS["attention"].get(attention)
     if HandOver.AXES in kind.reads:  # rows and columns in layers of their own
         fields["num_hidden_layers"] = 3 if given.get("is_decoder") else 2
+    if layers := given.get("per_layer_config"):
+        fields["num_hidden_layers"] = max(fields["num_hidden_layers"], *(int(index) + 1 for index in layers))
     small = small_parameters(config_class, given)
     for slot in SLOTS:
         changes = {**(given.get(slot) or {}), **(small if slot == "attention" else {})}

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..benchmark.sweep import SWEEP, best_of_sweep
 from .attention_map import attention_maps, draw
 from .checkpoint_card import checkpoint_card
 from .model_card import _table, caption, variant_card
@@ -32,6 +33,7 @@ _QUALITY = {
     "steps": "steps",
     "seconds": "seconds",
 }
+_SWEPT = {"task": "task", "label": "entry", "shape": "shape", **{name: name for name in SWEEP[2:]}}
 
 
 @dataclass(frozen=True)
@@ -120,13 +122,24 @@ def measured_sections(model_type: str, results: str | Path) -> list[str]:
         ]
     if quality:
         training = settings["training"]
+        swept, single = [row for row in quality if "point" in row], [row for row in quality if "point" not in row]
+        widths = sorted({row.get("point", training)["hidden_size"] for row in quality})
         parts += [
             (
-                f"Models of {training['layers']} layers, {training['hidden_size']} wide, on rows of"
+                f"Models of {training['layers']} layers, {'/'.join(map(str, widths))} wide, on rows of"
                 f" {training['length']} tokens. `dense (X)` is X with dense attention, everything else as it is."
-            ),
-            _renamed(quality, _QUALITY),
+            )
         ]
+        if single:
+            parts.append(_renamed(single, _QUALITY))
+        if swept:
+            parts += [
+                (
+                    "At each width the learning rate with the highest mean accuracy over seeds (`runs`), and their"
+                    " lowest and highest. `state size`: numbers that generation keeps of one row."
+                ),
+                _renamed(best_of_sweep(swept), _SWEPT),
+            ]
     return parts
 
 

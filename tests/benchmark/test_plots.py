@@ -38,6 +38,9 @@ def test_a_sweep_shows_the_tasks_whose_models_keep_a_state(tmp_path):
         text = (tmp_path / "state.svg").read_text()
         assert ">copy<" in text and "listops" not in text
         assert plot_all(tmp_path, [], rows[1:], []) == []
+        nothing = [{**known, "shape": "decoder", "at": "copy", "state size": 0, "label": "forgetful"}]
+        assert plot_all(tmp_path, [], rows + nothing, []) == ["state.png"]
+        assert ">forgetful<" in (tmp_path / "state.svg").read_text()
 
 
 @pytest.fixture

@@ -3,16 +3,21 @@ on."""
 
 from __future__ import annotations
 
+import io
+import pickle
 from dataclasses import replace
 
 import pytest
 import torch
 
 from hf_xformers.benchmark.entries import Entry, baseline, choose_shapes
-from hf_xformers.benchmark.quality import Training, build, evaluate, train_on
+from hf_xformers.benchmark.quality import Training, build, evaluate, state_size, train_on
 from hf_xformers.benchmark.tasks import TASKS, inputs_for, read_task, write_task
+from hf_xformers.compat import CACHE
+from hf_xformers.variants import config_class
 from tests.common.cases import TEXT_TYPES, defaults
 
+ONE = Training(steps=1, batch_size=2, length=12, hidden_size=16, layers=2, held_out=2, evaluations=1)
 TINY = Training(steps=4, batch_size=4, length=12, hidden_size=16, layers=1, held_out=6, evaluations=2)
 
 
@@ -73,6 +78,27 @@ def test_seed_decides_the_start():
     assert not all(torch.equal(first[name], other[name]) for name in first)
 
 
+@pytest.mark.parametrize("variant", [name for name in TEXT_TYPES if "ForCausalLM" in config_class(name).heads])
+def test_the_state_is_all_that_a_cache_keeps_of_a_row(variant):
+    """What pickling the cache comes across, where a second row doubles it: what does not is no state of a text."""
+
+    def numbers(rows):
+        found = {}
+
+        class Reader(pickle.Pickler):
+            def persistent_id(self, value):
+                return found.setdefault(id(value), value) is value if isinstance(value, torch.Tensor) else None
+
+        with torch.no_grad():
+            Reader(io.BytesIO()).dump(getattr(model(input_ids=ids.repeat(rows, 1), use_cache=True), CACHE).layers)
+        return [value.numel() * value.is_floating_point() for value in found.values()]
+
+    size = replace(ONE, layers=4) if variant == "xf_axial_transformer" else ONE
+    model, ids = build(Entry("x", variant), "decoder", "mqar", size)[0].eval(), torch.arange(2, 14)[None]
+    kept = sum(one for one, two in zip(numbers(1), numbers(2), strict=True) if two == 2 * one)
+    assert state_size(model, ids) == kept > 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("task, steps", [("copy", 100), ("mqar", 300)])
 def test_dense_attention_solves_it_at_the_defaults(data, task, steps):
@@ -81,9 +107,6 @@ def test_dense_attention_solves_it_at_the_defaults(data, task, steps):
     assert steps < Training().steps
     found = train_on(baseline("decoder"), "decoder", task, training, data(task, training))
     assert found["accuracy"] > 0.97 > 0.2 > found["chance accuracy"]
-
-
-ONE = Training(steps=1, batch_size=2, length=12, hidden_size=16, layers=2, held_out=2, evaluations=1)
 
 
 OF_STACKS = {defaults(name).stack.type: name for name in TEXT_TYPES}.values()

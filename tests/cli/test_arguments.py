@@ -214,6 +214,9 @@ head_dim: null
 learning_rate: 1e-3
 max_steps: 7
 bf16: false
+save_strategy: no
+run_name: 2024-01-01
+text_column: 12:30
 lr_scheduler_kwargs: {num_cycles: 2}
 per_layer_config:
   0: {hidden_dropout_prob: 0.0}
@@ -225,6 +228,7 @@ def test_a_file_says_the_same_as_the_command_line(tmp_path):
     assert (choice.variant, choice.size, choice.objective) == ("bert", "small", "mlm")
     assert source.data == ["a.txt", "b.txt"]
     assert (args.output_dir, args.learning_rate, args.max_steps, args.bf16) == ("out", 1e-3, 7, False)
+    assert (args.save_strategy, args.run_name, source.text_column) == ("no", "2024-01-01", "12:30")  # as written
     assert args.lr_scheduler_kwargs == {"num_cycles": 2}
     assert args.per_device_train_batch_size == 16  # of the size that the file names
     assert model["components"] == {

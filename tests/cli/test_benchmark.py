@@ -8,10 +8,12 @@ import re
 import pytest
 
 from hf_xformers.benchmark import runner
+from hf_xformers.benchmark.entries import Entry, dense_twin, make_config
 from hf_xformers.benchmark.plots import can_plot
 from hf_xformers.benchmark.sweep import best_of_sweep
 from hf_xformers.cli import main
 from hf_xformers.cli.benchmark import make_parser, read_entries, read_settings
+from hf_xformers.hub.attention_map import attention_maps
 from tests.forks import forks
 
 # A job of the benchmark where the imports are done.
@@ -69,6 +71,21 @@ def test_a_comparison(tmp_path, capsys, forked):
     assert [job["kind"] for job in forked] == ["memory", "time", "memory", "time", "map", "map"]
 
 
+def test_a_comparison_without_a_figure_fails(tmp_path, monkeypatch):
+    """Whether attention maps were drawn, or another length was measured before."""
+
+    def measure(job, timeout):
+        drawn = {"status": "ok", "value": {"encoder": [[1.0]]}}
+        return drawn if job["kind"] == "map" else {"status": "out of memory", "error": "no memory"}
+
+    monkeypatch.setattr(runner, "in_fresh_process", measure)
+    command = ["benchmark", "--variants", "performer", "--encoder", "--output_dir", str(tmp_path)]
+    assert main([*command, "--lengths", "16"]) == 1
+    stored = tmp_path / "results.json"
+    stored.write_text(stored.read_text().replace('"out of memory"', '"ok"'))
+    assert main([*command, "--lengths", "32", "--resume"]) == 1
+
+
 @pytest.mark.slow
 def test_training_only(tmp_path, forked):
     command = ["benchmark", "--variants", "performer", "--train_only", "--tasks", "mqar", "--steps", "3", "--no_maps"]
@@ -123,6 +140,7 @@ def test_training_only(tmp_path, forked):
         (["--variants", "bert", "--train_hidden_size", "64,9"], "--train_hidden_size 9 cannot be divided among"),
         (["--variants", "bert", "--learning_rate", "0.1,0"], "argument --learning_rate: 0 must be greater than 0"),
         (["--variants", "bert", "--seed", "1,x"], "argument --seed: "),
+        (["--variants", "bert", "--train", "--seed", "1,-1"], "argument --seed: -1 is too small; take at least 0"),
         (["--variants", "bert", "--tasks", "copy"], "--tasks is about training; add --train"),
         (["--variants", "bert", "--resume", "--overwrite_output_dir"], "overwrite_output_dir begins again; drop one"),
     ],
@@ -145,10 +163,19 @@ def test_options_reach_the_settings(tmp_path):
     assert settings.tasks == ("copy", "mqar", "recall", "two_hop", "listops", "retrieval", "text")
     assert (settings.training.steps, settings.training.learning_rate, settings.training.seed) == (7, 0.5, 5)
     assert not settings.sweep and settings.points() == [{}]
+    suite = "--variants bert --output_dir x --suite recall --train_only --train_hidden_size 8".split()
+    point = {"hidden_size": 8, "learning_rate": 2e-3, "seed": 0}
+    assert read_settings(make_parser().parse_args(suite)).points() == [point]  # one value each is a sweep as well
     given = ["mix.attention=performer", "mix.attention.num_features=32", "mix.hidden_size=64"]
     (entry,) = read_entries("mix=xformer", given)
     assert entry.components == {"attention": {"type": "performer", "num_features": 32}}
     assert entry.fields == {"hidden_size": 64}
+    (entry,) = read_entries("gpt2", ['gpt2.per_layer_config={"1": {"attention": "longformer"}}'])
+    entry = Entry(**json.loads(json.dumps(entry.to_dict())))  # as a process that measures is given it
+    found = make_config(entry, "decoder", 8), make_config(dense_twin(entry, "decoder", 8), "decoder", 8)
+    assert [layer.attention.type for layer in found[0].layer_configs()] == ["dense", "longformer", "dense", "dense"]
+    assert {layer.attention.type for layer in found[1].layer_configs()} == {"dense"}
+    assert list(attention_maps(entry.config_class, entry.fields)) == ["decoder", "decoder, layer 1"]
     assert [entry.label for entry in read_entries("bert,bert", [])] == ["bert"]  # named twice is once
 
 
@@ -173,8 +200,8 @@ def test_the_suite_for_recall(tmp_path, forked):
     assert [
         (row["label"], row["hidden size"], row["runs"]) for row in best if row["label"] == "linear_transformer"
     ] == [
-        ("linear_transformer", 8, 4),
-        ("linear_transformer", 16, 4),
+        ("linear_transformer", 8, 2),
+        ("linear_transformer", 16, 2),
     ]
     text = (tmp_path / "results.md").read_text()
     assert (
@@ -191,5 +218,5 @@ def test_a_sweep_shows_the_rate_with_the_highest_mean():
 
     rows = [row(0.1, 0.9), row(0.1, 0.1), row(0.2, 0.6), row(0.2, 0.7), row(0.3, 1.0, "failed")]
     (found,) = best_of_sweep(rows)
-    assert found["learning rate"] == 0.2 and found["accuracy"] == pytest.approx(0.65) and found["runs"] == 4
+    assert found["learning rate"] == 0.2 and found["accuracy"] == pytest.approx(0.65) and found["runs"] == 2
     assert (found["lowest"], found["highest"], found["state size"]) == (0.6, 0.7, 5)

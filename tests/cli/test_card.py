@@ -56,6 +56,26 @@ def test_card_of_a_variant(tmp_path, results, capsys):
     assert "maps/xf_performer.svg" in " ".join(capsys.readouterr().err.split())
 
 
+def test_card_of_a_sweep(tmp_path, results, capsys):
+    """A row for each width, with the rate that suits it."""
+    content = json.loads(results.read_text())
+    content["rows"] = [
+        {
+            **{**ROWS[3], "label": "mine", "variant": "xf_performer", "accuracy": accuracy, "state size": 8 * width},
+            "point": {"hidden_size": width, "learning_rate": rate, "seed": seed},
+        }
+        for width, rate, seed, accuracy in ((8, 0.1, 0, 0.5), (8, 0.1, 1, 0.75), (8, 0.5, 0, 0.25), (16, 0.1, 0, 1.0))
+    ]
+    results.write_text(json.dumps(content))
+    assert main(["card", "performer", "--results", str(results)]) == 0
+    text = capsys.readouterr().out
+    assert "2 layers, 8/16 wide" in text
+    assert "| mqar | mine | decoder | 8 | 64 | 0.62 | 0.50 | 0.75 | 0.10 | 2 |" in text
+    assert (
+        "| mqar | mine | decoder | 16 | 128 | 1.00 | 1.00 | 1.00 | 0.10 | 1 |" in text and text.count("| mine |") == 2
+    )
+
+
 def test_card_without_a_file_is_printed(capsys):
     assert main(["card", "xf_longformer"]) == 0
     shown = capsys.readouterr()

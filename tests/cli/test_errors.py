@@ -53,6 +53,10 @@ CASES = {
     ),
     "no positions": (["--max_position_embeddings", "0"], ["`max_position_embeddings` >= 1, got 0"]),
     "missing file": (["--data", "nowhere.txt"], ["there is no file or folder 'nowhere.txt'", "give the path"]),
+    "layers beyond the last": (
+        ["--per_layer_config", '{"9": {"attention": "longformer"}}'],
+        ["overrides layer 9, but there are", "raise `num_hidden_layers`"],
+    ),
     "layers without numbers": (["--per_layer_config", '{"first": {}}'], ["--per_layer_config", "is keyed by layer"]),
     "unknown option": (
         ["--lerning_rate", "1"],

@@ -72,9 +72,24 @@ def test_refusals(tmp_path, capsys):
 
     assert "NAME 'My-Stack' is no name for a module" in said("stack", "My-Stack")
     assert "there is a module 'json' already" in said("stack", "json")
+    for name in ("lambda", "class"):
+        assert f"NAME '{name}' is no name for a module: use lower-case letters" in said("stack", name)
+    taken = {"attention": "longformer", "stateful_attention": "performer", "objective": "mlm", "task": "tagging"}
+    for kind, name in taken.items():
+        assert f"NAME '{name}': there is such a" in said(kind, name)
     assert main(["new", "stack", "mine", "--to", str(tmp_path)]) == 0
     assert "mine.py' exists already" in said("stack", "mine")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.md", "mine.py", "test_mine.py"]
+
+
+def test_a_component_keeps_its_name(tmp_path):
+    """A class of another module is refused, before and after the one that has the name is read."""
+    (tmp_path / "mine.py").write_text(texts("stack", "reversible", False)[Path("reversible.py")])
+    for first in ("", "import hf_xformers.stacks.reversible; "):
+        said = process(tmp_path, "-c", first + "import mine").stderr
+        assert (
+            "'reversible' is already registered by hf_xformers.stacks.reversible; choose another name in mine" in said
+        )
 
 
 def test_an_import_that_goes_on():
