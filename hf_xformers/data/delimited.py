@@ -51,10 +51,11 @@ def encoding() -> str:
     return _encoding.get()
 
 
-def table_options() -> dict[str, Any]:
-    """Options of pandas' reader of tables: "NA" and "null" are texts as others are, and a spare field is no index."""
+def table_options(texts: Sequence[str] = ()) -> dict[str, Any]:
+    """Options of pandas' reader of tables: "NA" and "null" are texts as others are, and a spare field is no index.
+    texts: columns whose fields stay as they are, next to those of [`reading_as`]."""
     kept = {"keep_default_na": False, "na_values": [""], "index_col": False}
-    return {**kept, "converters": dict.fromkeys(_texts.get(), _text)}
+    return {**kept, "converters": dict.fromkeys((*_texts.get(), *texts), _text)}
 
 
 def _text(field: str) -> str | None:

@@ -89,7 +89,7 @@ def _splits(names: list[str], languages: tuple[str, ...], config_name: str | Non
     saved = load_saved(names)
     if saved is not None or Path(names[0]).expanduser().is_file():
         no_config(config_name, names)
-    tables: Mapping[str, Any] = saved if saved is not None else _tables(names, config_name)
+    tables: Mapping[str, Any] = saved if saved is not None else _tables(names, languages, config_name)
     return {SPLIT_WORDS.get(split.lower(), split): _columns(rows, languages, names) for split, rows in tables.items()}
 
 
@@ -127,7 +127,7 @@ def _lines(files: Mapping[str, Sequence[Path]], languages: Sequence[str]) -> Dat
     return Dataset.from_dict({FIRST: sides[0], SECOND: sides[1]})
 
 
-def _tables(names: list[str], config_name: str | None) -> Mapping[str, Dataset]:
+def _tables(names: list[str], languages: Sequence[str], config_name: str | None) -> Mapping[str, Dataset]:
     import datasets
 
     paths = [Path(name).expanduser() for name in names]
@@ -144,7 +144,7 @@ def _tables(names: list[str], config_name: str | None) -> Mapping[str, Dataset]:
             files.setdefault(split_of(path, None) or "train", []).append(str(path))
         if "train" not in files:
             files = {"train": [str(path) for path in paths]}
-        return {split: read_files(str(kind), found)[0] for split, found in files.items()}
+        return {split: read_files(str(kind), found, texts=languages)[0] for split, found in files.items()}
     if len(names) > 1 or paths[0].exists() or names[0].startswith((".", "/", "~")):
         raise ValueError(
             f"{listed(names)} names no parallel text; give files that end in the languages, a folder of them, a"

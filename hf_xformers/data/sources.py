@@ -156,14 +156,22 @@ def _load_format(
                 "sample_by='paragraph' or 'line', or divide the file"
             )
     options = {"sample_by": sample_by} if kind == "text" else {}
-    loaded, features = read_files(kind, files, streaming=streaming, num_proc=num_proc, **options)
+    texts = [text_column or "text"]
+    loaded, features = read_files(kind, files, texts=texts, streaming=streaming, num_proc=num_proc, **options)
     return _text_only(loaded, features, text_column, files, num_proc)
 
 
 def read_files(
-    kind: str, files: Sequence[str], *, streaming: bool = False, num_proc: int | None = None, **options: Any
+    kind: str,
+    files: Sequence[str],
+    *,
+    texts: Sequence[str] = (),
+    streaming: bool = False,
+    num_proc: int | None = None,
+    **options: Any,
 ) -> tuple[Dataset | IterableDataset, Features | None]:
     """The rows of files of one format, in the order of the files, and their columns (None: a stream without rows).
+    texts: columns of tables whose fields are texts, also where all are numbers.
 
     Raises ValueError for files that cannot be read as that.
     """
@@ -173,7 +181,7 @@ def read_files(
     if kind in ("csv", "tsv"):
         for file in files:
             check_fields(Path(file), kind)
-        options |= {**table_options(), "sep": "\t" if kind == "tsv" else ","}
+        options |= {**table_options(texts), "sep": "\t" if kind == "tsv" else ","}
     try:
         with errors_told_elsewhere():
             loaded = datasets.load_dataset(

@@ -96,7 +96,6 @@ def _read_texts(options: FeatureOptions, source: TaskData) -> tuple[dict[str, Da
     """(splits, the texts of their rows)."""
     from .sources import load_rows
 
-    splits = load_rows(source)
     task = TextClassification(
         TaskOptions(
             task="text-classification",
@@ -105,7 +104,7 @@ def _read_texts(options: FeatureOptions, source: TaskData) -> tuple[dict[str, Da
             label_column=options.probe,
         )
     )
-    texts = {}
+    splits, texts = load_rows(source, texts=task.columns_of_text()), {}
     for name, rows in splits.items():
         task.find_columns(rows, answers=options.probe is not None)
         columns = [[("" if text is None else str(text)) for text in rows[column]] for column in task.text_columns]

@@ -30,14 +30,15 @@ _PCM, _EXTENSIBLE = 1, 0xFFFE  # format tags of WAV files; the second says that 
 _SUBFORMAT = struct.pack("<H", _PCM) + bytes.fromhex("000000001000800000aa00389b71")
 
 
-def load_sounds(source: TaskData, *, transcripts: bool = True) -> dict[str, Dataset]:
+def load_sounds(source: TaskData, *, transcripts: bool = True, texts: Sequence[str] = ()) -> dict[str, Dataset]:
     """All rows of a source, in its splits ([`divided`] holds some out). Columns of sound are paths, or such and bytes.
 
     A folder of sound has either a table (`metadata.jsonl`, `.csv`, `.tsv`) of paths and transcripts, or next to each
     file a transcript of the same name in .txt; folders within that are called as splits are those. Other sources are
     those of [`load_rows`], with a column of paths.
 
-    transcripts: whether they are needed; else those of a folder are left out where they are not whole.
+    transcripts: whether they are needed; else those of a folder are left out where they are not whole. texts: as of
+    [`load_rows`].
 
     Raises:
         ValueError: as `load_rows`; files without transcripts next to others that have one, transcripts in
@@ -51,13 +52,15 @@ def load_sounds(source: TaskData, *, transcripts: bool = True) -> dict[str, Data
     folders = [entry for entries in written.values() for entry in entries if isinstance(entry, Path)]
     if not folders:
         whole: dict[str, Any] = {"validation_fraction": 0.0, "max_train_rows": None, "max_eval_rows": None}
-        return load_rows(dataclasses.replace(source, **written, **whole), origins=True, adjust=_beside_table)
+        return load_rows(
+            dataclasses.replace(source, **written, **whole), origins=True, adjust=_beside_table, texts=texts
+        )
     if len(folders) < sum(map(len, written.values())):
         raise ValueError(
             f"{str(folders[0])!r} is a folder of sound without a table, and other data is not; give the one kind or"
             " the other"
         )
-    with reading_as(source.encoding):
+    with reading_as(source.encoding, texts):
         return _of_folders(source, written, transcripts)
 
 

@@ -79,11 +79,12 @@ def _load_rows(
     return splits if origins else {split: rows.select_columns(columns_of(rows)) for split, rows in splits.items()}
 
 
-def divided(splits: Mapping[str, Dataset], source: TaskData) -> dict[str, Dataset]:
-    """[`limited`] splits with some of the training rows held out, where none is for validation."""
+def divided(splits: Mapping[str, Dataset], source: TaskData, by: str | None = None) -> dict[str, Dataset]:
+    """[`limited`] splits with some of the training rows held out, where none is for validation. by: a column whose
+    equal values stay on one side."""
     found = dict(splits)
     if "validation" not in found and source.validation_fraction > 0:
-        found["train"], found["validation"] = hold_out_rows(found["train"], source.validation_fraction)
+        found["train"], found["validation"] = hold_out_rows(found["train"], source.validation_fraction, by)
     return limited(found, source)
 
 
@@ -300,10 +301,11 @@ def _nested(rows: Dataset) -> Dataset:
     return squad_rows([article for part in rows["data"] for article in part], "data") if nested else rows
 
 
-def hold_out_rows(rows: Dataset, fraction: float) -> tuple[Dataset, Dataset]:
+def hold_out_rows(rows: Dataset, fraction: float, by: str | None = None) -> tuple[Dataset, Dataset]:
     if len(rows) < 2:
         raise ValueError("a single training row cannot be divided; give more rows, or --validation_fraction 0")
-    keys = [stable_fraction(_key(row)) for row in _plain(as_stored(rows, images=True))]
+    kept = as_stored(rows, images=True) if by is None else rows.select_columns([by])
+    keys = [stable_fraction(_key(row)) for row in _plain(kept)]
     return divide_rows(rows, keys, fraction)
 
 

@@ -171,6 +171,8 @@ def test_text_column(tmp_path, streaming):
     assert all_texts(load_text_dataset(path, text_column="b", **options)) == ["y"]
     (tmp_path / "b.csv").write_text("text,label\nNA,1\nnull,2\n,3\n")  # words that tables often stand for nothing
     assert all_texts(load_text_dataset(tmp_path / "b.csv", **options)) == ["NA", "null"]
+    (tmp_path / "c.csv").write_text("text,label\n02100,1\n3.50,2\n")
+    assert all_texts(load_text_dataset(tmp_path / "c.csv", **options)) == ["02100", "3.50"]
     with pytest.raises(ValueError, match=r"no column 'text'; choose one with text_column=.*'a' \(string\), 'b'"):
         load_text_dataset(path, **options)
     with pytest.raises(ValueError, match="no column of strings 'c'; its columns are 'a'"):

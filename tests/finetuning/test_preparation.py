@@ -1,5 +1,7 @@
 """What rows become: tags on pieces, labels, choices, splits, files of every kind."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,7 @@ from hf_xformers.finetuning.options import TaskData, TaskOptions
 from hf_xformers.finetuning.sources import load_rows, read_conll
 from hf_xformers.finetuning.tasks import build_task
 from hf_xformers.finetuning.tasks.base import true_answers
-from tests.finetuning.task_data import classification, regression, sentences, tagging, translation
+from tests.finetuning.task_data import classification, regression, sentences, tagging, translation, write_lines
 
 TEXTS = [text for text, _ in sentences(80, 0)]
 
@@ -208,6 +210,50 @@ def test_answers_in_a_csv_stand_as_they_are_written(tmp_path, name, columns):
     else:
         found = [task._answers(rows, row, entry, {})[0][0] for row, entry in enumerate(rows["answer"])]
     assert found == written
+
+
+@pytest.mark.parametrize(
+    ("name", "columns"),
+    [
+        ("text-classification", {"sentence1": "{}", "sentence2": "{}", "label": "{}"}),
+        ("regression", {"text": "{}", "label": 0.5}),
+        ("multi-label-classification", {"text": "{}", "labels": "{}"}),
+        ("question-answering", {"question": "{}", "context": "{}", "answer": "{}"}),
+        ("multiple-choice", {"question": "{}", "option_0": "{}", "option_1": "{}", "label": 0}),
+        ("summarization", {"document": "{}", "summary": "{}"}),
+        ("extractive-summarization", {"document": "{}", "summary": "{}"}),
+        ("translation", {"source": "{}", "target": "{}"}),
+        ("speech-recognition", {"audio": "a.wav", "text": "{}"}),
+    ],
+)
+def test_texts_of_a_csv_stand_as_they_are_written(tmp_path, name, columns):
+    """Also where each is a number; what is measured stays one."""
+    path, written = tmp_path / "rows.csv", ["02100", "3.50", "1e3"]
+    lines = [",".join(columns), *(",".join(map(str, columns.values())).replace("{}", w) for w in written)]
+    path.write_text("\n".join(lines) + "\n")
+    rows = build_task(TaskOptions(name)).load(TaskData(data=[str(path)], validation_fraction=0))["train"]
+    for column, value in columns.items():
+        if value == "{}" and column != "label":
+            assert list(rows[column]) == written, column
+        elif column == "label" and value != "{}":
+            assert list(rows[column]) == [value] * 3
+
+
+def test_documents_stay_whole(tmp_path):
+    """Of translations that have them; a model that reads sentences before a row's own needs them."""
+    rows = [{"source": f"line {n}", "target": f"Zeile {n}", "document": f"d{n // 5}"} for n in range(60)]
+    path = write_lines(tmp_path / "rows.jsonl", rows)
+    task = build_task(TaskOptions("translation"))
+    splits = task.load(TaskData(data=[str(path)], validation_fraction=0.3))
+    train, held = ({*splits[name]["document"]} for name in ("train", "validation"))
+    assert train and held and not train & held and len(splits["train"]) + len(splits["validation"]) == 60
+    task.before = 2
+    for name, lost in (("document", False), ("source", True)):
+        task.settle(splits, None)
+        kept = splits["validation"].select_columns([*{"source", "target", name}])
+        ids = {"input_ids": [[1]] * len(kept), "labels": [[1]] * len(kept)}
+        with pytest.raises(ValueError, match="have lost the sentences before them") if lost else nullcontext():
+            task._beside(kept, ids, "validation")
 
 
 SQUAD = {"question": "which", "context": "the film"}

@@ -96,6 +96,13 @@ def test_speculative_decoding(case):
         model.generate(ids, **settings, assistant_early_exit=1)
 
 
+def test_guidance_is_for_decoders():
+    """The prompt that it leaves out is what an encoder reads."""
+    model = next(case for case in CASES if str(case) == "xf_t5-seq2seq").shared()
+    with pytest.raises(ValueError, match="`guidance_scale=1.5` compares with what is written without the prompt"):
+        model.generate(tokens(1, 4), max_new_tokens=2, guidance_scale=1.5)
+
+
 def bytes_alive():
     """Of all tensors, each storage once."""
     gc.collect()

@@ -44,6 +44,13 @@ def test_every_source_gives_the_same_pairs(files, name):
     assert list(zip(part["train"]["text"], part["train"]["translation"])) == PAIRS[:3]
 
 
+def test_sentences_of_digits_are_texts(tmp_path):
+    (tmp_path / "a.csv").write_text("en,de\n" + "".join(f"{n:03d},{n}.50\n" for n in range(5)))
+    rows = load_parallel_dataset(tmp_path / "a.csv", ["en", "de"], validation_fraction=0)["train"]
+    assert list(rows["text"]) == [f"{n:03d}" for n in range(5)]
+    assert list(rows["translation"]) == [f"{n}.50" for n in range(5)]
+
+
 def test_what_has_no_pairs_is_refused(files, tmp_path):
     (tmp_path / "text.txt").write_text("a line\nanother\n")
     (tmp_path / "numbers.csv").write_text("en,de\n1,2\n")

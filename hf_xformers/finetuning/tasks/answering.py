@@ -61,7 +61,7 @@ class QuestionAnswering(Task):
         self.no_answer = any(not texts for texts in answers)
 
     def columns_of_text(self) -> list[str]:
-        return [self.options.label_column or "", *ANSWERS]
+        return [*super().columns_of_text(), self.options.label_column or "", *QUESTIONS, *CONTEXTS, *ANSWERS]
 
     def find_columns(self, rows: Dataset, answers: bool = True) -> None:
         options, context = self.options, self.options.text_pair_column

@@ -112,7 +112,8 @@ class Task:
 
     def columns_of_text(self) -> list[str]:
         """Columns, by the options or by their usual names, whose fields in tables are texts, as "02100" or "3.50"."""
-        return []
+        options = self.options
+        return [name for name in (options.text_column, options.text_pair_column, options.target_column) if name]
 
     def settle(self, splits: Mapping[str, Dataset], config: PreTrainedConfig | None) -> None:
         """Finds columns and labels. config: the saved model's, if it has this task's head already."""
@@ -394,9 +395,10 @@ def most_frequent(values: Iterable[Any]) -> Any:
 
 def _number_first(name: str) -> tuple[int, float]:
     try:
-        return (0, float(name))
+        number = float(name)
     except ValueError:
         return (1, 0.0)
+    return (0, number) if number == number else (1, 0.0)  # "nan" has no place among numbers
 
 
 def plain_rows(rows: Dataset, columns: Sequence[str]) -> list[dict[str, Any]]:

@@ -35,7 +35,8 @@ class MultipleChoice(Task):
         check_columns(splits, needed, optional_in_test=[self.label_column])
 
     def columns_of_text(self) -> list[str]:
-        return self.options.choice_columns or [f"{word}{number}" for word in NUMBERED_CHOICES for number in range(100)]
+        numbered = [f"{word}{number}" for word in NUMBERED_CHOICES for number in range(100)]
+        return [*super().columns_of_text(), *CHOICE_TEXTS, *(self.options.choice_columns or numbered)]
 
     def find_columns(self, rows: Dataset, answers: bool = True) -> None:
         options = self.options
@@ -86,7 +87,7 @@ class MultipleChoice(Task):
         named = [str(label) for label in labels or ()]
         if text in named:
             return named.index(text)
-        index = int(text) if text.isdigit() else ord(text) - ord("A") if re.fullmatch("[A-Z]", text) else -1
+        index = int(text) if text.isdecimal() else ord(text) - ord("A") if re.fullmatch("[A-Z]", text) else -1
         if not 0 <= index < self.count:
             raise ValueError(
                 f"{where[number]} has the label {value!r}; it must be the number of the right choice, "

@@ -29,6 +29,9 @@ class WholeText(Task):
         check_columns(splits, [*self.text_columns, self.label_column], optional_in_test=[self.label_column])
         self._settle_labels(splits, config)
 
+    def columns_of_text(self) -> list[str]:
+        return [*super().columns_of_text(), *TEXT_PAIRS, *filter(None, TEXT_PAIRS.values())]
+
     def find_columns(self, rows: Dataset, answers: bool = True) -> None:
         options = self.options
         self.label_column = self.column(

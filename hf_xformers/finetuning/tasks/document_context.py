@@ -38,13 +38,18 @@ def sentences_before(config: Any) -> int:
     return stack.sentences_before() if isinstance(stack, ReadsSentences) else 0
 
 
+def document_column(rows: Dataset, taken: Sequence[str | None]) -> str | None:
+    """The column that says which document a row is of, none of those that are `taken` by texts."""
+    return next((name for name in DOCUMENTS if name in columns_of(rows) and name not in taken), None)
+
+
 def rows_before(rows: Dataset, count: int, taken: Sequence[str], split: str) -> list[list[int]]:
     """For every row the up to `count` rows before it in its document, the first of them first.
 
     Documents are told apart by a column of `DOCUMENTS` that is not `taken` by a text; without one, all rows are one
     document in their order. Raises ValueError for a row without its document.
     """
-    name = next((name for name in DOCUMENTS if name in columns_of(rows) and name not in taken), None)
+    name = document_column(rows, taken)
     documents = [None] * len(rows) if name is None else list(rows[name])
     where, found = RowNames(rows, split), []
     earlier: dict[Any, list[int]] = {}

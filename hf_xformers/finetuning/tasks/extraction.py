@@ -55,6 +55,9 @@ class ExtractiveSummarization(Task):
             counts = [len(greedy_oracle(*pair)) for pair in zip(documents, summaries)]
             self.take = max(1, round(float(np.median(counts))))
 
+    def columns_of_text(self) -> list[str]:
+        return [*super().columns_of_text(), *LONG_TEXTS, *SUMMARIES]
+
     def find_columns(self, rows: Dataset, answers: bool = True) -> None:
         options = self.options
         texts = ("sentences", *LONG_TEXTS)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from ..names import LONG_TEXTS, SUMMARIES
 from ..origin import RowNames, columns_of
 from .base import Encoded, Task, Trivial, check_columns, text_of, true_answers
 from .cloze import ClozeCollator, joined
-from .document_context import WithContext, context_columns, rows_before, sentences_before
+from .document_context import WithContext, context_columns, document_column, rows_before, sentences_before
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -184,6 +185,9 @@ class Summarization(_Generation):
     reads = ("text_column", "target_column", "max_target_length", "prefix")
     default_length = 512
 
+    def columns_of_text(self) -> list[str]:
+        return [*super().columns_of_text(), *LONG_TEXTS, *SUMMARIES]
+
     def settle(self, splits: Mapping[str, Dataset], config: PreTrainedConfig | None) -> None:
         self._settle(splits)
 
@@ -244,6 +248,7 @@ class Translation(_Generation):
     rows; translations of them are given in training alone. Metric: sacreBLEU."""
 
     id = "translation"
+    divided = False  # whether rows for validation are drawn from those for training
     before = 0  # sentences before a row's own that the model reads
     metric = "bleu"
     metric_names = ("bleu",)
@@ -252,20 +257,22 @@ class Translation(_Generation):
     default_length = 128
 
     def load(self, source: Any) -> dict[str, Dataset]:
-        from ..sources import load_rows
+        from ..sources import divided, load_rows
 
         languages = (self.options.source_lang, self.options.target_lang)
         if (languages[0] is None) != (languages[1] is None):
             raise ValueError("--source_lang and --target_lang go together; give both")
-        splits = load_rows(source, None if None in languages else languages, origins=True)  # type: ignore[arg-type]
-        return {
-            split: (
-                rows.flatten().rename_columns(
-                    {name: name[12:] for name in rows.flatten().column_names if name.startswith("translation.")}
-                )
-            )
-            for split, rows in splits.items()
-        }
+        texts = [*self.columns_of_text(), *filter(None, languages), "source", "text", "target", "translation"]
+        both: Any = None if None in languages else languages
+        all_rows: dict[str, Any] = {"validation_fraction": 0.0, "max_train_rows": None, "max_eval_rows": None}
+        splits = load_rows(replace(source, **all_rows), both, origins=True, texts=texts)
+        for split, rows in splits.items():
+            rows = rows.flatten()
+            names = {name: name[12:] for name in rows.column_names if name.startswith("translation.")}
+            splits[split] = rows.rename_columns(names)
+        self.divided = "validation" not in splits
+        taken = (self.options.text_column, self.options.target_column)
+        return divided(splits, source, document_column(splits["train"], taken))
 
     def settle(self, splits: Mapping[str, Dataset], config: PreTrainedConfig | None) -> None:
         self._settle(splits)
@@ -276,7 +283,13 @@ class Translation(_Generation):
     def _beside(self, rows: Dataset, columns: Mapping[str, Any], split: str) -> dict[str, Any]:
         if not self.before:
             return {}
-        before = rows_before(rows, self.before, (self.text_column, self.target_column), split)
+        taken = (self.text_column, self.target_column)
+        if self.divided and split == "validation" and document_column(rows, taken) is None:
+            raise ValueError(
+                "rows drawn from the data have lost the sentences before them, which this model reads; give held-out"
+                " documents with --validation_data, or a column 'document', of which whole ones are held out"
+            )
+        before = rows_before(rows, self.before, taken, split)
         return context_columns(before, columns["input_ids"], columns.get("labels"))
 
     def collator(self, tokenizer: PreTrainedTokenizerBase, model: Any, seed: int) -> Any:

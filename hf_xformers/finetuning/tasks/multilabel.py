@@ -39,6 +39,9 @@ class MultiLabelClassification(WholeText):
         if options.label_separator == "":
             raise ValueError("--label_separator must be a text such as ';'")
 
+    def columns_of_text(self) -> list[str]:
+        return [*super().columns_of_text(), self.options.label_column or "", *LABEL_LISTS]
+
     def _settle_labels(self, splits: Mapping[str, Dataset], config: PreTrainedConfig | None) -> None:
         if config is not None and config.problem_type not in (None, _PROBLEM):
             raise ValueError(

@@ -76,11 +76,14 @@ class SpeechRecognition(Task):
 
     # ------------------------------------------------------------------------------------------------ data
 
+    def columns_of_text(self) -> list[str]:
+        return [*super().columns_of_text(), *TRANSCRIPTS]
+
     def load(self, source: TaskData) -> dict[str, Dataset]:
         from ..sound_rows import load_sounds
         from ..sources import divided
 
-        splits = load_sounds(source, transcripts=self.needs_transcripts)
+        splits = load_sounds(source, transcripts=self.needs_transcripts, texts=self.columns_of_text())
         self.divided = "validation" not in splits
         return divided(splits, source)
 
