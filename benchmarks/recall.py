@@ -17,8 +17,8 @@ from typing import Any
 
 from measure import write_results
 
-from hf_xformers.benchmark.sweep import best_of_sweep
 from hf_xformers.cli import main as command
+from hf_xformers.hub.sweep import best_of_sweep
 
 LENGTH, LAYERS, HEADS = 64, 2, 2
 VARIANT = "gated_delta_net"  # around every mechanism

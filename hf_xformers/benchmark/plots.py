@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .sweep import best_of_sweep
+from ..hub.sweep import best_of_sweep
 
 HINT = "install matplotlib (pip install 'hf_xformers[plots]') and run the command again with --resume for the plots"
 
@@ -178,7 +178,7 @@ def loss_curves(rows: Sequence[dict], title: str = "") -> Any:
 def against_state(rows: Sequence[dict], title: str = "") -> Any:
     """A panel per task: mean accuracy over the numbers that generation keeps of a row, a line per label with a point
     per width, lowest and highest seed as its bar; dense attention is dashed, guessing dotted. rows: those of
-    [`best_of_sweep`][hf_xformers.benchmark.sweep.best_of_sweep] that have a state."""
+    [`best_of_sweep`][hf_xformers.hub.sweep.best_of_sweep] that have a state."""
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     figure = _figure(4.2 * len(tasks) + 1, 4.4, title)
     for index, task in enumerate(tasks):

@@ -13,11 +13,11 @@ import torch
 
 from ..core.saved_files import write_text
 from ..hub.attention_map import draw
+from ..hub.sweep import SWEEP, best_of_sweep
 from .measure import QUIET
 from .plots import HINT, can_plot, plot_all
 from .runner import Comparison
 from .steps import HEADS, WIDTH
-from .sweep import SWEEP, best_of_sweep
 from .tables import about, folded
 from .tasks import TASKS
 

@@ -396,7 +396,7 @@ def _measure_with_bar(comparison: Comparison, missing: int) -> None:
 
 def _show(comparison: Comparison) -> None:
     from ..benchmark.report import disturbed
-    from ..benchmark.sweep import SWEEP, best_of_sweep
+    from ..hub.sweep import SWEEP, best_of_sweep
 
     speed, quality = comparison.rows("speed"), comparison.rows("quality")
     if speed:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..benchmark.sweep import SWEEP, best_of_sweep
 from .attention_map import attention_maps, draw
 from .checkpoint_card import checkpoint_card
 from .model_card import _table, caption, variant_card
+from .sweep import SWEEP, best_of_sweep
 
 _BEFORE = ("\n## Use\n", "\n## Citation\n", "\n<!-- ")  # sections of a checkpoint's card that follow the measured ones
 _SPEED = {

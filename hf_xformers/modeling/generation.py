@@ -46,8 +46,8 @@ class GenerativeModel(LanguageModel, GenerationMixin):
             )
         if self.config.is_encoder_decoder and generation_config.guidance_scale not in (None, 1):
             raise ValueError(
-                f"`guidance_scale={generation_config.guidance_scale}` compares with what is written without the prompt,"
-                f" which is the text that {type(self).__name__} encodes; leave it out, or take a decoder."
+                f"`guidance_scale={generation_config.guidance_scale}` compares with what is written without the"
+                f" prompt, which is the text that {type(self).__name__} encodes; leave it out, or take a decoder."
             )
         super()._validate_generation_mode(  # type: ignore[misc]  # as further below
             generation_mode, generation_config, *args, **kwargs

@@ -10,10 +10,10 @@ import pytest
 from hf_xformers.benchmark import runner
 from hf_xformers.benchmark.entries import Entry, dense_twin, make_config
 from hf_xformers.benchmark.plots import can_plot
-from hf_xformers.benchmark.sweep import best_of_sweep
 from hf_xformers.cli import main
 from hf_xformers.cli.benchmark import make_parser, read_entries, read_settings
 from hf_xformers.hub.attention_map import attention_maps
+from hf_xformers.hub.sweep import best_of_sweep
 from tests.forks import forks
 
 # A job of the benchmark where the imports are done.
