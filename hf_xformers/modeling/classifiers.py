@@ -74,8 +74,9 @@ class Classifier(TellsAdapters, XFormerPreTrainedModel):
     def _adjust_missing_and_unexpected_keys(self, loading_info: Any) -> None:
         """The layer of labels begins anew where a checkpoint is of another head, whose layer has the same name and, by
         chance, the same size."""
-        saved, own = next(iter(self.config.architectures or ()), ""), type(self).__name__
-        if any(saved.endswith(head) and not own.endswith(head) for head in LABEL_HEADS):
+        saved = next(iter(self.config.architectures or ()), "")
+        head = next((head for head in LABEL_HEADS if saved.endswith(head)), "")
+        if not any(owner.__name__.endswith(head) for owner in type(self).__mro__):
             self.classifier.resize(self.classifier.out_features)
             self._init_weights(self.classifier)
             loading_info.missing_keys |= {"classifier.weight", "classifier.bias"}

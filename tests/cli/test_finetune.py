@@ -307,7 +307,15 @@ def test_a_head_of_another_task_is_left(classifier):
         assert torch.equal(
             model.model.trunk.layers[0].attention.q_proj.weight, saved["model.trunk.layers.0.attention.q_proj.weight"]
         )
-    for auto, new in ((AutoModelForSequenceClassification, False), (AutoModelForQuestionAnswering, True)):
+
+    class Own(type(AutoModelForSequenceClassification.from_pretrained(classifier))):
+        """A class of a user's."""
+
+    for auto, new in (
+        (AutoModelForSequenceClassification, False),
+        (Own, False),
+        (AutoModelForQuestionAnswering, True),
+    ):
         model, report = auto.from_pretrained(classifier, output_loading_info=True)
         assert ({"classifier.weight", "classifier.bias"} <= {*report["missing_keys"]}) is new
         assert torch.isin(model.classifier.weight, saved["classifier.weight"]).all() == (not new)
