@@ -89,7 +89,7 @@ def spec_class():
         number: float | int = bounded(0.5, "n", above=0, most=1)
         sizes: int | str | tuple = bounded("auto", least=1)
 
-    registry = type(SLOTS["block"])("tasting")
+    registry = type(SLOTS["block"])("tasting", room="blocks")
     return register_in(registry, Tasted, "tasted")
 
 
