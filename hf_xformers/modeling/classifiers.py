@@ -76,7 +76,8 @@ class Classifier(TellsAdapters, XFormerPreTrainedModel):
         chance, the same size."""
         saved = next(iter(self.config.architectures or ()), "")
         head = next((head for head in LABEL_HEADS if saved.endswith(head)), "")
-        if not any(owner.__name__.endswith(head) for owner in type(self).__mro__):
+        other = not any(owner.__name__.endswith(head) for owner in type(self).__mro__)
+        if other and isinstance(self.classifier, LabelLayer):  # quantized ones are loaded as they are
             self.classifier.resize(self.classifier.out_features)
             self._init_weights(self.classifier)
             loading_info.missing_keys |= {"classifier.weight", "classifier.bias"}

@@ -1,5 +1,6 @@
 """What rows become: tags on pieces, labels, choices, splits, files of every kind."""
 
+import itertools
 from contextlib import nullcontext
 
 import numpy as np
@@ -12,7 +13,7 @@ from hf_xformers.data import train_tokenizer
 from hf_xformers.finetuning.options import TaskData, TaskOptions
 from hf_xformers.finetuning.sources import load_rows, read_conll
 from hf_xformers.finetuning.tasks import build_task
-from hf_xformers.finetuning.tasks.base import true_answers
+from hf_xformers.finetuning.tasks.base import _number_first, true_answers
 from tests.finetuning.task_data import classification, regression, sentences, tagging, translation, write_lines
 
 TEXTS = [text for text, _ in sentences(80, 0)]
@@ -239,11 +240,19 @@ def test_texts_of_a_csv_stand_as_they_are_written(tmp_path, name, columns):
             assert list(rows[column]) == [value] * 3
 
 
+def test_a_class_called_nan_stands_behind_numbers():
+    """Wherever it is met: an order that depended on this would differ between processes."""
+    for names in itertools.permutations(["1", "nan", "2", "10"]):
+        assert sorted(names, key=_number_first) == ["1", "2", "10", "nan"]
+
+
 def test_documents_stay_whole(tmp_path):
     """Of translations that have them; a model that reads sentences before a row's own needs them."""
     rows = [{"source": f"line {n}", "target": f"Zeile {n}", "document": f"d{n // 5}"} for n in range(60)]
     path = write_lines(tmp_path / "rows.jsonl", rows)
     task = build_task(TaskOptions("translation"))
+    with pytest.raises(ValueError, match="2"):
+        task.load(TaskData(data=[str(path)], validation_fraction=2.0))
     splits = task.load(TaskData(data=[str(path)], validation_fraction=0.3))
     train, held = ({*splits[name]["document"]} for name in ("train", "validation"))
     assert train and held and not train & held and len(splits["train"]) + len(splits["validation"]) == 60

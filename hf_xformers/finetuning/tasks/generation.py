@@ -257,11 +257,13 @@ class Translation(_Generation):
     default_length = 128
 
     def load(self, source: Any) -> dict[str, Dataset]:
+        from ...data.splitting import check_fraction
         from ..sources import divided, load_rows
 
         languages = (self.options.source_lang, self.options.target_lang)
         if (languages[0] is None) != (languages[1] is None):
             raise ValueError("--source_lang and --target_lang go together; give both")
+        check_fraction(source.validation_fraction)
         texts = [*self.columns_of_text(), *filter(None, languages), "source", "text", "target", "translation"]
         both: Any = None if None in languages else languages
         all_rows: dict[str, Any] = {"validation_fraction": 0.0, "max_train_rows": None, "max_eval_rows": None}
