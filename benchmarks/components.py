@@ -160,7 +160,7 @@ def main() -> None:
         order = list(CASES)
         rows.sort(key=lambda entry: (order.index(entry["component"]), entry["T"]))
         columns = ["slot", "component", "T", "time ratio", "memory ratio"]
-        columns += ["peer", "peer time ratio", "peer memory ratio", "time / peer", "memory / peer"]
+        columns += ["peer", "peer time ratio", "peer memory ratio", "time / peer", "memory / peer", "others busy"]
         note = (
             "A model of one layer (hidden 512, 8 heads, feed-forward eight wide, batch 1), forward + backward, against"
             " the same with dense attention, no position and post-norm layer norm (causal where the case is); peers of"

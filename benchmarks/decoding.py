@@ -108,7 +108,7 @@ def measure(contexts: list[int], tokens: int, rounds: int, piece: int, **size: i
             row = {"model": name, "context": context, "tokens/s": speed[name]}
             row["against dense"] = speed[name] / speed[BASELINE]
             row["cache KiB"] = bytes_held(caches[name]) / 1024
-            row["reading s"] = prefill[name]
+            row |= {"reading s": prefill[name], "others busy": seconds.others_busy}
             rows.append(row)
             print(row, flush=True)
     return rows
@@ -126,7 +126,7 @@ def main() -> None:
     given = parser.parse_args()
     contexts = [int(context) for context in given.contexts.split(",")]
     rows = measure(contexts, given.tokens, given.rounds, given.piece, layers=given.layers, width=given.width)
-    columns = ["model", "context", "tokens/s", "against dense", "cache KiB", "reading s"]
+    columns = ["model", "context", "tokens/s", "against dense", "cache KiB", "reading s", "others busy"]
     note = (
         f"{given.layers} layers, hidden {given.width}, {HEADS} heads, batch 1: {given.tokens} tokens after a context"
         f" that was read in pieces of {given.piece}. `against dense`: ratio of tokens per second, above 1 is faster;"

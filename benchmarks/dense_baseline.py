@@ -80,10 +80,10 @@ def main() -> None:
             row["time ratio"] = ratios(seconds, theirs)[ours]
             row["memory ratio"] = memory[ours] / memory[theirs]
             row["ms"] = 1000 * sorted(seconds[ours])[len(seconds[ours]) // 2]
-            row["peak MiB"] = memory[ours] / 2**20
+            row |= {"peak MiB": memory[ours] / 2**20, "others busy": seconds.others_busy}
             rows.append(row)
             print(row, flush=True)
-    columns = ["model", "against", "T", "time ratio", "memory ratio", "ms", "peak MiB"]
+    columns = ["model", "against", "T", "time ratio", "memory ratio", "ms", "peak MiB", "others busy"]
     note = f"{LAYERS} layers, hidden {WIDTH}, {HEADS} heads, batch 1, forward + backward, attention mask given."
     print(write_results("dense_baseline", rows, columns, "Dense baseline against transformers", note))
 

@@ -27,10 +27,12 @@ import torch
 from measure import write_results
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 
+from hf_xformers.benchmark.measure import Bystanders
 from hf_xformers.cli import main as command
 
 RESULTS = Path(__file__).parent / "results"
 COLUMNS = ["variant", "start", "epochs", "rows", "setting", "accuracy", "mean layers", "of", "time", "majority"]
+COLUMNS += ["others busy"]
 VARIANTS = ("deebert", "pabee", "voting_early_exit", "token_early_exit")
 THRESHOLDS = (0.0, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 0.9, 0.97)
 NOTE = (
@@ -92,8 +94,8 @@ def train(variant: str, args: argparse.Namespace, folder: Path) -> Path:
 
 @torch.no_grad()
 def measured(model: Any, batches: list[dict[str, Any]], tagged: bool) -> dict[str, float]:
-    """Accuracy, mean layers and seconds of the batches."""
-    best = float("inf")
+    """Accuracy, mean layers and seconds of the batches, and how busy others kept the machine meanwhile."""
+    best, bystanders = float("inf"), Bystanders()
     for _ in range(4):  # the first warms up
         right = layers = count = rows = 0.0
         begun = time.process_time()
@@ -111,7 +113,8 @@ def measured(model: Any, batches: list[dict[str, Any]], tagged: bool) -> dict[st
                 count += len(output.logits)
             rows += len(batch["labels"])
         best = min(best, time.process_time() - begun)
-    return {"accuracy": 100 * right / rows, "mean layers": layers / count, "seconds": best}
+    found = {"accuracy": 100 * right / rows, "mean layers": layers / count, "seconds": best}
+    return {**found, "others busy": bystanders.busy()}
 
 
 def batches_of(

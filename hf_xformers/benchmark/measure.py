@@ -19,6 +19,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -38,14 +39,23 @@ def machine(device: str | None = None) -> dict[str, Any]:
     one."""
     import transformers
 
-    processor = platform.processor() or platform.machine()
     return {
-        "device": torch.cuda.get_device_name() if on_cuda(device) else processor,
+        "device": torch.cuda.get_device_name() if on_cuda(device) else _processor(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),
     }
+
+
+def _processor() -> str:
+    """The processor's name, which `platform` has on Windows and macOS alone."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()
 
 
 def on_cuda(device: str | None) -> bool:

@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import datetime
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..core.saved_files import write_text
 from ..hub.result_tables import parted
+
+DAY = "measured"  # column of the files in JSON
 
 
 def table(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> str:
@@ -54,9 +57,27 @@ def about(machine: Mapping[str, Any], dtype: str = "float32 unless said") -> str
     )
 
 
-def write_json(path: Path, content: Any) -> None:
-    """Results as they are stored: a killed run leaves the old file or the new one."""
-    write_text(path, json.dumps(content, indent=1) + "\n")
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Results as they are stored, each row with the day on which it was `measured`: today, unless the file has the
+    row already. A killed run leaves the old file or the new one."""
+    known = _days(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
+    today = datetime.date.today().isoformat()
+    dated = {name: [{**row, DAY: known.get(_key(row), today)} for row in rows] for name, rows in _tables(content)}
+    write_text(path, json.dumps({**content, **dated}, indent=1) + "\n")
+
+
+def _tables(content: Mapping[str, Any]) -> Iterator[tuple[str, list[Mapping[str, Any]]]]:
+    for name, rows in content.items():
+        if isinstance(rows, list) and all(isinstance(row, Mapping) for row in rows):
+            yield name, rows
+
+
+def _key(row: Mapping[str, Any]) -> str:
+    return json.dumps({column: value for column, value in row.items() if column != DAY}, sort_keys=True)
+
+
+def _days(content: Mapping[str, Any]) -> dict[str, str]:
+    return {_key(row): row[DAY] for _, rows in _tables(content) for row in rows if DAY in row}
 
 
 def write_results(

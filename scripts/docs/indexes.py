@@ -54,12 +54,11 @@ def measured() -> str:
     rows = []
     for name, content in results.files().items():
         machine = content.get("machine", {})
-        where = machine.get("device", "")
         rows.append(
             {
                 "what": f"[{results.said(name)[0]}]({name}.md)",
                 "rows": sum(map(len, results.tables_of(name).values())),
-                "measured on": "one CPU core" if where == "x86_64" else where,
+                "measured on": "one CPU core" if machine.get("threads") == 1 else machine.get("device", ""),
             }
         )
     return page(

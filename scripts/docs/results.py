@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import json
 import re
-import subprocess
 from collections.abc import Callable, Container, Iterator
 from textwrap import indent
 from typing import Any
 
+from hf_xformers.benchmark.tables import DAY
 from hf_xformers.hub.result_tables import ResultTable, parted, result_tables
 
 from . import catalog
@@ -30,6 +30,7 @@ MEANINGS = {
     "memory ratio": "peak memory by that of dense attention: below 1 is less",
     "ms": "milliseconds of a step, forward and backward",
     "peak MiB": "peak memory of a step, in MiB",
+    DAY: "on which day",
     "others busy": "how many of the machine's processors other programs kept busy: above 0.2 ratios may be too high",
     "peer time ratio": "the other implementation's time by dense attention's",
     "peer memory ratio": "the other implementation's peak memory by dense attention's",
@@ -96,14 +97,10 @@ def said(name: str) -> tuple[str, str]:
     return title.removeprefix("# ").strip(), "\n\n".join(notes)
 
 
-@functools.cache
-def last_written(name: str) -> str:
-    """The day of the commit that last changed a result file; empty where this is no checkout."""
-    command = ["git", "log", "-1", "--format=%cs", "--", str(FOLDER / f"{name}.json")]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return ""
+def days(name: str) -> str:
+    """When the rows of a file were measured: the first day and the last."""
+    known = sorted({str(row[DAY]) for rows in tables_of(name).values() for row in rows if DAY in row})
+    return " to ".join(dict.fromkeys([known[0], known[-1]])) if known else ""
 
 
 def pages() -> Pages:
@@ -117,7 +114,7 @@ def overview() -> str:
     for name in files():
         title, _ = said(name)
         count = sum(map(len, tables_of(name).values()))
-        rows.append({"what": link(title, INDEX, page_of(name)), "rows": count, "last written": last_written(name)})
+        rows.append({"what": link(title, INDEX, page_of(name)), "rows": count, DAY: days(name)})
     return page(
         "Results",
         "Everything that was measured, as it is committed: each page is made from one JSON file, no figure is typed by"
@@ -161,7 +158,7 @@ def _machine(name: str) -> str:
         "torch": machine.get("torch"),
         "transformers": machine.get("transformers"),
         "Python": machine.get("python"),
-        "last written": last_written(name) or None,
+        DAY: days(name) or None,
     }
     told = ", ".join(f"{key} {value}" for key, value in facts.items() if value is not None)
     source = f"[`{name}.json`]({REPOSITORY}/blob/main/benchmarks/results/{name}.json)"

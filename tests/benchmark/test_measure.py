@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
 import subprocess
@@ -10,6 +11,7 @@ import textwrap
 import time
 import warnings
 from collections import namedtuple
+from datetime import date
 from types import SimpleNamespace
 
 import psutil
@@ -26,6 +28,7 @@ from hf_xformers.benchmark.measure import (
     process_status,
     ratios,
 )
+from hf_xformers.benchmark.tables import write_json
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="resident sizes come from /proc")
 MIB = 2**20
@@ -115,6 +118,14 @@ def test_ratio_is_the_median_of_pairs_not_the_ratio_of_medians():
 
 def test_machine_says_where():
     assert {"device", "threads", "torch", "transformers", "python"} <= set(machine("cpu"))
+
+
+def test_a_row_keeps_the_day_on_which_it_was_measured(tmp_path):
+    path, before = tmp_path / "made.json", {"case": "a", "ms": 1.5}
+    path.write_text(json.dumps({"rows": [{**before, "measured": "2020-01-31"}, {"case": "b", "ms": 2.5}]}))
+    write_json(path, {"machine": {}, "rows": [before, {"case": "b", "ms": 2.75}]})
+    first, second = json.loads(path.read_text())["rows"]
+    assert first == {**before, "measured": "2020-01-31"} and second["measured"] == date.today().isoformat()
 
 
 def allocating(mib):
