@@ -77,6 +77,3 @@ def check_members(configs: dict[str, Any], members: Sequence[str]) -> None:
                 f"a fusion reads what adapters add after the feed-forward of layers that are the same for all, and"
                 f" {name!r} has {what}; train it with kind 'pfeiffer' and the norms left alone"
             )
-
-
-__all__ = ["Fusion", "FusionConfig", "check_members"]

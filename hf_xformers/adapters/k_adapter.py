@@ -197,6 +197,3 @@ def count_layers(model: Any, tower: Any) -> int:
             " take Houlsby's or Pfeiffer's adapters"
         )
     return len(seen)
-
-
-__all__ = ["KAdapter", "KAdapterConfig", "SideHooks", "check_encoder", "count_layers"]

@@ -42,6 +42,3 @@ def merge_adapter(model: Any) -> Any:
             " it next to its base, or train LoRA, which can"
         )
     return copy.deepcopy(model).merge_and_unload()
-
-
-__all__ = ["merge_adapter"]

@@ -312,15 +312,3 @@ def _is_after_norm(frame: nn.Module, config: AdapterConfig) -> bool:
     from ..normalization.residual import PostNorm
 
     return config.kind == "pfeiffer" and isinstance(frame, PostNorm)
-
-
-__all__ = [
-    "activate",
-    "active_adapter",
-    "adapter_names",
-    "add_adapter",
-    "add_fusion",
-    "load_adapter",
-    "remove_adapter",
-    "save_adapter",
-]

@@ -291,6 +291,3 @@ class BPTransformerSpec(AttentionSpec):
 
     def build(self, config, **where) -> BPTransformerAttention:
         return BPTransformerAttention(config, self, **where)
-
-
-__all__ = ["BPTransformerAttention", "BPTransformerSpec"]

@@ -98,6 +98,3 @@ class CrossLayerSpec(DenseSpec):
 
     def build(self, config, **where) -> CrossLayerAttention:
         return CrossLayerAttention(config, self, **where)
-
-
-__all__ = ["CrossLayerAttention", "CrossLayerSpec", "SharedKeys"]

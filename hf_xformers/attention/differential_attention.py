@@ -102,6 +102,3 @@ class DifferentialSpec(DenseSpec):
 
     def build(self, config, **where) -> DifferentialAttention:
         return DifferentialAttention(config, self, **where)
-
-
-__all__ = ["DifferentialAttention", "DifferentialSpec"]

@@ -134,6 +134,3 @@ class MobaSpec(AttentionSpec):
 
     def build(self, config, **where) -> MobaAttention:
         return MobaAttention(config, self, **where)
-
-
-__all__ = ["MobaAttention", "MobaSpec", "block_means", "places_of", "summary_layer"]

@@ -202,6 +202,3 @@ class LatentSpec(DenseSpec):
 
     def build(self, config, **where) -> LatentAttention:
         return LatentAttention(config, self, **where)
-
-
-__all__ = ["LatentAttention", "LatentSpec"]

@@ -181,6 +181,3 @@ class NativeSparseSpec(AttentionSpec):
 
     def build(self, config, **where) -> NativeSparseAttention:
         return NativeSparseAttention(config, self, **where)
-
-
-__all__ = ["NativeSparseAttention", "NativeSparseSpec"]

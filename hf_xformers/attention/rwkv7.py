@@ -162,6 +162,3 @@ class RWKV7Spec(RecurrentSpec):
 
     def build(self, config, **where) -> RWKV7Attention:
         return RWKV7Attention(config, self, **where)
-
-
-__all__ = ["FirstValues", "RWKV7Attention", "RWKV7Spec"]

@@ -259,6 +259,3 @@ class SlidingWindowSpec(BlockSparseSpec):
 
     def build(self, config, **where) -> SlidingWindowAttention:
         return SlidingWindowAttention(config, self, **where)
-
-
-__all__ = ["SinkWindowLayer", "SlidingWindowAttention", "SlidingWindowSpec"]

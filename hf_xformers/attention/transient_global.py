@@ -255,6 +255,3 @@ class TransientGlobalSpec(BlockSparseSpec):
 
     def build(self, config, **where) -> TransientGlobalAttention:
         return TransientGlobalAttention(config, self, **where)
-
-
-__all__ = ["Blocks", "TransientGlobalAttention", "TransientGlobalSpec", "blocks_of_text"]

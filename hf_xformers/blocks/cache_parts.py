@@ -151,13 +151,3 @@ class SeveralAttentionsLayer(XFormerLayer):
         if entry.name in self.further:
             past_key_values = part_of_cache(past_key_values, entry.name)
         return super().run_entered(entry, entered, context, memory, past_key_values, step)
-
-
-__all__ = [
-    "CellCacheLayer",
-    "PartsCacheLayer",
-    "SeveralAttentionsLayer",
-    "StatePartsCacheLayer",
-    "WindowPartsCacheLayer",
-    "part_of_cache",
-]

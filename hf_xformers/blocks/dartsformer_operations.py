@@ -77,6 +77,3 @@ def build_operation(config: Any, name: str, parts: int, where: str, layer_idx: i
 def build_frame(config: Any, parts: int, layer_idx: int) -> nn.Module:
     """LN(x + o(x)) of an operation, or whatever the config's residual makes of it."""
     return config.residual.build(part_of(config, parts), scale=1.0, layer_idx=layer_idx, siblings=[])
-
-
-__all__ = ["CANDIDATES", "CONVOLUTIONS", "CROSS", "DYNAMIC", "NOTHING", "build_frame", "build_operation", "part_of"]

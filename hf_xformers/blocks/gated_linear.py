@@ -20,6 +20,3 @@ class GatedLinear(Sublayer):
 
     def forward(self, hidden_states: Tensor, context: Call, **given: Any) -> SublayerOutput:
         return SublayerOutput(self.up_proj(hidden_states) * torch.sigmoid(self.gate_proj(hidden_states)))
-
-
-__all__ = ["GatedLinear"]

@@ -65,6 +65,3 @@ def check_reshaped(name: str, config: Any, part: Any) -> None:
         )
     if changed:
         config.attention.check(part)
-
-
-__all__ = ["check_reshaped", "reshaped"]

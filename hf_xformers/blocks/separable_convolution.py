@@ -117,6 +117,3 @@ class SeparableConvolutionBlockSpec(BlockSpec):
 
     def build(self, config, **where) -> SeparableConvolutionLayer:
         return SeparableConvolutionLayer(config, self, **where)
-
-
-__all__ = ["SeparableConvolution", "SeparableTransition"]

@@ -95,6 +95,3 @@ class TokenConvolution(WindowSublayer):
         if literal:
             kernels = kernels.expand(*inner.shape[:2], -1, -1)
         return SublayerOutput(self.down_proj(convolve(states, kernels)))
-
-
-__all__ = ["TokenConvolution", "TokenConvolutionForm"]

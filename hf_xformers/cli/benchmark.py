@@ -415,6 +415,3 @@ def _show(comparison: Comparison) -> None:
         names = ("", "shape", "task", "accuracy", "chance", "loss", "seconds", "status")
         rows = ([row.get(column, "") for column in columns] for row in quality)
         print_table(f"held out, after {comparison.settings.training.steps} steps", names, rows)
-
-
-__all__ = ["make_parser", "read_entries", "read_settings", "run"]

@@ -201,6 +201,3 @@ def task_of(teacher: Any) -> dict[str, Any]:
     from ..finetuning.trained import open_trained
 
     return {"task": open_trained(str(teacher)).task.id}
-
-
-__all__ = ["make_parser", "method_options", "run", "student_options", "task_of"]

@@ -85,6 +85,3 @@ def make_parser(first_look: Mapping[str, Any]) -> Parser:
         ),
         description=_DESCRIPTION,
     )
-
-
-__all__ = ["make_parser", "run"]

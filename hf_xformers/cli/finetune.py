@@ -200,6 +200,3 @@ def adapter_lines(folder: str, summary: Mapping[str, Any]) -> list[str]:
 
     kind: Kind = BOTTLENECK if summary["peft"] in BOTTLENECKS else PEFT
     return read_adapter(Path(folder).expanduser(), kind, summary["init_from"]).use(folder, local=True)
-
-
-__all__ = ["GROUPS", "make_parser", "model_options", "run"]

@@ -102,6 +102,3 @@ def _text(value: Any) -> str:
     if isinstance(value, str):
         return value
     return "none" if value is None else json.dumps(value)
-
-
-__all__ = ["file_tokens", "take_file"]

@@ -109,6 +109,3 @@ def _parsed(argv: Sequence[str], options: type, command: str, description: str) 
         datasets.disable_progress_bars()
         disable_progress_bar()
     return wanted
-
-
-__all__ = ["beside_baseline", "run", "run_evaluation"]

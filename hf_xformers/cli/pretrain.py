@@ -265,6 +265,3 @@ def row_facts(figures: Mapping[str, Any]) -> dict[str, str]:
             facts[f"{name} accuracy (held out)"] = share_text(figures[f"{kind}_accuracy"])
             facts[f"... of always the most frequent {name} label"] = share_text(figures[f"baseline_{kind}_accuracy"])
     return facts
-
-
-__all__ = ["GROUPS", "make_parser", "model_options", "run"]

@@ -85,6 +85,3 @@ def make_parser(first_look: Mapping[str, Any]) -> Parser:
     parser.set_defaults(**defaults, disable_tqdm=not sys.stderr.isatty())
     parser.set_defaults(load_best_model_at_end=False)
     return parser
-
-
-__all__ = ["make_parser", "run"]

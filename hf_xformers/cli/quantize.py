@@ -93,6 +93,3 @@ def make_parser(first_look: Mapping[str, Any]) -> Parser:
             action.required = False
             action.help = f"{action.help} Default: the model's."
     return parser
-
-
-__all__ = ["make_parser", "run"]

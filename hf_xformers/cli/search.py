@@ -79,6 +79,3 @@ def make_parser(first_look: Mapping[str, Any]) -> Parser:
     parser.set_defaults(**training_defaults(size), disable_tqdm=not sys.stderr.isatty())
     add_model_options(parser, config_class(look("variant") or "dartsformer"))
     return parser
-
-
-__all__ = ["make_parser", "run"]

@@ -178,6 +178,3 @@ def report(summary: Mapping[str, Any], folder: str) -> None:
         "saved in": ", ".join(f"{folder}/{name}" for name in summary["tasks"]),
     }
     print_facts("fine-tuned", facts)
-
-
-__all__ = ["report", "run_several", "split_file", "split_tasks"]

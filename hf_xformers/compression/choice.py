@@ -128,6 +128,3 @@ class Pruning:
                 raise ValueError("--gate_penalty and --gate_learning_rate must be above 0")
         if self.layers is not None and (self.keep_layers is not None or self.by is not None):
             raise ValueError("--layers says which stay; leave out --keep_layers and --by")
-
-
-__all__ = ["BY", "OWN", "Pruning"]

@@ -442,6 +442,3 @@ def distill(
 ) -> tuple[dict[str, Any], tuple[Row, Row]]:
     """[`Distiller`] in one call; what `hf-xformers distill` does."""
     return Distiller(choice, method, source, args, **options).run()
-
-
-__all__ = ["FILE", "STUDENT", "Distiller", "distill"]

@@ -47,6 +47,3 @@ class OnText:
     block_size: int | None = field(
         default=None, metadata={"help": "Tokens of a model input. Default: that of the teacher's training."}
     )
-
-
-__all__ = ["Distilling", "OnText"]

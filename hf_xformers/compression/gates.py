@@ -129,6 +129,3 @@ class GatedHeads:
 
 def _gate(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return (getattr(module, _NAME)(args[0]), *args[1:])
-
-
-__all__ = ["GatedHeads", "HeadGates"]

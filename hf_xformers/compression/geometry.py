@@ -159,17 +159,3 @@ def distance(first: PreTrainedModel, second: PreTrainedModel) -> float:
 def agree(first: PreTrainedModel, second: PreTrainedModel) -> bool:
     """Whether two models compute the same, up to rounding."""
     return distance(first, second) <= _TOLERANCE
-
-
-__all__ = [
-    "agree",
-    "built",
-    "config_with",
-    "distance",
-    "first_output",
-    "own_layers",
-    "probe",
-    "remade",
-    "tower_fields",
-    "towers_of",
-]

@@ -347,17 +347,3 @@ def alike_by_tower(model: PreTrainedModel, layers: Sequence[HeadLayer]) -> dict[
         except ValueError:
             found[tower_name] = "counts"
     return found
-
-
-__all__ = [
-    "HeadLayer",
-    "Kept",
-    "agree_with_gates",
-    "alike_by_tower",
-    "gated",
-    "head_layers",
-    "prune_heads",
-    "times_gates",
-    "whole",
-    "why_not",
-]

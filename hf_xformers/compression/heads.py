@@ -115,6 +115,3 @@ def softmax_scores(module: Attention, query: Tensor, key: Tensor, context: Call)
         scores = module.spec.score_cap * torch.tanh(scores / module.spec.score_cap)
     bias = context.state(DenseBias)
     return scores if bias is None else scores + bias.matrix
-
-
-__all__ = ["Heads", "has_scores", "heads_of", "self_attentions", "softmax_scores"]

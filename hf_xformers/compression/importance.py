@@ -263,14 +263,3 @@ def _real(batch: Batch, *, decodes: bool) -> Any:
 
 def _side(model: PreTrainedModel, tower: XFormerTower) -> str:
     return next(name for name, module in model.named_modules() if module is tower)
-
-
-__all__ = [
-    "Importance",
-    "head_importance",
-    "layer_angles",
-    "layer_losses",
-    "least_important",
-    "normalised",
-    "skipped",
-]

@@ -70,6 +70,3 @@ def copied(choice: str, student: int, teacher: int) -> list[int]:
             " --student.num_hidden_layers out"
         )
     return numbers
-
-
-__all__ = ["check_depth", "copied", "patient", "uniform"]

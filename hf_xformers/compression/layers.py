@@ -145,6 +145,3 @@ def least_important_layers(losses: Sequence[float], keep: int) -> list[int]:
     highest; of equal ones the first."""
     order = sorted(range(len(losses)), key=lambda index: (-losses[index], index))
     return sorted(order[:keep])
-
-
-__all__ = ["choose_layers", "layer_number", "least_important_layers", "prune_layers"]

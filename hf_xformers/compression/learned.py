@@ -164,6 +164,3 @@ def _train_text(
     )
     preparation = Preparation(model, text_data(choice.model, choice.data), args, objective_fields=fields)
     train(preparation.run(), args, callbacks, adapters=insertion)
-
-
-__all__ = ["KEPT", "GatesInTraining", "MasksInTraining", "kept_heads", "train"]

@@ -41,6 +41,3 @@ def teacher_pass(
         heads = contextlib.nullcontext({})  # type: ignore[assignment]
     with torch.no_grad(), heads as theirs:
         return teacher(**given, **asked(method)), theirs
-
-
-__all__ = ["asked", "own_heads", "teacher_pass"]

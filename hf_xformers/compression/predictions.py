@@ -131,13 +131,3 @@ def _answers(
             own, taught = (x.masked_fill(~mask.bool(), -1e4) for x in (own, taught))
         found.append(divergence(own, taught, temperature).mean())
     return torch.stack(found).mean()
-
-
-__all__ = [
-    "chosen_tokens",
-    "label_divergence",
-    "prediction_loss",
-    "softened_cross_entropy",
-    "softened_divergence",
-    "widened",
-]

@@ -166,15 +166,3 @@ def _outputs(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
 
 def _relative(found: Tensor, right: Tensor) -> float:
     return float((found - right).square().sum() / right.square().sum().clamp(min=1e-30))
-
-
-__all__ = [
-    "SMALLEST",
-    "Split",
-    "kind_of",
-    "linear_modules",
-    "named_by_components",
-    "outside",
-    "output_errors",
-    "split",
-]

@@ -284,16 +284,3 @@ def _by_kind(kept: dict[str, str]) -> dict[str, str]:
 def quantize(choice: Quantizing, output_dir: str | Path, **options: Any) -> tuple[Split, Row, Row]:
     """[`Quantizer`] in one call; what `hf-xformers quantize` does."""
     return Quantizer(choice, output_dir, **options).run()
-
-
-__all__ = [
-    "TRAINED",
-    "FakeQuantized",
-    "Quantizer",
-    "Quantizing",
-    "quantize",
-    "quantize_module",
-    "recipe",
-    "refuse_quantized_source",
-    "torchao",
-]

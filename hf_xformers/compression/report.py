@@ -373,23 +373,3 @@ def read_steps(folder: str | Path) -> list[dict[str, Any]]:
     if not isinstance(steps, list):
         raise ValueError(f"{str(path)!r} is no account of a compression; remove it, or copy it again")
     return steps
-
-
-__all__ = [
-    "FILE",
-    "Measuring",
-    "MeasuringOfTask",
-    "Row",
-    "compare",
-    "count",
-    "measure",
-    "open_model",
-    "read_steps",
-    "refuse_adapter",
-    "refuse_any_adapter",
-    "refuse_processes",
-    "seconds_by_turns",
-    "size_on_disk",
-    "table",
-    "write_table",
-]

@@ -129,6 +129,3 @@ def _without_figures(summary: Mapping[str, Any]) -> dict[str, Any]:
     figures = (*names, "floor_")  # which began the names of baselines in 0.1.0
     kept = ("eval_streams", "test_rows")
     return {key: value for key, value in summary.items() if key in kept or not key.startswith(figures)}
-
-
-__all__ = ["save_rest", "task_data", "text_data", "training_batches"]

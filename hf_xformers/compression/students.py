@@ -301,15 +301,3 @@ def refuse_other_vocabulary(student: Any, teacher: Any, names: tuple[str, str]) 
         f" --tokenizer {names[1]}), or, where texts are classified, compare these predictions alone (--store_teacher"
         " --method distilbert --method.cosine_weight 0)"
     )
-
-
-__all__ = [
-    "FROM_SCRATCH",
-    "FROM_TEACHER",
-    "Student",
-    "StudentChoice",
-    "build_student",
-    "copy_tensors",
-    "reduced_config",
-    "refuse_other_vocabulary",
-]

@@ -137,6 +137,3 @@ def _laid_out(name: str, parts: list[Tensor], mask: Tensor | None) -> Tensor:
     for place, part in enumerate(parts):
         out[place, mask[place].bool().cpu()] = part
     return out
-
-
-__all__ = ["FOLDER", "StoredOutputs", "refuse_storing"]

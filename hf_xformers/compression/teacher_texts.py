@@ -135,6 +135,3 @@ def _ended(made: Tensor, tokenizer: Any) -> Iterator[list[int]]:
 
 def _pad(tokenizer: Any) -> Any:
     return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-
-
-__all__ = ["FILE", "written_rows"]

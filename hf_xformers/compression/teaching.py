@@ -184,6 +184,3 @@ def _check_heads(
                 f"method {method.type!r} compares attention, of which {name!r} of the {who} hands out no"
                 f" {' and '.join(method.attention)}; take --method distilbert, pkd or sequence_level"
             )
-
-
-__all__ = ["PROJECTIONS", "ROW", "Teaching", "probe"]

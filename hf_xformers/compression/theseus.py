@@ -146,6 +146,3 @@ class ReplacingSchedule(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.replacing.rate = self.replacing.method.rate(state.global_step / max(1, state.max_steps))
-
-
-__all__ = ["Replacing", "ReplacingSchedule"]

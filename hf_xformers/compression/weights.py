@@ -184,18 +184,3 @@ def take_masks(weights: Mapping[str, nn.Linear]) -> None:
     for module in weights.values():
         if parametrize.is_parametrized(module, "weight"):
             parametrize.remove_parametrizations(module, "weight", leave_parametrized=True)
-
-
-__all__ = [
-    "MagnitudeMask",
-    "MovementMask",
-    "apply_masks",
-    "check_sparsity",
-    "cubic",
-    "magnitude_masks",
-    "prunable_weights",
-    "put_masks",
-    "take_masks",
-    "top_mask",
-    "two_of_four",
-]

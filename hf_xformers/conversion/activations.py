@@ -65,6 +65,3 @@ def activation(spec: Spec) -> tuple[str, bool]:
             if build_spec("feedforward", {**entry, "bias": bias}) == spec:
                 return name, gated
     raise ValueError(f"transformers has no counterpart of the feed-forward component {shown(spec)}.")
-
-
-__all__ = ["activation", "activation_name", "feedforward"]

@@ -270,6 +270,3 @@ def distance_buckets(old: Part, new: Part) -> dict[str, Derived]:
     sums = biases.new_zeros(new.tensors[name].shape).index_add_(0, after, biases)
     counts = torch.bincount(after, minlength=new.spec.num_buckets).clamp(min=1)
     return {name: Derived((sums / counts[:, None]).to(table.dtype), (name,), "mean over each bucket's distances")}
-
-
-__all__ = ["Derived", "Part", "derive", "derives", "regrouped"]

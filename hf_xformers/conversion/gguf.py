@@ -66,6 +66,3 @@ def _read(auto: Any, source: str | Path, gguf_file: str, **options: Any) -> Any:
     except Exception as error:  # of whichever part of transformers reads it
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(":.")
         raise ValueError(f"transformers cannot read the GGUF file {gguf_file!r} of {name!r}: {reason}.") from error
-
-
-__all__ = ["gguf_config", "unpacked"]

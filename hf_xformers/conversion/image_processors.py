@@ -68,6 +68,3 @@ def _as_kind(kind: Any, processor: Any) -> Any:
     settings = processor.to_dict()
     settings.pop("image_processor_type")
     return kind.from_dict(settings)
-
-
-__all__ = ["open_image_processor", "reads_images", "save_image_processor"]

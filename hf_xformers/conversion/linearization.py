@@ -139,6 +139,3 @@ def read_linearization(folder: str | Path) -> Linearization | None:
         return Linearization(**content, stages=stages)
     except (TypeError, KeyError):
         raise ValueError(f"{str(path)!r} is no account of a linearization; remove it, or copy it again") from None
-
-
-__all__ = ["FILE", "TITLES", "Linearization", "StageRecord", "read_linearization", "spans"]

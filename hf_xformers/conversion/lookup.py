@@ -102,6 +102,3 @@ def _says(converter: Converter, config: XFormerConfig) -> bool:
     except ValueError:
         return False
     return True
-
-
-__all__ = ["converter_back", "converter_for"]

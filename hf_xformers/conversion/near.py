@@ -25,6 +25,3 @@ def nearest(model_type: str, known: Iterable[str]) -> list[str]:
 def _fields(model_type: str) -> set[str]:
     inherited = {field.name for field in dataclasses.fields(PreTrainedConfig)}
     return {field.name for field in dataclasses.fields(CONFIG_MAPPING[model_type])} - inherited
-
-
-__all__ = ["nearest"]

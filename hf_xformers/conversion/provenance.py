@@ -95,6 +95,3 @@ def carry_provenance(source: str | None, folder: Path) -> None:
         write_json(folder / FILE, read_object(place))
     else:  # of another model that was here
         (folder / FILE).unlink(missing_ok=True)
-
-
-__all__ = ["FILE", "Provenance", "carry_provenance", "read_provenance", "write_provenance"]

@@ -23,6 +23,3 @@ def quiet(*, bars: bool = False) -> Iterator[None]:
         logging.set_verbosity(level)
         if bar:
             logging.enable_progress_bar()
-
-
-__all__ = ["quiet"]

@@ -136,6 +136,3 @@ def refuse_weights(name: str, local: Path) -> None:
 
 def _has_weights(local: Path) -> bool:
     return any((local / file).is_file() for name in WEIGHTS for file in (name, f"{name}.index.json"))
-
-
-__all__ = ["refuse_adapter", "refuse_config", "refuse_loaded", "refuse_place", "refuse_quantized", "refuse_weights"]

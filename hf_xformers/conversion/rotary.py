@@ -83,6 +83,3 @@ def rotary_of(config: XFormerConfig, layout: str = "half") -> RotarySpec:
             f" rotary position of layout {layout!r}."
         )
     return spec
-
-
-__all__ = ["rope_parameters", "rotary_of", "rotation_fields"]

@@ -123,6 +123,3 @@ def _modules(path: Path) -> list[dict[str, Any]]:
             " download it again, or remove it to convert the model alone"
         )
     return modules
-
-
-__all__ = ["MODULES", "SentenceFiles", "model_place", "open_sentence_files"]

@@ -105,6 +105,3 @@ def factorised_heads(old: Part, new: Part) -> dict[str, Derived]:
             named = ("q_proj.bias", "k_proj.weight")
             derived["content_proj.weight"] = Derived(content.to(dtype), named, "biases of queries on keys")
     return derived
-
-
-__all__ = ["relative_error", "shared_factors"]

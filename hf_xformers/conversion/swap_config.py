@@ -208,15 +208,3 @@ def changed_slots(before: XFormerConfig, after: XFormerConfig) -> dict[str, tupl
     old, new = before.to_dict(), after.to_dict()
     names = [*SLOTS, "max_position_embeddings", "num_key_value_heads", "decoder", "per_layer_config"]
     return {name: (old.get(name), new.get(name)) for name in names if old.get(name) != new.get(name)}
-
-
-__all__ = [
-    "LAYERED",
-    "SWAPPABLE",
-    "Layers",
-    "layer_numbers",
-    "changed_slots",
-    "settings_left_behind",
-    "shared_settings",
-    "swapped_config",
-]

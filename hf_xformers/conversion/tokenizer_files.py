@@ -60,6 +60,3 @@ def _own_tokenizer_code(settings: Path) -> bool:
         return bool(read_object(settings).get("auto_map"))
     except (OSError, ValueError):
         return False
-
-
-__all__ = ["open_tokenizer"]

@@ -82,6 +82,3 @@ def word_tokenizer(path: Path) -> Any:
         made.normalizer = normalizers.Lowercase()
     special = {"eos_token": "<eos>"} if "<eos>" in words else {}
     return PreTrainedTokenizerFast(tokenizer_object=made, unk_token=unknown, **special)
-
-
-__all__ = ["read_words", "word_file", "word_tokenizer"]

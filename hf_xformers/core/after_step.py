@@ -61,6 +61,3 @@ def _tell(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for module in modules:
             if id(module.leader()) in stepped:
                 module.after_step()
-
-
-__all__ = ["StepFollower"]

@@ -44,6 +44,3 @@ def features_of(config: Any) -> tuple[CallFeature, ...]:
     specs = [config.stack, *(layer.attention for layer in config.layer_configs())]
     found = [spec.call_feature(config) for spec in specs if isinstance(spec, HasCallFeature)]
     return tuple({type(feature): feature for feature in found}.values())
-
-
-__all__ = ["CallFeature", "HasCallFeature", "features_of"]

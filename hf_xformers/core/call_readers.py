@@ -139,14 +139,3 @@ def reader_of_call(cache: Any) -> CallReader | None:
     if _reader is None and sharding_in_force():
         return ShardedRows()
     return _reader
-
-
-__all__ = [
-    "CallReader",
-    "ShardedRows",
-    "check_sharding",
-    "read_by",
-    "reader_of_call",
-    "sharding_in_force",
-    "why_not_context_parallel",
-]

@@ -157,17 +157,3 @@ def rows_of_mean(loss_of: Callable[[Tensor, Tensor], Tensor], logits: Tensor, la
     losses = [loss_of(labels[row : row + 1], logits[row : row + 1]) for row in range(count)]
     found = torch.stack(losses) / count
     return RowLosses(found, torch.full_like(found, 1 / count))
-
-
-__all__ = [
-    "LOG_PROBS",
-    "ChoiceLogProbs",
-    "ChoiceLoss",
-    "ChoiceSettings",
-    "ChoosingSpec",
-    "RowLosses",
-    "build_choice_loss",
-    "joint",
-    "rows_of_mean",
-    "token_rows",
-]

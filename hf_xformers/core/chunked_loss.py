@@ -108,6 +108,3 @@ def takes_chunks(logits: Tensor) -> bool:
         return False
     half = logits.dtype in (torch.bfloat16, torch.float16)
     return half or (logits.dtype == torch.float32 and logits.numel() > _LARGE)
-
-
-__all__ = ["ChunkedCrossEntropy", "ChunkedDivergence", "divergence_of_chosen", "takes_chunks"]

@@ -179,15 +179,3 @@ def strict_config(cls: Any) -> None:
     cls.__init__ = translated(cls.__init__)
     # A dataclass compares fields, which cannot be read off a config whose layers differ.
     cls.__eq__ = lambda self, other: type(other) is type(self) and other.to_dict() == self.to_dict()
-
-
-__all__ = [
-    "check_base_fields",
-    "check_geometry",
-    "check_layer_fields",
-    "layers_with_specs",
-    "refuse_typos",
-    "refuse_unknown",
-    "strict_config",
-    "with_specs",
-]

@@ -135,17 +135,3 @@ def info_nce(scores: Tensor, own: Tensor, there: Tensor) -> Tensor:
 
 def _wide(scores: Tensor) -> Tensor:
     return scores if scores.dtype == torch.float64 else scores.float()
-
-
-__all__ = [
-    "Matches",
-    "absent",
-    "draw_answers",
-    "info_nce",
-    "match",
-    "nce_loss",
-    "negative_sampling_loss",
-    "ranking_loss",
-    "softmax_loss",
-    "unigram_noise",
-]

@@ -57,6 +57,3 @@ def rows_of_processes(rows: Tensor, there: Tensor) -> tuple[Tensor, Tensor, int]
     both = torch.cat([rows, there[:, None].to(rows.dtype)], dim=1)
     found = sum_over_processes(torch.nn.functional.pad(both, (0, 0, before, after)))
     return found[:, :-1], found[:, -1] > 0, before
-
-
-__all__ = ["num_processes", "process_number", "rows_of_processes", "sum_over_processes"]

@@ -106,6 +106,3 @@ def _module_on(module: nn.Module, device: torch.device) -> nn.Module:
     inner = {name: None if part is None else _module_on(part, device) for name, part in module._modules.items()}
     twin.__dict__.update(_parameters={}, _buffers={}, _modules=inner, **own)
     return twin
-
-
-__all__ = ["Elsewhere", "Moved", "context_on", "result_on"]

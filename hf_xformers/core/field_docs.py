@@ -30,6 +30,3 @@ def meanings(cls: type) -> dict[str, str]:
                 for name in re.split(r",\s", head[1]):
                     found.setdefault(name, re.sub(r"(?<!\.)[.;]$", "", meaning))
     return found
-
-
-__all__ = ["meanings"]

@@ -34,6 +34,3 @@ def _numbers(parameter: Tensor) -> list[Tensor]:
         return [parameter]
     parts = [getattr(parameter, name) for name in names]
     return [part for part in parts if part is not None and part.is_floating_point()]
-
-
-__all__ = ["refuse_non_finite"]

@@ -28,6 +28,3 @@ def refuse_alone(options: Any, names: Iterable[str], company: str) -> None:
     for name in names:
         if name in given:
             raise ValueError(f"--{name} {given[name]} has no effect without {company}; give both, or leave it out")
-
-
-__all__ = ["changed", "refuse_alone"]

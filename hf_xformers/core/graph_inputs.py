@@ -5,5 +5,3 @@
 UNREACHABLE, GRAPH_TOKEN = -1, -2
 # `edge_paths`: the path has ended.
 NO_EDGE = -1
-
-__all__ = ["GRAPH_TOKEN", "NO_EDGE", "UNREACHABLE"]

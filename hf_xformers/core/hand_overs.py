@@ -112,6 +112,3 @@ def check_hand_overs(config: Any, slots: Iterable[str]) -> None:
                 raise ValueError(between.not_given.format(giver=giver.type, reader=spec.type))
         if what in giver.gives and what not in reader.reads and between.not_read is not None:
             raise ValueError(between.not_read.format(giver=giver.type, reader=reader.type))
-
-
-__all__ = ["HAND_OVERS", "HandOver", "check_hand_overs"]

@@ -211,6 +211,3 @@ def _reorder(cache: Cache, order: Tensor) -> None:
         held: Any = layer
         if isinstance(layer, DynamicLayer) and held.keys is not None and held.keys.numel():
             held.keys, held.values = take(held.keys, order, 2), take(held.values, order, 2)
-
-
-__all__ = ["Moves", "PaddingBehind", "make_ready", "movable", "moves", "moves_of_call", "settle", "take"]

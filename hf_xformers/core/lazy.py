@@ -18,6 +18,3 @@ def lazily(package: str, names: Mapping[str, str]) -> Callable[[str], Any]:
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     return find
-
-
-__all__ = ["lazily"]

@@ -44,6 +44,3 @@ class TiedLinear(nn.Module):
     def forward(self, states: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
         return F.linear(states, self.weight, self.bias)
-
-
-__all__ = ["TiedLinear", "is_plain_linear"]

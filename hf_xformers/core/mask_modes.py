@@ -13,15 +13,3 @@ ALL_TYPES = 6
 def target_types(type_vocab_size: int) -> tuple[int, int]:
     """The token types of source and target in a model with so many."""
     return TYPES[SEQ2SEQ] if type_vocab_size >= ALL_TYPES else TYPES[BIDIRECTIONAL]
-
-
-__all__ = [
-    "ALL_TYPES",
-    "BIDIRECTIONAL",
-    "LEFT_TO_RIGHT",
-    "MODES",
-    "RIGHT_TO_LEFT",
-    "SEQ2SEQ",
-    "TYPES",
-    "target_types",
-]

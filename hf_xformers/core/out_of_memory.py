@@ -8,6 +8,3 @@ _WORDS = ("can't allocate memory", "not enough memory", "out of memory", "cannot
 
 def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or any(words in str(error).lower() for words in _WORDS)
-
-
-__all__ = ["is_out_of_memory"]

@@ -160,6 +160,3 @@ def check_paged(config: Any, longest: int) -> None:
 
 def _named(spec: Spec) -> str:
     return f"{spec.slot} {spec.type!r}"
-
-
-__all__ = ["PagedTexts", "check_paged", "why_not_paged", "why_not_side_by_side"]

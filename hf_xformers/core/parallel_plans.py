@@ -180,13 +180,3 @@ def check_tensor_parallel(config: Any, size: int, splits: bool = True) -> None:
                         f"{heads} {name} cannot be split over {size} processes; take a `tp_size` that divides them"
                         f" ({fits}), or {instead}."
                     )
-
-
-__all__ = [
-    "check_expert_parallel",
-    "check_tensor_parallel",
-    "expert_parallel_plan",
-    "fully_sharded_plan",
-    "layers_apart",
-    "tensor_parallel_plan",
-]

@@ -78,14 +78,3 @@ def not_there(kind: type[Any], slot: Hashable) -> LookupError:
 def one_state(state: State, slot: Hashable = None) -> States:
     """A state by its key, as a sublayer passes it on."""
     return {(type(state), slot): state}
-
-
-__all__ = [
-    "Carry",
-    "Key",
-    "Prepared",
-    "State",
-    "States",
-    "not_there",
-    "one_state",
-]

@@ -109,12 +109,3 @@ def settled_pretraining(own: Mapping[str, Any], given: Mapping[str, Any]) -> dic
     has decided and that say what the defaults say. Raises as [`changed_pretraining`]."""
     specs = changed_pretraining(own, given)
     return {name: spec for name, spec in specs.items() if name in own or spec != type(spec)()}
-
-
-__all__ = [
-    "PRETRAINING",
-    "PretrainingSpec",
-    "changed_pretraining",
-    "register_pretraining",
-    "settled_pretraining",
-]

@@ -39,6 +39,3 @@ def weight_of(module: nn.Module, name: str = "weight") -> Tensor:
     weight = weight.view_as(weight)  # a parameter that is put back into its former type is the same object
     hook.post_forward(module, None)
     return weight
-
-
-__all__ = ["weight_of"]

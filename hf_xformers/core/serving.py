@@ -78,6 +78,3 @@ class ServedByEngines:
 
     def __get__(self, model: Any, owner: Any) -> bool:
         return not why_not_served(owner.config_class() if model is None else model.config)
-
-
-__all__ = ["ServedByEngines", "pipeline_plan", "taken_by_back_end", "why_not_served"]

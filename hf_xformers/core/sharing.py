@@ -203,19 +203,3 @@ def check_layer_drop(config) -> None:
                 f"attention {view.attention.type!r} as it is set hands tensors from layer to layer, so none can be"
                 " left out (`layer_drop`); set it to 0, or use attention 'dense'."
             )
-
-
-__all__ = [
-    "Order",
-    "Part",
-    "built_layers",
-    "check_layer_drop",
-    "check_sharing",
-    "is_shared",
-    "layer_at",
-    "layer_map",
-    "map_of",
-    "part_owners",
-    "share_parts",
-    "shares_parts",
-]

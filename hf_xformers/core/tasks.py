@@ -60,6 +60,3 @@ def check_one_text(config: Any, component: str, count: int) -> None:
             f"The input `tasks` describes the encoder's text, so that {component} in the decoder of an encoder-decoder"
             f" knows no task, and cannot have {count}; give the decoder another one (`decoder`), or `num_tasks=1`."
         )
-
-
-__all__ = ["TASKS", "any_task", "check_one_text", "number_of_tasks", "task_numbers"]

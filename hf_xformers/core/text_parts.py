@@ -227,6 +227,3 @@ def check_alike(numbers: Sequence[int], group: Any, device: torch.device, refusa
 def whole_rows(part: Tensor, group: Any) -> Tensor:
     """[B, t] of each process -> [B, T] in all of them, without a gradient."""
     return torch.cat(_gathered(part.detach(), group), dim=1)
-
-
-__all__ = ["Division", "Span", "TextParts", "check_alike", "divide", "division_in_force", "whole_rows"]

@@ -59,6 +59,3 @@ class ClusterFields:
             )
         bounds = zip([0, *ends[:-1]], ends, strict=True)
         return tuple(Cluster(start, stop, width // self.factor**index) for index, (start, stop) in enumerate(bounds))
-
-
-__all__ = ["Cluster", "ClusterFields"]

@@ -27,6 +27,3 @@ def declared_undecayed(model: nn.Module) -> set[str]:
         for name in module.undecayed
     }
     return found & {name for name, _ in model.named_parameters(remove_duplicate=False)}
-
-
-__all__ = ["Undecayed", "declared_undecayed"]

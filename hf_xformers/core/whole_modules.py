@@ -90,6 +90,3 @@ def end_for(model: Any, end: nn.Module | None) -> nn.Module | None:
     if torch.compiler.is_compiling():  # a graph has no callers
         return end
     return None if asked_to_shard(1) and ties_beyond_ends(model) else end
-
-
-__all__ = ["KeptWhole", "end_for", "ties_beyond_ends", "whole_on_a_device"]

@@ -88,6 +88,3 @@ def picture_of(ids: Tensor | Sequence[int], clusters: Any, size: tuple[int, int]
         )
     colors = np.clip(np.round((table[numbers] + 1.0) * 127.5), 0, 255).astype(np.uint8).reshape(*size, 3)
     return PIL.Image.fromarray(colors.repeat(zoom, 0).repeat(zoom, 1))
-
-
-__all__ = ["color_clusters", "color_processor", "nearest_colors", "picture_of", "pixels_of"]

@@ -120,6 +120,3 @@ class GraphCollator:
         lengths, paths = shortest_paths(graph, self.max_hops)
         row["spatial_pos"][1:end, 1:end], row["edge_paths"][1:end, 1:end] = lengths, paths
         row["spatial_pos"][0, :end] = row["spatial_pos"][:end, 0] = GRAPH_TOKEN
-
-
-__all__ = ["Graph", "GraphCollator", "shortest_paths"]

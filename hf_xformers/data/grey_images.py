@@ -25,5 +25,3 @@ class GreyImageProcessor(ViTImageProcessorPil):
 # The first argument is a config class whose models have this processor where they were saved with none, and no class
 # is to: those of three channels would get it, too.
 AutoImageProcessor.register(GreyImageProcessor, image_processor_classes={"pil": GreyImageProcessor})
-
-__all__ = ["GreyImageProcessor"]

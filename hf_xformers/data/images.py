@@ -237,20 +237,3 @@ def one_size(sizes: Iterable[tuple[int, int]], names: Sequence[str]) -> tuple[in
             " --resize HEIGHT WIDTH"
         )
     return known[0]
-
-
-__all__ = [
-    "IMAGE_SUFFIXES",
-    "UNREADABLE",
-    "as_mode",
-    "check_mode",
-    "checked_size",
-    "content_of",
-    "divide_images",
-    "has_images",
-    "image_folder",
-    "load_image_dataset",
-    "need_pillow",
-    "one_size",
-    "sizes_of",
-]

@@ -19,6 +19,3 @@ def patch_processor(size: tuple[int, int], channels: int) -> Any:
         made = ViTImageProcessorPil
     middle = [0.5] * channels
     return made(size={"height": size[0], "width": size[1]}, image_mean=middle, image_std=middle)
-
-
-__all__ = ["patch_processor"]

@@ -18,6 +18,3 @@ def errors_told_elsewhere() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(before)
-
-
-__all__ = ["errors_told_elsewhere"]

@@ -151,15 +151,3 @@ def seasonal_naive(past: np.ndarray, horizon: int, season: int) -> np.ndarray:
     if past.shape[1] < season:
         return last_value(past, horizon)
     return past[:, past.shape[1] - season + np.arange(horizon) % season]
-
-
-__all__ = [
-    "Frequency",
-    "cut_windows",
-    "frequency_of",
-    "last_value",
-    "parse_times",
-    "seasonal_naive",
-    "time_features",
-    "window_starts",
-]

@@ -149,6 +149,3 @@ def train_word_tokenizer(
 
 
 AutoTokenizer.register(WordCharacterTokenizer, tokenizer_class=WordCharacterTokenizer, exist_ok=True)
-
-__all__ = ["NO_CHARACTER", "NO_WORD", "NUM_CHARACTER_IDS", "WordCharacterTokenizer", "character_ids",
-           "train_word_tokenizer"]  # fmt: skip

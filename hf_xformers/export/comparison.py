@@ -105,6 +105,3 @@ def under_onnxruntime(
         return [] if opened is None else opened({"input_ids": ids, "attention_mask": mask})
 
     return compare(model, run, open_on, step, tolerance, "the ONNX graph")
-
-
-__all__ = ["compare", "input_names", "under_onnxruntime"]

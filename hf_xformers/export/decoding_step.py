@@ -108,6 +108,3 @@ def for_rows(states: Sequence[StepState], begin: Sequence[Tensor], batch: int) -
         x.clone() if state.axis is None else x.repeat_interleave(batch, dim=state.axis)
         for state, x in zip(states, begin)
     ]
-
-
-__all__ = ["DecodingStep", "StepReport", "States", "after_step", "for_rows"]

@@ -52,6 +52,3 @@ def _at(size: Any, symbols: list[Any], length: int) -> float:
         return size
     expression = size.node.expr.subs(dict.fromkeys(symbols, length))
     return float(expression.subs(dict.fromkeys(expression.free_symbols, 1)))
-
-
-__all__ = ["grows_with_square"]

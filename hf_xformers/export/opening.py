@@ -53,6 +53,3 @@ def trace_opening(
             return torch.export.export(opening, given, dynamic_shapes=({0: free, 1: free},) * 2, strict=False)
     except Exception as error:
         raise ValueError(f"torch.export stops in the encoder at: {first_line(error)}") from error
-
-
-__all__ = ["Opening", "trace_opening"]

@@ -302,22 +302,3 @@ def _size(place: str, size: int, of_more: int, found: list[int], tokens: int) ->
         return size
     apart = size - tokens
     return "tokens" if not apart else f"tokens {'-' if apart < 0 else '+'} {abs(apart)}"
-
-
-__all__ = [
-    "MEMORY_MASK",
-    "Held",
-    "Layout",
-    "StepState",
-    "Texts",
-    "Unsettled",
-    "advance",
-    "around",
-    "begun",
-    "leaves",
-    "lengths_to_try",
-    "longest_text",
-    "observe",
-    "read",
-    "sample",
-]

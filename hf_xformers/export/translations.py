@@ -73,6 +73,3 @@ def translations() -> dict[Any, Any]:
     }
     table[grouped_mm_fallback().default] = grouped_matmul
     return table
-
-
-__all__ = ["translations"]

@@ -32,6 +32,3 @@ def inverse_of_unit_lower(matrix: Any) -> Any:
         block = op.Identity(twice)
         more = op.Less(block, op.Squeeze(size))
     return inverse
-
-
-__all__ = ["inverse_of_unit_lower"]

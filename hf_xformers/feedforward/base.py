@@ -34,6 +34,3 @@ class FeedForwardSpec(Spec):
     def expert_count(self) -> int:
         """E; 0 where it has no experts."""
         return 0
-
-
-__all__ = ["FeedForward", "FeedForwardSpec"]

@@ -224,6 +224,3 @@ class DeepSeekSpec(ExpertsSpec):
 
     def build_sparse(self, config, layer_idx: int) -> DeepSeekExperts:
         return DeepSeekExperts(config, self)
-
-
-__all__ = ["Balance", "DeepSeekExperts", "DeepSeekSpec", "Gate"]

@@ -91,6 +91,3 @@ class ExpertPrototypingSpec(ExpertsSpec):
 
     def build_sparse(self, config, layer_idx: int) -> PrototypedExperts:
         return PrototypedExperts(config, self)
-
-
-__all__ = ["ExpertPrototypingSpec", "PrototypedExperts"]

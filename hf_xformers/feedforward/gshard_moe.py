@@ -106,6 +106,3 @@ class GShardSpec(ExpertsSpec):
 
     def build_sparse(self, config, layer_idx: int) -> GShardExperts:
         return GShardExperts(config, self)
-
-
-__all__ = ["GShardExperts", "GShardSpec"]

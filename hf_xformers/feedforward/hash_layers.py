@@ -359,6 +359,3 @@ class HashLayersSpec(ExpertsSpec):
         if not self.is_sparse(config, layer_idx):
             return DenseFeedForward(config, self)
         return HashExperts(config, self, layer_idx)
-
-
-__all__ = ["HashExperts", "HashLayersSpec", "balance", "cluster"]

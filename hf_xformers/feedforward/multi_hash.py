@@ -45,6 +45,3 @@ class MultiHashExperts(Experts):
         if self.dropout and self.training:
             inner = F.dropout(inner, self.dropout)
         return project(inner, down, self.down_bias).to(tokens.dtype)
-
-
-__all__ = ["MultiHashExperts"]

@@ -274,6 +274,3 @@ class ProductKeyMemorySpec(DenseForm):
         layers = (config.num_hidden_layers // 2,) if self.layers is None else self.layers
         memory = where.get("layer_idx", 0) in layers
         return ProductKeyMemory(config, self) if memory else DenseFeedForward(config, self)
-
-
-__all__ = ["ProductKeyMemory", "ProductKeyMemorySpec", "TokenBatchNorm"]

@@ -99,16 +99,3 @@ def balance_loss(probabilities: Tensor, chosen: Tensor, real: Tensor) -> Tensor:
 def z_loss(logits: Tensor, real: Tensor) -> Tensor:
     """Mean over real tokens of (logsumexp of the logits)^2 (Zoph et al. 2022, arXiv 2202.08906, eq. 5)."""
     return mean_over(torch.logsumexp(logits, -1).square(), real)
-
-
-__all__ = [
-    "balance_loss",
-    "capacities",
-    "documents",
-    "groups",
-    "mean_over",
-    "places",
-    "real_tokens",
-    "within_capacity",
-    "z_loss",
-]

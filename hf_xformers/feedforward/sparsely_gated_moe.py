@@ -112,6 +112,3 @@ class SparselyGatedSpec(ExpertsSpec):
 
     def build_sparse(self, config, layer_idx: int) -> SparselyGatedExperts:
         return SparselyGatedExperts(config, self)
-
-
-__all__ = ["SparselyGatedExperts", "SparselyGatedSpec"]

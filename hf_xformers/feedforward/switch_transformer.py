@@ -90,6 +90,3 @@ class SwitchSpec(ExpertsSpec):
 
     def build_sparse(self, config, layer_idx: int) -> SwitchFeedForward:
         return SwitchFeedForward(config, self)
-
-
-__all__ = ["SwitchFeedForward", "SwitchSpec"]

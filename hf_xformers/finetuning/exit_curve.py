@@ -80,6 +80,3 @@ def exit_lines(curve: Sequence[Mapping[str, float]]) -> list[str]:
     for row in curve:
         lines.append(f"{row['setting']:7.4g}   {row['accuracy']:8.1%}   {row['layers']:11.2f}   {row['saved']:10.0%}")
     return lines
-
-
-__all__ = ["exit_curve", "exit_lines", "has_exit_curve"]

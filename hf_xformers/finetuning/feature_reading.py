@@ -248,6 +248,3 @@ def _length(given: int | None, config: Any) -> int:
             f" {limit}"
         )
     return given or min(256, limit or 256)
-
-
-__all__ = ["FeatureOptions", "LayerChoice", "Reader", "ScalarMix"]

@@ -128,6 +128,3 @@ def read_images(
     splits = hold_out(splits, column, source)
     reader = ImageReader(options, config)
     return reader, splits, {name: reader.add(rows, column, name) for name, rows in splits.items()}
-
-
-__all__ = ["ImageReader", "read_images", "reads_images"]

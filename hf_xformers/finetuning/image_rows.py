@@ -89,6 +89,3 @@ def check_image(stored: Mapping[str, Any] | None, where: RowNames, row: int) -> 
         return checked_size(stored)
     except UNREADABLE as error:
         raise ValueError(f"{where[row]} is no image that can be read ({error}); replace it or remove it") from error
-
-
-__all__ = ["check_image", "hold_out", "load_images"]

@@ -249,6 +249,3 @@ class GradualUnfreezing(TrainerCallback):
     ) -> None:
         for parameter in self._learning:
             parameter.requires_grad_(True)
-
-
-__all__ = ["GradualUnfreezing", "LayerGroups", "LayerwiseOptions", "slanted_schedule", "slanted_share", "spread_rates"]

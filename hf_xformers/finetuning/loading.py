@@ -327,19 +327,3 @@ def _share_positions(task: Any, limit: int, given: int | None) -> None:
     if target is None:
         target = min(task.max_target_length, limit // 2 if given is None else limit - given)
     task.max_target_length, task.max_length = target, min(task.max_length, limit - target)
-
-
-__all__ = [
-    "architecture_of",
-    "check_head",
-    "check_lengths",
-    "choose_tokenizer",
-    "fit_tokenizer",
-    "fresh_config",
-    "has_head",
-    "load_trunk",
-    "load_model",
-    "model_class",
-    "open_config",
-    "saved_config_with",
-]

@@ -322,6 +322,3 @@ def run_tasks(
     if made.checkpoint is not None:
         say(f"resuming from {made.checkpoint}")
     return made.train(prepared, callbacks)
-
-
-__all__ = ["MultiTaskTuning", "run_tasks"]

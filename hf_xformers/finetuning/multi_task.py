@@ -288,21 +288,3 @@ def load_tasks(folder: str | Path) -> MultiTaskModel:
         config = loading.open_config(place)
         models[name], _ = loading.load_model(place, config, about["head"], has_head=True, new_head=False)
     return MultiTaskModel(models)
-
-
-__all__ = [
-    "HEADS",
-    "SAMPLINGS",
-    "TASK",
-    "TASKS",
-    "JoinedRows",
-    "MultiTaskModel",
-    "MultiTaskOptions",
-    "NamedRows",
-    "TaskBatchSampler",
-    "TaskCollator",
-    "WithTaskNumber",
-    "batch_counts",
-    "load_tasks",
-    "number_of_tasks",
-]

@@ -145,6 +145,3 @@ class MultiTaskTrainer(TaskTrainer):
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
-
-
-__all__ = ["MEAN", "MultiTaskTrainer"]

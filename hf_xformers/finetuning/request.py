@@ -235,6 +235,3 @@ class TaskRequest:
         return loading.fresh_config(
             config_class(self.variant), self.size, self.task, self.components, self.fields, settled
         )
-
-
-__all__ = ["TaskRequest"]

@@ -264,6 +264,3 @@ class EnsembleCallback(TrainerCallback):
     ) -> None:
         if not self.by_step:
             self.ensemble.push()
-
-
-__all__ = ["MODES", "EnsembleCallback", "SelfEnsemble", "SelfEnsembleOptions"]

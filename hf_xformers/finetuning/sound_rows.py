@@ -229,6 +229,3 @@ def _any_file(stored: str | bytes, name: str) -> tuple[np.ndarray, int]:
         return soundfile.read(io.BytesIO(stored) if isinstance(stored, bytes) else stored, dtype="float32")
     except Exception as error:  # its classes have no base of their own
         raise ValueError(f"{name} is no sound that can be read ({error}); replace it or remove it") from error
-
-
-__all__ = ["SOUND_SUFFIXES", "find_sound", "load_sounds", "read_sound", "say_left_out"]

@@ -257,6 +257,3 @@ def _figures(summary: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in summary.items()
         if name in kept or name.startswith(("eval_", "test_", "baseline_"))
     }
-
-
-__all__ = ["IntermediateOptions", "TwoStages", "save_encoder"]

@@ -96,6 +96,3 @@ def most_uncertain(uncertainties: Mapping[str, Tensor], count: int) -> dict[str,
 def rows_of(batch: Mapping[str, Any], rows: Tensor) -> dict[str, Any]:
     """Some rows of a batch, whose tensors all lead with the batch."""
     return {name: value[rows] if isinstance(value, Tensor) else value for name, value in batch.items()}
-
-
-__all__ = ["CANDIDATES", "UNCERTAINTY", "CandidateSampler", "most_uncertain", "rows_of", "uncertainty"]

@@ -50,6 +50,3 @@ class HeadSpec(Spec):
     def logits(self, config: Any) -> Logits:
         """How they are made, for those who project the last states themselves."""
         return Logits()
-
-
-__all__ = ["HeadSpec", "Logits"]

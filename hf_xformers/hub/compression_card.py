@@ -41,6 +41,3 @@ def _quality(row: Mapping[str, Any]) -> str:
         return ""
     baseline = row.get("baseline", row.get("floor"))  # the name in earlier files
     return f"{row.get('metric')} {row['quality']:.4g}" + ("" if baseline is None else f" (baseline {baseline:.4g})")
-
-
-__all__ = ["compression_sections"]

@@ -136,6 +136,3 @@ def write_objective_cards(folder: Path) -> list[Path]:
         path.write_text(objective_card(name), encoding="utf-8")
         paths.append(path)
     return paths
-
-
-__all__ = ["example", "objective_card", "write_objective_cards"]

@@ -33,6 +33,3 @@ def best_of_sweep(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
             }
         )
     return found
-
-
-__all__ = ["SWEEP", "best_of_sweep"]

@@ -32,6 +32,3 @@ def compile_layers(model: nn.Module, **options: Any) -> nn.Module:
     for layer in layers:
         layer.compile(**options)
     return model
-
-
-__all__ = ["compile_layers"]

@@ -173,6 +173,3 @@ def _why_not(attention: Attention) -> str:
     if any(each != alike[0] for each in alike) or any(part.in_features != first.shape[1] for part in parts):
         return "has projections of different kinds (types, devices, biases, or some of them frozen)"
     return ""
-
-
-__all__ = ["JoinedLinear", "fuse_projections", "split_projections"]

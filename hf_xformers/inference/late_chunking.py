@@ -162,6 +162,3 @@ def _token_spans(text: int, encoded: Any, row: int, spans: Sequence[Span], limit
         begin, stop = own[0], own[-1] + 1
         found.append((0 if begin == inner[0] else begin, len(special) if stop == inner[-1] + 1 else stop))
     return found
-
-
-__all__ = ["late_chunks", "pool_spans"]

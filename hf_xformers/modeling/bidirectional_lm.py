@@ -270,6 +270,3 @@ class XFormerForBidirectionalLM(LanguageModel):
                 f" each direction, got {list(labels.shape)}."
             )
         return labels
-
-
-__all__ = ["BidirectionalLMSpec", "ScalarMix", "XFormerForBidirectionalLM", "mirror_places"]

@@ -41,6 +41,3 @@ def refuse_transform(config, name: str) -> None:
             f"{name} labels pairs of texts without a hidden layer, got"
             f" `classifier_transform={config.classifier_transform!r}`; leave it at 'none'."
         )
-
-
-__all__ = ["ClassifierTransform", "build_transform", "refuse_transform"]

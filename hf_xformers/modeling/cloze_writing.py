@@ -157,6 +157,3 @@ class XFormerForClozeWriting(XFormerForMaskedLM):
             finished = row if len(row) == max_new_tokens else [*row, ends[0]]
             made[place, : 1 + len(finished)] = input_ids.new_tensor([ends[0], *finished])
         return made[:, : 1 + max_new_tokens]
-
-
-__all__ = ["XFormerForClozeWriting", "write_targets"]

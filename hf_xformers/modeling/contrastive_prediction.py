@@ -150,6 +150,3 @@ class XFormerForContrastivePrediction(LanguageModel):
         real = there[:, None].expand_as(flat) if mask is None else mask.flatten(0, 1)
         alone = self.model(input_ids=flat, attention_mask=real.long(), sentence_ids=torch.zeros_like(flat))
         return summaries.gather(1, index).flatten(0, 1), alone.summaries[:, 0], there, alone.aux_losses
-
-
-__all__ = ["ContrastivePredictionSpec", "XFormerForContrastivePrediction", "contrastive_loss", "told_apart"]

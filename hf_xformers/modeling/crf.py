@@ -146,6 +146,3 @@ def _together(emissions: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     come, [B, T]."""
     order = real_first(mask)
     return emissions.gather(1, order[..., None].expand_as(emissions)), order
-
-
-__all__ = ["LinearChainCRF", "allowed_steps"]

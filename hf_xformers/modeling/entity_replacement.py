@@ -75,6 +75,3 @@ class XFormerForEntityReplacement(LanguageModel):
             aux_losses=self.reported(aux_losses or None, loss),
             segment_memory=base.segment_memory,
         )
-
-
-__all__ = ["XFormerForEntityReplacement"]

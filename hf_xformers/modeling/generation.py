@@ -208,6 +208,3 @@ class GenerativeModel(LanguageModel, GenerationMixin):
         if carried is not None:
             inputs["segment_memory"] = carried.repeat_interleave(expand_size)
         return input_ids, inputs
-
-
-__all__ = ["GenerativeModel"]

@@ -43,6 +43,3 @@ class LabelLayer(nn.Linear):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-
-
-__all__ = ["LabelLayer"]

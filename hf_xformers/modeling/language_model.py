@@ -110,6 +110,3 @@ class LanguageModel(XFormerPreTrainedModel):
         if watch is not None:
             inputs["exit_watch"] = watch
         return watch
-
-
-__all__ = ["LanguageModel"]

@@ -40,6 +40,3 @@ class MaskedTokensAndClass(LanguageModel):
         vector = base.pooler_output
         vector = pool(base.last_hidden_state, attention_mask, "first") if vector is None else vector
         return base, logits, self.classifier(vector)
-
-
-__all__ = ["MaskedTokensAndClass"]

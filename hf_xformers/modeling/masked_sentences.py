@@ -105,6 +105,3 @@ class XFormerForMaskedSentences(XFormerForSeq2SeqLM):
 def _flat(nested: Tensor | None) -> Tensor | None:
     """[B, M, ...] -> [B * M, ...]; what has two axes stays."""
     return nested.flatten(0, 1) if nested is not None and nested.ndim == 3 else nested
-
-
-__all__ = ["XFormerForMaskedSentences"]

@@ -95,6 +95,3 @@ class ModuleDrafts(CandidateGenerator):
             input_ids = torch.cat((input_ids, token), dim=1)
             ahead = torch.cat((ahead[:, 1:], trunk._token_vectors(token, None)), dim=1)
         return input_ids, torch.stack(found, dim=1)
-
-
-__all__ = ["ModuleDrafts"]

@@ -159,6 +159,3 @@ def _check(config: XFormerConfig) -> None:
                 f"Multi-token prediction runs a layer on top of the last one, and {spec.slot} {spec.type!r} {why};"
                 " take stack 'plain', embedding 'token' and attention such as 'dense', or train `ForCausalLM`."
             )
-
-
-__all__ = ["MultiTokenSpec", "PredictionModule", "XFormerForMultiTokenPrediction"]

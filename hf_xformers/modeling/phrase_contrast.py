@@ -132,6 +132,3 @@ class XFormerForPhraseContrast(LanguageModel):
         losses = info_nce(scores, found.own, asked)
         total, number = sum_over_processes(torch.stack((losses.sum(), asked.sum().to(losses.dtype))))
         return scores, torch.where(asked, found.own, -100), total / number.clamp(min=1)
-
-
-__all__ = ["PhraseContrastSpec", "XFormerForPhraseContrast"]

@@ -89,6 +89,3 @@ class XFormerForSegmentReordering(MaskedTokensAndClass):
             aux_losses=self.reported(aux_losses or None, loss),
             segment_memory=base.segment_memory,
         )
-
-
-__all__ = ["ReorderingSpec", "XFormerForSegmentReordering", "count_orders"]

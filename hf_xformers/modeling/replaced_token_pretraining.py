@@ -276,6 +276,3 @@ def _own_class(config: Any, auto: str, base: Any) -> Any:
     """The family's own class with that head, or the free mix's."""
     found = (cls for cls in registered(auto, type(config)) if issubclass(cls, base))
     return next((cls for cls in found if not issubclass(cls, XFormerForReplacedTokenPreTraining)), base)
-
-
-__all__ = ["XFormerForReplacedTokenPreTraining"]

@@ -120,6 +120,3 @@ class XFormerForReplacedTokenDetection(Classifier):
             logits=scores.squeeze(-1),
             **recorded,
         )
-
-
-__all__ = ["ReplacedTokensSpec", "TextContext", "XFormerForReplacedTokenDetection"]

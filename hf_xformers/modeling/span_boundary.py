@@ -150,6 +150,3 @@ class XFormerForSpanBoundary(LanguageModel):
         left, right = states.gather(1, index).unflatten(1, (-1, 2)).unbind(2)
         most = self.boundary_head.places.num_embeddings - 1
         return self.boundary_head(left, right, places.to(states.device).clamp(min=0, max=most))
-
-
-__all__ = ["SpanBoundaryHead", "SpanBoundarySpec", "XFormerForSpanBoundary"]

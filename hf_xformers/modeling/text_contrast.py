@@ -165,6 +165,3 @@ class XFormerForTextContrast(XFormerPreTrainedModel):
         if name == "negative_sampling":
             return negative_sampling_loss(positive, negative)
         return softmax_loss(positive, negative)
-
-
-__all__ = ["TextContrastSpec", "XFormerForTextContrast"]

@@ -90,6 +90,3 @@ class TellsAdapters:
                 f"The checkpoint has no {' and no '.join(lost)}, and peft neither trains nor saves any: the adapter"
                 f" would be loaded next to other random numbers. Give the adapter's config `modules_to_save={lost}`."
             )
-
-
-__all__ = ["TASK_TYPES", "TellsAdapters"]

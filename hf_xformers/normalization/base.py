@@ -36,6 +36,3 @@ def norm_inputs(norm: NormSpec, context: Call | None) -> dict[str, Any]:
     if context is None or not norm.over_tokens:
         return {}
     return {"mask": context.query_padding_mask}
-
-
-__all__ = ["NormSpec", "norm_inputs"]

@@ -82,6 +82,3 @@ class ConditionalPostLNSpec(PostLNSpec):
         knows = where.get("layer_idx", -1) >= first
         made = ConditionalPostNorm if knows else PostNorm
         return made(config, scale=where.get("scale", 1.0), stream_scale=self.stream_scale)
-
-
-__all__ = ["ConditionalPostLNSpec", "ConditionalPostNorm", "TaskGain"]

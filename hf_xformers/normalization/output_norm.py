@@ -59,6 +59,3 @@ class PeriLNSpec(ResidualSpec):
 
     def build_final(self, config) -> nn.Module | None:
         return final_norm(config) if self.final_norm else None
-
-
-__all__ = ["OutputNorm", "PeriLNSpec", "PeriNorm", "ResPostLNSpec"]

@@ -88,6 +88,3 @@ class RealBatchNorm(Undecayed, nn.Module):
             return output
         found = (mean.detach(), variance.detach(), count)
         return _Moving.apply(output, *found, self.running_mean, self.running_var, self.momentum)
-
-
-__all__ = ["RealBatchNorm"]

@@ -52,6 +52,3 @@ class BidirectionalLMObjective(Objective):
     def config_fields(self) -> dict[str, Any]:
         settings = {"share_embedding": self.share_embeddings, "share_softmax": self.share_softmax, "mix": self.mix}
         return {"pretraining": {"bidirectional_lm": settings}}
-
-
-__all__ = ["BidirectionalLMCollator", "BidirectionalLMObjective"]

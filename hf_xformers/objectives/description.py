@@ -26,6 +26,3 @@ def needs(cls: type[Objective]) -> str:
     beside = "" if cls.component is None else " and {} {!r}".format(*cls.component)
     parts = [f"{article} {shape} with For{cls.head}{beside}", ROWS.get(cls.rows, cls.rows)]
     return "; ".join([*parts, ", ".join(tokens)] if tokens else parts)
-
-
-__all__ = ["ROWS", "needs"]

@@ -202,6 +202,3 @@ class UniLMObjective(SentencePairObjective):
     def sample_second(self, sentences: int, generator: torch.Generator) -> int | None:
         draw = _chance(generator)
         return None if sentences == 1 else int(draw < self.mode_probs[0] * self.random_prob)
-
-
-__all__ = ["UniLMCollator", "UniLMObjective", "in_mode", "sample_mode", "sample_noise"]

@@ -239,18 +239,3 @@ def covered(level: Tensor, node: Tensor, leaves: Tensor) -> Tensor:
     """Whether spans [...] cover leaves [n], [..., n]."""
     first = (node << level)[..., None]
     return (leaves >= first) & (leaves < first + (torch.ones_like(level) << level)[..., None])
-
-
-__all__ = [
-    "covered",
-    "few_leaves",
-    "finished_spans",
-    "leaf_tiles",
-    "leaves_in_blocks",
-    "level_sizes",
-    "listed_spans",
-    "picks",
-    "span_index",
-    "spans_by_level",
-    "weigh",
-]

@@ -61,6 +61,3 @@ def em_routing(votes: Tensor, iterations: int, beta_u: Tensor, beta_a: Tensor, s
             density = -0.5 * (away / variance[:, None] + (2 * math.pi * variance).log()[:, None]).sum(-1)
             shares = torch.softmax(torch.nn.functional.logsigmoid(logits)[:, None] + density, dim=2)
     return torch.sigmoid(logits)[..., None] * mean
-
-
-__all__ = ["agreement_routing", "em_routing", "squash"]

@@ -160,6 +160,3 @@ def _tiles(choice: Tensor, limit: Tensor, block: int, keys: int) -> Tiles:
     sees = take_rows(sees[..., None], query_at.clamp(min=0))[..., 0].masked_fill(query_at < 0, 0)
     allowed = (key_at[..., None, :] >= 0) & (key_at[..., None, :] < sees[..., None])
     return Tiles(query_at, key_at, allowed)
-
-
-__all__ = ["FEW_QUERIES", "Places", "best_blocks", "chosen_block_attention", "chosen_block_mask"]

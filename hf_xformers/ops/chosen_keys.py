@@ -101,6 +101,3 @@ def edges_mask(index: Tensor, there: Tensor, keys: int) -> Tensor:
     """Lists [..., T, n] -> boolean [..., T, keys], True = in the list."""
     found = torch.zeros(*index.shape[:-1], keys, dtype=torch.long, device=index.device)
     return found.scatter_add(-1, index, there.long()) > 0
-
-
-__all__ = ["chosen_keys_attention", "chosen_keys_reference", "edges_mask"]

@@ -76,6 +76,3 @@ def prefix_beam_search(log_probs: Tensor, num_beams: int, blank: int) -> list[tu
 def _grown(prefixes: list[tuple[int, ...]], index: int, labels: int) -> tuple[int, ...]:
     row, label = divmod(index, labels)
     return (*prefixes[row], label)
-
-
-__all__ = ["best_path", "prefix_beam_search"]

@@ -219,6 +219,3 @@ def normalized(distance: Tensor, slopes: Tensor) -> Tensor:
     """The weights, in the place of the slopes; rows of zeros stay."""
     weights = slopes.mul_(distance)
     return weights.div_(weights.sum(-1, keepdim=True).clamp_(min=torch.finfo(weights.dtype).tiny))
-
-
-__all__ = ["distances", "entmax", "entmax_reference", "normalized", "threshold"]

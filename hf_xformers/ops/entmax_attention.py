@@ -153,6 +153,3 @@ def _pull_back(z: Tensor, tau: Tensor, grad: Tensor, less: float, wants_alpha: b
         to_alpha -= float(weighed.mul_(logs).sum(dtype=torch.float64)) / less
     grad.mul_(slopes)
     return to_alpha
-
-
-__all__ = ["entmax_attention", "worth_tiles"]

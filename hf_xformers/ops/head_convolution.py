@@ -117,6 +117,3 @@ def _halves(own: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """What multiplies a block and what multiplies the next one, for all blocks."""
     left, right = own.split(BLOCK, dim=-1)
     return left.expand(count, -1, -1), right.expand(count, -1, -1)
-
-
-__all__ = ["convolve_heads", "convolve_heads_reference"]

@@ -175,6 +175,3 @@ def segment_means(x: Tensor, num_segments: int, mask: Tensor | None = None) -> t
 
 def _blank(out: Tensor, nonempty: Tensor | None) -> Tensor:
     return out if nonempty is None else out.masked_fill(~nonempty[:, None, None, None], 0.0)
-
-
-__all__ = ["Solve", "landmark_attention", "landmark_factors", "ridge_solve", "segment_means"]

@@ -58,6 +58,3 @@ def continued_means(means: Tensor, x: Tensor, size: int, before: Tensor, count: 
     rows = F.pad(means, (0, 0, 0, total + number - means.shape[2]))
     at = first[:, None] + torch.arange(number, device=x.device)
     return rows.scatter(2, at[:, None, :, None].expand_as(part), part)[:, :, :total]
-
-
-__all__ = ["continued_means", "pooled_blocks"]

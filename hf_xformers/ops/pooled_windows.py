@@ -112,6 +112,3 @@ def pool_windows(
         weights = scores.softmax(-1).masked_fill(~known[:, None], 0.0)
     total = sum(weights[..., t, None] * x[:, :, t : t + last : stride] for t in range(kernel))
     return torch.as_tensor(total).to(x.dtype), some
-
-
-__all__ = ["Grouped", "pool_windows"]

@@ -143,15 +143,3 @@ def mean_so_far(value: Tensor, mask: Tensor | None, total: bool = False) -> Tens
         counted = counted if mask is None else real_places(mask) + 1
         sums = sums / counted[:, None, :, None]
     return sums.to(value.dtype)
-
-
-__all__ = [
-    "ActiveQueries",
-    "active_queries",
-    "budget",
-    "budgets",
-    "mean_of_real",
-    "mean_so_far",
-    "measured",
-    "sampled_keys",
-]

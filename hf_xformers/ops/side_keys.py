@@ -61,6 +61,3 @@ def joined(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> Tenso
     lowest = torch.finfo(norms.dtype).min / 4  # finite, so that a query without any key has a gradient of 0
     shares = torch.softmax(norms.clamp(min=lowest), dim=0)[..., None]
     return first[0] * shares[0] + second[0] * shares[1]
-
-
-__all__ = ["joined", "side_attention"]

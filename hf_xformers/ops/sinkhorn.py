@@ -101,6 +101,3 @@ def near_and_sorted(
     if blind is not None:
         output = output.masked_fill(blind, 0.0)
     return output.unflatten(1, chosen.value.shape[1:3])
-
-
-__all__ = ["HIDDEN", "Sorted", "near_and_sorted", "sinkhorn", "sort_blocks", "with_mass"]

@@ -111,6 +111,3 @@ class GaussianTransformerSpec(PositionSpec):
 
     def build_terms(self, config, layer_idx: int) -> GaussianTerms:
         return GaussianTerms(config, self)
-
-
-__all__ = ["GaussianTerms", "GaussianTransformerSpec"]

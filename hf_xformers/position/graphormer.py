@@ -188,6 +188,3 @@ class GraphormerSpec(PositionSpec):
 
     def build_terms(self, config, layer_idx: int) -> GraphormerTerms:
         return GraphormerTerms()
-
-
-__all__ = ["GraphormerSpec", "GraphormerTerms"]

@@ -306,6 +306,3 @@ class ProportionalScaling(RotaryScaling):
         pairs = torch.arange(width // 2, device=tokens.device)
         turning = pairs < int(self.proportion * width // 2)
         return plain_frequencies(theta, width, tokens.device).where(turning, 0.0) / self.factor
-
-
-__all__ = ["SCALINGS", "RotaryScaling", "both_ways", "build_scaling", "known_frequencies", "plain_frequencies"]

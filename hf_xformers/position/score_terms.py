@@ -106,6 +106,3 @@ class BiasOfPairs(SelfAttentionTerms):
             own = (x[:, number if x.shape[1] > 1 else 0] for x in (queries, keys))
             found.append(self.evaluate(*own)[:, :, head])
         return torch.stack(found, dim=1)
-
-
-__all__ = ["BiasByDistance", "BiasOfPairs", "SelfAttentionTerms"]

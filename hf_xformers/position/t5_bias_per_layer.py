@@ -33,6 +33,3 @@ class T5BiasPerLayerSpec(T5RelativeBiasSpec):
 
     def build_terms(self, config, layer_idx: int) -> T5BiasOfLayer:
         return T5BiasOfLayer(config, self)
-
-
-__all__ = ["T5BiasOfLayer", "T5BiasPerLayerSpec"]

@@ -127,6 +127,3 @@ class TaskConditionedSpec(PlainStackSpec):
 
     def build(self, config, **where) -> TaskConditionedStack:
         return TaskConditionedStack(config, self)
-
-
-__all__ = ["Alignment", "ConditionalBottleneck", "TaskConditionedSpec", "TaskConditionedStack"]

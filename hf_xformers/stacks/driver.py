@@ -154,6 +154,3 @@ class Pass:
         """What the stack gives."""
         context = self.context
         return StackOutput(context.padded(self.hidden_states), context, self.losses, states=self.states)
-
-
-__all__ = ["Pass", "StackOutput", "memory_by_step"]

@@ -120,6 +120,3 @@ class MaskModesSpec(PlainStackSpec):
 
     def build(self, config, **where) -> MaskModesStack:
         return MaskModesStack()
-
-
-__all__ = ["MaskModesSpec", "MaskModesStack", "mode_mask"]

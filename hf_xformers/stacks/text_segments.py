@@ -89,6 +89,3 @@ class TextSegments:
         if self.order is None:
             return states
         return states.gather(1, self.order.argsort(1)[..., None].expand_as(states))
-
-
-__all__ = ["TextSegments"]

@@ -183,6 +183,3 @@ class ContinuedText(TextSegments):
         room = F.pad(torch.zeros_like(self.states), (0, 0, 0, 1))
         states = room.scatter(1, place[..., None].expand_as(states), states)[:, : self.total]
         return states if self.order is None else take_slots(states, self.order.argsort(1))
-
-
-__all__ = ["ContinuedText", "WindowCacheLayer", "Windows"]

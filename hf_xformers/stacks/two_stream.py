@@ -157,6 +157,3 @@ class TwoStreamSpec(StackSpec):
 
     def build(self, config, **where) -> TwoStreamStack:
         return TwoStreamStack(config)
-
-
-__all__ = ["TwoStreamSpec", "TwoStreamStack"]

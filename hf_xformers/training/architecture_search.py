@@ -219,6 +219,3 @@ def search(
             build_model(config, prepared.objective).save_pretrained(staging)
             prepared.tokenizer.save_pretrained(staging)
     return {"found": found, "summary": summary, "config": config}
-
-
-__all__ = ["DERIVED", "FOUND_FILE", "SearchTrainer", "Searching", "derived_config", "found_operations", "search"]

@@ -216,16 +216,3 @@ def layer_errors(
             sums.append(torch.stack(transfer_losses(student, pairs, inputs)).cpu())  # type: ignore[arg-type]
     student.train(training)
     return torch.stack(sums).mean(0).tolist() if sums else []  # type: ignore[arg-type]
-
-
-__all__ = [
-    "AttentionTransferTrainer",
-    "Pair",
-    "TransferLoss",
-    "attention_pairs",
-    "layer_errors",
-    "output_error",
-    "train_only",
-    "transfer_losses",
-    "weight_cross_entropy",
-]

@@ -23,17 +23,6 @@ from transformers.training_args import TrainingArguments
 from ..objectives.base import SeededCollator
 from .memory import MemoryLine
 
-__all__ = [
-    "EpochCallback",
-    "ExactSaves",
-    "LogLines",
-    "LogLinesUnderBar",
-    "MeasuringLines",
-    "Progress",
-    "TrainedSeconds",
-    "speak_plainly",
-]
-
 _SECONDS_BETWEEN = 10.0  # two lines about the progress of what is not trained
 
 

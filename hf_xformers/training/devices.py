@@ -88,6 +88,3 @@ def _processes(name: str, given: str | None) -> bool | int:
     if word.isdecimal():
         return int(word)
     raise ValueError(f"--{name} {given} is no number of processes; give one, or none for all")
-
-
-__all__ = ["DeviceOptions", "ExpertOptions", "processes_of"]

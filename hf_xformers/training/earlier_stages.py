@@ -54,6 +54,3 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
-
-
-__all__ = ["in_place_of", "put_aside", "put_back"]

@@ -43,6 +43,3 @@ def encoder_only(model: PreTrainedModel | str | Path) -> PreTrainedModel:
     kept = {name: value for name, value in base.state_dict().items() if name.startswith("trunk.")}
     encoder.load_state_dict(kept)  # strict: nothing is missing, nothing left over
     return encoder.to(dtype=source.dtype).train(source.training)
-
-
-__all__ = ["encoder_only"]

@@ -112,6 +112,3 @@ def _mesh(world: Any, processes: int, experts: int) -> Any:
     from ..compat import DistributedConfig
 
     return PreTrainedModel.prepare_distribute_model(DistributedConfig(fsdp_size=processes, ep_size=experts))[2]
-
-
-__all__ = ["ExpertParts", "load_whole"]

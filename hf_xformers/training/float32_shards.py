@@ -71,6 +71,3 @@ def _groups(module: nn.Module) -> Iterator[tuple[nn.Module, tuple[str, ...]]]:
 def _uses(module: nn.Module) -> Counter[nn.Parameter]:
     """In how many places of `module` each of its parameters stands."""
     return Counter(own for inner in module.modules() for own in inner._parameters.values() if own is not None)
-
-
-__all__ = ["keep_float32_in_shards", "shard_in_float32"]

@@ -63,6 +63,3 @@ def statistics_in_pieces(head: Any, states: Tensor, labels: Tensor, vocab_size: 
         logits = head(chosen[piece][:, None])
         result.index_add_(0, rows[piece], token_statistics(logits, wanted[piece][:, None], next_token=False))
     return result
-
-
-__all__ = ["NUMBERS_AT_ONCE", "head_left_out", "leaves_head_out", "reads_in_pieces", "statistics_in_pieces"]

@@ -101,6 +101,3 @@ def write_pictures(folder: Path, picture: Image) -> Path:
     path = folder / PICTURES_FILE
     picture.save(path)
     return path
-
-
-__all__ = ["PICTURES_FILE", "continuations", "reconstructions", "sheet", "shown", "write_pictures"]

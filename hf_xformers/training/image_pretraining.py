@@ -444,6 +444,3 @@ class ImagePreparation(Request):
             **dict.fromkeys(("vocabulary", "train_streams", "eval_streams")),
         }
         return PreparedImages(config, self.objective, processor, train, validation, plan, self.checkpoint, size=size)
-
-
-__all__ = ["ImageData", "ImagePreparation", "PreparedImages", "reads_images", "refuse_image_options"]

@@ -62,6 +62,3 @@ class MaskedImageTrainer(XFormerTrainer):
         figures = {"loss": rows[:, 0].sum() / count, "baseline_loss": rows[:, 1].sum() / count}
         further = {name: rows[:, 3 + place].mean() for place, name in enumerate(self._eval_names)}
         return {name: float(value) for name, value in {**figures, **further}.items()}
-
-
-__all__ = ["MaskedImageTrainer", "patches_of"]

@@ -89,6 +89,3 @@ class Linearizing:
 
     def teaching(self) -> Distillation:
         return Distillation(teacher=self.model, logit_weight=self.logit_weight, temperature=self.temperature)
-
-
-__all__ = ["STAGES", "Linearizing"]

@@ -89,6 +89,3 @@ class LossTerms:
 def progress_of(trainer: Any) -> float:
     """How far a run is, from 0 to 1."""
     return trainer.state.global_step / max(1, trainer.state.max_steps)
-
-
-__all__ = ["LossTerms", "Means", "Term", "progress_of"]

@@ -65,6 +65,3 @@ class MemoryLine(TrainerCallback):
         line = memory_line(self.trainer.model, beside, str(getattr(args.optim, "value", args.optim)))
         if line is not None and state.is_local_process_zero:
             print(line, flush=True)
-
-
-__all__ = ["MemoryLine", "bytes_of", "memory_line"]

@@ -56,6 +56,3 @@ class MergedLora:
             parent, _, own = name.rpartition(".")
             setattr(model.get_submodule(parent), own, layer.get_base_layer())
         model.requires_grad_(True)
-
-
-__all__ = ["TARGETS", "MergedLora", "PutIn"]

@@ -27,6 +27,3 @@ def new_head(folder: str | Path, cls: Any, config: Any) -> list[str]:
         for name in skeleton.state_dict()
         if not name.startswith(f"{skeleton.base_model_prefix}.") and name not in known
     )
-
-
-__all__ = ["new_head"]

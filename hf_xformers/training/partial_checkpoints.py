@@ -47,6 +47,3 @@ class TrainedAlone:
         me: Any = self
         state: dict[str, Tensor] = me.accelerator.unwrap_model(me.model).state_dict(keep_vars=True)
         return {name for name, kept in state.items() if isinstance(kept, nn.Parameter) and not kept.requires_grad}
-
-
-__all__ = ["TrainedAlone", "share_frozen"]

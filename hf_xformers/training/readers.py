@@ -33,6 +33,3 @@ def gather_for_metrics(accelerator: Accelerator, data: Any, readers: Readers) ->
         return rows.unflatten(0, (readers.count, readers.each, -1))[:, 0].flatten(0, 1)[:real]
 
     return recursively_apply(of_readers, accelerator.gather(data))
-
-
-__all__ = ["Readers", "gather_for_metrics"]

@@ -206,6 +206,3 @@ def carrier_of(config: Any) -> SegmentCarrier:
     """What carries the memory of models with this configuration."""
     stack = getattr(config, "stack", None)
     return ReplayedSegments() if isinstance(stack, ReplaysMemory) and stack.replays() else SegmentCarrier()
-
-
-__all__ = ["RandomState", "Replay", "ReplayedSegments", "carrier_of", "check_replay", "replay_backward"]

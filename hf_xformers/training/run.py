@@ -232,6 +232,3 @@ class Run:
         if self.args.world_size > 1 and last:
             trainer.accelerator.end_training()
         return self.summary
-
-
-__all__ = ["Run"]

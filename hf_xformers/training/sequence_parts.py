@@ -136,6 +136,3 @@ class SequenceParts:
         shard.num_processes, shard.process_index = self.replicas, self.replica
         shard.even_batches = self.replicas > 1
         return loader
-
-
-__all__ = ["SequenceParts", "real_rows"]

@@ -189,6 +189,3 @@ class MeasuringTrainer(KeepingTrainer):
             for name, value in frequency_baseline(counts).items()
         }
         return {**summarise(all_rows(prediction), self._eval_names, self._eval_kinds), **baselines}
-
-
-__all__ = ["FURTHER_LABELS", "MeasuringTrainer", "all_rows"]

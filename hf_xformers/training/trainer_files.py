@@ -111,6 +111,3 @@ class KeepingTrainer(Trainer):
         epoch = self.state.epoch
         if self.segments is not None and checkpoint is not None and epoch is not None and epoch != int(epoch):
             self.segments.load(checkpoint, self.args.process_index, self.args.device)
-
-
-__all__ = ["KeepingTrainer"]

@@ -78,6 +78,3 @@ class BlockScoresAttention(Attention):
             return read(part, keys.take(0, stop), values.take(0, stop), slice(begin, end))[0]
 
         return over_query_blocks(block, length, at_once, (query, 2)), None
-
-
-__all__ = ["BlockScoresAttention", "ScoreBlock"]

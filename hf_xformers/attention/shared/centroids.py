@@ -184,6 +184,3 @@ class LearnsCentroids(nn.Module):
             tokens = found.vectors.shape[0] // self.routed if valid is None else valid.sum().clamp(min=1)
             losses.append(total / (tokens * self.routed * self.head_dim))
         return self.spec.commitment_weight * torch.stack(losses).mean()
-
-
-__all__ = ["LearnsCentroids", "NothingLearnt", "Places", "Routes", "unit_length"]

@@ -205,18 +205,3 @@ def build_losses(value: Any) -> tuple[HeadLoss, ...]:
         if names.count(name) > 1:
             raise ValueError(f"`losses` has {name!r} {names.count(name)} times; give each loss once.")
     return found
-
-
-__all__ = [
-    "AGGREGATIONS",
-    "HEAD_LOSSES",
-    "HeadAggregation",
-    "HeadLoss",
-    "HeadLossModule",
-    "Heads",
-    "build_aggregation",
-    "build_losses",
-    "mean_over_tokens",
-    "register_aggregation",
-    "register_loss",
-]

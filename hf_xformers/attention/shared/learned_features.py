@@ -64,6 +64,3 @@ class LearnedFeaturesSpec(LinearSpec):
     def check_fields(self) -> None:
         if self.scale is not None and self.scale <= 0:
             raise ValueError(f"{self.type} needs `scale` > 0, got {self.scale}.")
-
-
-__all__ = ["HeadMap", "LearnedFeatures", "LearnedFeaturesSpec", "mapped"]

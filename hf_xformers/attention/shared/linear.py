@@ -372,6 +372,3 @@ class LinearSpec(AttentionSpec):
 
     def cache_layer(self, config, layer_idx: int = 0) -> RecurrentStateLayer:
         return RecurrentStateLayer()
-
-
-__all__ = ["Decay", "LinearAttention", "LinearSpec", "state_layer"]

@@ -101,6 +101,3 @@ def masked_attention(
     if empty is not None:
         output = output.masked_fill(empty[:, None, None, None], 0.0)
     return output.transpose(1, 2), None
-
-
-__all__ = ["MultiheadBlock", "MultiheadPooling", "masked_attention"]

@@ -79,6 +79,3 @@ class ScatteredGrid(Grid):
         if self.places is None:
             raise ValueError("ScatteredGrid needs `places` [B, M], got None.")
         return self.places[:, None, rows, None] - torch.arange(keys.start, keys.stop, device=device)
-
-
-__all__ = ["Grid", "KeyUsage", "PairsInSight", "QueryGrid", "ScatteredGrid"]

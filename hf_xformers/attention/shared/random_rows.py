@@ -120,6 +120,3 @@ def redraw_features(model: nn.Module) -> int:
     for layer in layers:
         layer.redraw()
     return len(layers)
-
-
-__all__ = ["RandomRows", "redraw_features"]

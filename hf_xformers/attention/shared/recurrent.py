@@ -436,14 +436,3 @@ class RecurrentSpec(AttentionSpec):
 
     def cache_layer(self, config, layer_idx: int = 0) -> RecurrentStateLayer:
         return RecurrentStateLayer()
-
-
-__all__ = [
-    "DecayRates",
-    "GatedNorm",
-    "RecurrentAttention",
-    "RecurrentSpec",
-    "ShortConvolution",
-    "Tokens",
-    "unit_length",
-]

@@ -69,6 +69,3 @@ def key_types(given: Tensor | None, context: Call, slots: int, order: Tensor | N
             first = types.gather(1, first_real(real)[:, None])
         types = torch.cat([first.expand(-1, slots), types], dim=1)
     return types if order is None else types.expand(order.shape[0], -1).gather(1, order)
-
-
-__all__ = ["DistanceTable", "KeyTypes", "RelativeEmbeddings", "key_types"]

@@ -127,6 +127,3 @@ class RelativeTerms(SelfAttentionTerms):
 
     def weighed(self, weights: Tensor, rows: slice) -> None:
         count_usage(self.context, self.step, weights, rows, self.num_keys)
-
-
-__all__ = ["RelativeTerms", "by_key_type", "by_segment", "count_usage"]

@@ -121,6 +121,3 @@ class RoutedHeadsSpec(HeadAggregation):
 
     def build(self, config, *, layer_idx: int) -> RoutedHeads | None:
         return RoutedHeads(config, self) if layer_idx in self.chosen(config) else None
-
-
-__all__ = ["RoutedHeads", "RoutedHeadsSpec"]

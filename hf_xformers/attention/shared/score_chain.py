@@ -65,6 +65,3 @@ class ScoreChain(Attention):
         weights = visible_softmax(scores, visible_pairs(context, self.cross)).to(value.dtype)
         dropped = F.dropout(weights, self.dropout) if self.training and self.dropout else weights
         return torch.matmul(dropped, value).transpose(1, 2), weights, dropped
-
-
-__all__ = ["Link", "ScoreChain"]

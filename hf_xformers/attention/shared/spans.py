@@ -33,6 +33,3 @@ class UnitClamp(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         outward = ((x < 0) & (grad > 0)) | ((x > 1) & (grad < 0))
         return grad.masked_fill(outward, 0.0)
-
-
-__all__ = ["SpanCacheLayer", "UnitClamp"]

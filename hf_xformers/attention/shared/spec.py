@@ -129,6 +129,3 @@ class AttentionSpec(Spec):
     def takes_global_tokens(self) -> bool:
         """Whether tokens chosen by the input `global_attention_mask` see all others and are seen by them."""
         return "global_attention_mask" in self.inputs
-
-
-__all__ = ["AttentionSpec"]

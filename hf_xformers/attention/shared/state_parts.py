@@ -54,6 +54,3 @@ def _apart(both: Tensor, scale: Tensor | None) -> LinearState:
 
 def _factor(scale: Tensor, top: Tensor, state: LinearState) -> Tensor:
     return (scale.detach() - top).exp().to(state.kv.dtype)[..., None, None]
-
-
-__all__ = ["affine_state_before", "state_before", "state_of_all"]

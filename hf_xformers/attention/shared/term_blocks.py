@@ -109,6 +109,3 @@ def _attend(
     if terms.has_values:
         output = output + terms.values(dropped, terms.tables, rows)
     return output.transpose(1, 2), weights
-
-
-__all__ = ["attend_with_terms", "blocks_of", "weights_with_terms"]

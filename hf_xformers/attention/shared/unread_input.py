@@ -27,6 +27,3 @@ def check_unread_input(config: Any, what: str) -> None:
 def reads_memory(spec: Any, config: Any) -> bool:
     """Whether `spec` is the cross-attention of this tower."""
     return config.cross_attention is spec and config.is_decoder and config.is_encoder_decoder
-
-
-__all__ = ["check_unread_input", "reads_memory"]

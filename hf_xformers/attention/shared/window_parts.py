@@ -134,6 +134,3 @@ def _check_padding(pattern: Pattern, parts: TextParts) -> None:
             "Under sequence parallelism blocks of tokens begin with the first of their row, so padding may stand on"
             " the right alone, and not between tokens; pad there (`part_of_batch` moves padding on the left)."
         )
-
-
-__all__ = ["Beside", "attend_to_window", "attend_with_globals", "form_of_window", "spans_of_parts"]

@@ -222,18 +222,3 @@ def score_error(own: Heads, taught: Heads) -> Tensor:
     pairs = own.pairs(own.scores)
     difference = (own.scores - taught.scores.to(own.scores.dtype)).masked_fill(~pairs, 0.0)
     return difference.square().sum() / pairs.sum().clamp(min=1)
-
-
-__all__ = [
-    "METHODS",
-    "DistillationMethod",
-    "Pass",
-    "build_method",
-    "mean_over_tokens",
-    "register",
-    "score_error",
-    "state_error",
-    "value_relation",
-    "weight_divergence",
-    "widths",
-]

@@ -100,6 +100,3 @@ def count_fields(config: XFormerConfig) -> dict[str, Any]:
     """Their fields that our experts say."""
     spec = experts_of(config)
     return {"hidden_act": spec.activation, "num_experts_per_tok": spec.topk, "num_experts": spec.num_experts}
-
-
-__all__ = ["TRAINING", "TYPE", "count_fields", "experts", "experts_of", "networks", "rules", "sparse_layers"]

@@ -110,5 +110,3 @@ CLASSES: tuple[Any, ...] = (
     *(ErnieMModel, ErnieMForSequenceClassification, ErnieMForTokenClassification, ErnieMForQuestionAnswering),
     *(ErnieMForMultipleChoice, ErnieMForInformationExtraction),
 )
-
-__all__ = ["CLASSES", "ErnieMConfig"]

@@ -141,5 +141,3 @@ CLASSES: tuple[Any, ...] = (
     *(NezhaForSequenceClassification, NezhaForTokenClassification),
     *(NezhaForQuestionAnswering, NezhaForMultipleChoice),
 )
-
-__all__ = ["CLASSES", "NezhaConfig"]

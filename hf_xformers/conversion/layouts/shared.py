@@ -49,6 +49,3 @@ def dense_and_norm(config: Any, inputs: int) -> nn.Module:
     """A projection to the states' width, and its norm, by BERT's names."""
     width = config.hidden_size
     return parts({"dense": nn.Linear(inputs, width), "LayerNorm": nn.LayerNorm(width)})
-
-
-__all__ = ["BareLayout", "Layout", "dense_and_norm", "parts"]

@@ -160,6 +160,3 @@ class TransfoXLLMHeadModel(TransfoXLPreTrainedModel):
 
     def get_output_embeddings(self) -> None:
         return None
-
-
-__all__ = ["TransfoXLConfig", "TransfoXLLMHeadModel", "TransfoXLModel"]

@@ -58,6 +58,3 @@ class ClozeCollator(UniLMCollator):
         batch["token_type_ids"] = torch.full_like(batch["token_type_ids"], self.types[0])
         batch[MODES] = torch.tensor([[SEQ2SEQ, len(row)] for row in rows])
         return batch
-
-
-__all__ = ["MASKED", "ClozeCollator", "joined"]

@@ -171,6 +171,3 @@ class ColorCollator(ImageCollator):
 
     def batch_of(self, images: Sequence[Tensor]) -> dict[str, Tensor]:
         return {"input_ids": torch.stack(list(images)).flatten(1)}
-
-
-__all__ = ["ColorClassification", "ColorCollator"]

@@ -208,6 +208,3 @@ class ImageCollator(SeededCollator):
         if "flip" in self.augmentations and drawn(1):
             image = image.flip(-1)
         return image
-
-
-__all__ = ["AUGMENTATIONS", "ImageClassification", "ImageCollator", "ReadImages"]

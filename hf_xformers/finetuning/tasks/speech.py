@@ -423,6 +423,3 @@ class SoundCollator(SeededCollator):
         if "frequency_mask" in self.augmentations:
             sound[:, stretch(width, width * 27 // 80)] = 0.0
         return sound
-
-
-__all__ = ["SOUND_AUGMENTATIONS", "ReadSounds", "SoundCollator", "SpeechRecognition"]

@@ -405,6 +405,3 @@ def _listed(x: Tensor, index: Tensor) -> Tensor:
     if index.shape[0] == 1:
         return x.index_select(1, index.flatten()).reshape(shape)
     return x.gather(1, index.flatten(1)).reshape(shape)
-
-
-__all__ = ["Hidden", "exported_attention", "traced_length", "walk_of"]

@@ -106,6 +106,3 @@ def _seen_by_few(
     allowed = torch.stack([distinct[each] for each in own]) if len(distinct) > 1 else distinct[own[0]][None]
     everything = device.type == "cpu" and bool(allowed.all())  # elsewhere looking costs more than a mask
     return begin, end, None if everything else allowed[None]
-
-
-__all__ = ["FEW_KEYS", "FEW_QUERIES", "few_rows"]

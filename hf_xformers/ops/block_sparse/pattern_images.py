@@ -161,6 +161,3 @@ def block_plane(
         )
     above, beside = rows // height, min(sides // width, columns // width - 1)
     return BlockPlane(height * width, columns // width, above, above if below else 0, beside)
-
-
-__all__ = ["block_memory", "block_plane"]

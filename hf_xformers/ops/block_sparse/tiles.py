@@ -136,6 +136,3 @@ class Part:
             else:
                 ranges.append((column, column + 1))
         return ranges
-
-
-__all__ = ["Axis", "Part", "Tiles"]

@@ -137,6 +137,3 @@ class _SquaredDistances(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         vectors, centroids, cluster = ctx.saved_tensors
         return 2 * grad * (vectors - centroids.flatten(0, 1).index_select(0, cluster)), None, None, None, None
-
-
-__all__ = ["ClusterSums", "nearest_tokens", "squared_distances", "sums_of_clusters"]

@@ -112,6 +112,3 @@ def cluster_blocks(found: QueryClusters, width: int, mask: Tensor | None) -> tup
     first = F.pad(counts.cumsum(-1), (1, 0)).gather(-1, inside)
     tokens = (first[..., None] + place).clamp(max=length - 1).flatten(2)
     return order.gather(-1, tokens).view_as(place), used, inside
-
-
-__all__ = ["QueryClusters", "cluster_blocks", "cluster_means", "hashed_clusters"]

@@ -127,6 +127,3 @@ def _ranks(labels: Tensor, real: Tensor) -> Tensor:
     smaller = last[..., None, :] < last[..., :, None]
     equal = (last[..., None, :] == last[..., :, None]) & (places[None, :] < places[:, None])
     return (smaller | equal).sum(-1)
-
-
-__all__ = ["bucketed_reference", "clustered_reference"]

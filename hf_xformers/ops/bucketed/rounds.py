@@ -185,6 +185,3 @@ class Round:
 
     def _diagonal(self, scores: Tensor) -> Tensor:
         return scores.diagonal(self.layout.before * self.layout.size, dim1=-2, dim2=-1)
-
-
-__all__ = ["HIDDEN", "LOG2_E", "Layout", "Round"]

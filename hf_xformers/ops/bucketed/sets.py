@@ -49,6 +49,3 @@ class Chunks:
             )
         if self.circular and self.own_label:
             raise ValueError("A circular order passes from one round's labels to another's; set own_label=False.")
-
-
-__all__ = ["OWN_KEY", "Chunks", "Recent"]

@@ -27,6 +27,3 @@ def _fixed(values: Any) -> Any:
 def _kept(values: Any, device: torch.device, dtype: torch.dtype | None) -> Tensor:
     with torch.inference_mode(False):  # for calls that record gradients as well
         return torch.tensor(values, dtype=dtype, device=device)
-
-
-__all__ = ["constant"]

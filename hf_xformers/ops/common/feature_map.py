@@ -26,6 +26,3 @@ class MapWithPullback(ABC):
     ) -> tuple[Tensor, Tensor | None, Pull]:
         """Features, log factors or None, and what takes gradients of both to those of `x` and of the params whose
         index is in `active`."""
-
-
-__all__ = ["MapWithPullback", "Pull"]

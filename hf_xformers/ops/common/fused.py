@@ -30,6 +30,3 @@ def kernels_for(key: Tensor, mask: Any) -> AbstractContextManager:
     if not torch.compiler.is_compiling() and not torch.backends.cuda.cudnn_sdp_enabled():
         return nullcontext()  # and whoever has switched it off may have switched off others
     return sdpa_kernel(_NOT_CUDNN)
-
-
-__all__ = ["fused_attention", "kernels_for"]

@@ -34,6 +34,3 @@ def kept(most: int) -> Callable[[Callable[..., Made]], Callable[..., Made]]:
         return find
 
     return decorate
-
-
-__all__ = ["kept"]

@@ -31,6 +31,3 @@ def row_spans(real: Tensor) -> tuple[Tensor, Tensor]:
 def may_look(mask: Tensor) -> bool:
     """Whether its numbers may be read: that is dear on an accelerator and impossible in a graph."""
     return not torch.compiler.is_compiling() and mask.device.type == "cpu"
-
-
-__all__ = ["check_padding_mask", "may_look", "row_spans"]

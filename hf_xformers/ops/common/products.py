@@ -66,14 +66,3 @@ def needs_room(x: Tensor) -> bool:
 def widened(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Tensors of half precision in float32, the others as they are."""
     return tuple(x.to(accumulation_dtype(x.dtype)) for x in tensors)
-
-
-__all__ = [
-    "autocast_state",
-    "masked_softmax",
-    "needs_room",
-    "product",
-    "wide_products",
-    "widened",
-    "without_autocast",
-]

@@ -13,6 +13,3 @@ def relative_sinusoids(distance: Tensor, width: int, dtype: torch.dtype) -> Tens
     exponent = torch.arange(0, width, 2, device=distance.device, dtype=wide) / width
     angles = distance.to(wide)[:, None] * torch.pow(10000.0, -exponent)
     return torch.cat([angles.sin(), angles.cos()], dim=-1).to(dtype)
-
-
-__all__ = ["relative_sinusoids"]

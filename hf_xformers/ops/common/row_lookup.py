@@ -44,6 +44,3 @@ def _joined(at: Tensor, length: int) -> Tensor:
     """Indices [B, H, ...] into `length` rows each -> into all rows."""
     first = torch.arange(at.shape[0] * at.shape[1], device=at.device) * length
     return (at.flatten(2) + first.view(*at.shape[:2], 1)).flatten()
-
-
-__all__ = ["places_in_rows", "rows_of_tokens", "sum_rows", "take_rows"]

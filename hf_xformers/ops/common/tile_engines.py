@@ -44,6 +44,3 @@ class Scratch:
         if key not in self.buffers or self.buffers[key].numel() < size:
             self.buffers[key] = torch.empty(size, dtype=dtype, device=self.device)
         return self.buffers[key][:size].view(shape)
-
-
-__all__ = ["Dropout", "Scratch", "autocast_inputs"]

@@ -44,6 +44,3 @@ class TokenGrid:
     def by_rows(self, tokens: Tensor) -> Tensor:
         """Tokens of a whole grid in the order of the sequence, [B, rows * columns, ...] -> row by row."""
         return tokens[:, self.sequence(torch.arange(tokens.shape[1], device=tokens.device))]
-
-
-__all__ = ["TokenGrid"]

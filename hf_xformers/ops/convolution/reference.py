@@ -18,6 +18,3 @@ def token_convolution_reference(inputs: Tensor, kernel: Tensor) -> Tensor:
     for tap in range(1, taps):
         total = total + by_head[:, tap : tap + length] * kernel[..., tap, None]
     return total.flatten(-2).to(inputs.dtype)
-
-
-__all__ = ["token_convolution_reference"]

@@ -129,6 +129,3 @@ def _sums(joined: Tensor, weight: Tensor, bias: Tensor | None, same: Tensor | No
         seen = read[:, tap : tap + length]
         total.addcmul_(seen if same is None else seen * same[..., tap, None], weight[:, tap])
     return total
-
-
-__all__ = ["short_convolution", "token_before"]

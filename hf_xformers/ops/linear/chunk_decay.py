@@ -178,6 +178,3 @@ def _off_diagonal(matrix: Tensor, half: int) -> Tensor:
     the first half's columns; a view."""
     blocks = matrix.unflatten(2, (-1, 2, half)).unflatten(1, (-1, 2, half))
     return blocks[:, :, 1, :, :, 0].diagonal(dim1=1, dim2=3).movedim(-1, 1)
-
-
-__all__ = ["ChunkDecay", "numbers_at_once"]

@@ -149,6 +149,3 @@ def power_of_two(chunk_size: int, length: int) -> int:
     """Tokens per chunk of a text of so many."""
     least = chunk_size if isinstance(length, torch.SymInt) else min(chunk_size, length)
     return 1 << (least - 1).bit_length()
-
-
-__all__ = ["decayed_scan", "decayed_step"]

@@ -151,6 +151,3 @@ def _numbers(which: int, like: Tensor, width: int) -> Tensor:
     """[1, 2, 150, width], the same at every call."""
     own = torch.Generator().manual_seed(which)
     return torch.randn(1, 2, 150, width, generator=own).to(like.device, like.dtype)
-
-
-__all__ = ["VARIABLE", "delta_rule_kernel", "recurrence_kernel", "sums_kernel"]

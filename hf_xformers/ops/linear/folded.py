@@ -185,6 +185,3 @@ def _side_by_side(x: Tensor) -> Tensor:
 
 def _by_head(x: Tensor, heads: int) -> Tensor:
     return x.unflatten(-1, (heads, -1))
-
-
-__all__ = ["FoldedSums", "folded_sums", "read_folded_sums"]

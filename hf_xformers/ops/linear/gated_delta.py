@@ -77,6 +77,3 @@ def gated_delta_step(
             state = left * state.to(wide)
             state = torch.addcmul(state, k.mT, strength * (v - k @ state))
         return (q @ state).to(value.dtype), state
-
-
-__all__ = ["gated_delta_rule", "gated_delta_step"]

@@ -129,6 +129,3 @@ def _step(
             state = left * state.to(v.dtype)
             new = new + state - write.to(v.dtype).mT * (read.to(v.dtype) @ state)
         return (q @ new).to(value.dtype), new
-
-
-__all__ = ["low_rank_delta_rule"]

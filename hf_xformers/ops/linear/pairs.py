@@ -141,6 +141,3 @@ def _evaluate(q, k, a, b, v, mask, log_weight, map_q, map_k, params, active=None
 def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
     """[B, H, T, W] -> [R, T, W]"""
     return to_chunks(x, 0, x.shape[2], x.shape[2], dtype)
-
-
-__all__ = ["Pairs", "pairs_are_fewer"]

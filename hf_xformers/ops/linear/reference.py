@@ -119,11 +119,3 @@ def gated_recurrence_reference(
         )
         outputs.append(torch.einsum("bhf,bhfv->bhv", query[:, :, t], state))
     return torch.stack(outputs, dim=2), state
-
-
-__all__ = [
-    "delta_rule_reference",
-    "folded_attention_reference",
-    "gated_recurrence_reference",
-    "linear_attention_reference",
-]

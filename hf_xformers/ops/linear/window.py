@@ -373,6 +373,3 @@ def _after(
         kv, z = kv + state.kv, z + state.z
     first = (None, None, None) if side is None else side[:3]
     return WindowState(key[:, :, leaving:], value[:, :, leaving:], real[:, leaving:], kv, z, *first)
-
-
-__all__ = ["WindowState", "window_linear_attention"]

@@ -291,6 +291,3 @@ class _Block:
             if piece is not None:
                 target += piece
         return result
-
-
-__all__ = ["applies", "plus_products", "term_attention"]

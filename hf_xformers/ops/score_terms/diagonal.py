@@ -230,6 +230,3 @@ class _Group:
         if hidden is not None:
             scores.unflatten(0, self.query.shape[:2]).masked_fill_(hidden.flip(2), -torch.inf)
         return scores
-
-
-__all__ = ["blocks_of_tiles", "diagonal_attention"]

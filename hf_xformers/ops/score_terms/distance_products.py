@@ -159,6 +159,3 @@ def _tiles(length: int, others: int):
     for begin in range(0, length, size):
         end = min(begin + size, length)
         yield slice(begin, end), slice(length - end, length - begin + others - 1)
-
-
-__all__ = ["distance_products"]

@@ -145,12 +145,3 @@ def _pick(x: Tensor, at: Tensor) -> Tensor:
 def _softmax(scores: Tensor) -> Tensor:
     """Zeros in rows where all is -inf, and no gradient there."""
     return masked_softmax(scores, ~torch.isneginf(scores))
-
-
-__all__ = [
-    "diagonal_attention_reference",
-    "distance_products_reference",
-    "term_attention_reference",
-    "tile_attention_reference",
-    "window_attention_reference",
-]

@@ -254,6 +254,3 @@ class ScoreTerms:
         if not self.has_values:
             return 0.0
         return self.values(weights, self.tables, slice(0, weights.shape[2]))
-
-
-__all__ = ["Blocks", "Pairs", "QueryBlock", "ScoreTerms", "Tiles", "Visible"]
