@@ -29,9 +29,7 @@ and what no step changes comes back as it was. ONNX graphs do not give that out 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import io
 import os
 import tempfile
 import warnings
@@ -49,8 +47,7 @@ from .comparison import compare, input_names, under_onnxruntime
 from .decoding_step import DecodingStep, States, StepReport, after_step
 from .opening import trace_opening
 from .state import Held, Layout, advance, lengths_to_try, longest_text, observe, read, sample
-from .translations import translations
-from .whole_text import TALKATIVE, as_exported, exporter_of_onnx, first_line, refuse_half_precision, silent
+from .whole_text import TALKATIVE, as_exported, check_model, exporter_of_onnx, first_line, silent, to_onnx
 
 _FAR = (1 << 16) + 3  # tokens after which a graph has to be the same as at first
 _NEXT = "next."
@@ -85,7 +82,8 @@ def export_step(model: XFormerPreTrainedModel, *, tolerance: float = 1e-4) -> De
         tolerance: how far it may be from the model, relative to the largest logit.
 
     Raises:
-        ValueError: no decoder, or its step has no such graph; the message says what stands in the way.
+        TypeError: no model of this package.
+        ValueError: no decoder, half precision, or its step has no such graph; the message says what stands in the way.
     """
     _check(model)
     with as_exported(model, literal=False):
@@ -104,11 +102,11 @@ def export_step_onnx(
 
     Raises:
         ImportError: onnx and onnxscript are not installed.
-        ValueError: no decoder, or its step has no such graph; the message says what stands in the way.
+        TypeError: no model of this package.
+        ValueError: no decoder, half precision, or its step has no such graph; the message says what stands in the way.
     """
     _check(model)
     exporter_of_onnx()
-    refuse_half_precision(model)
     path = Path(path).absolute()
     if not path.parent.is_dir() or path.is_dir():
         raise ValueError(f"the graph cannot be written to {str(path)!r}; give a file in a folder that exists.")
@@ -133,6 +131,7 @@ def export_step_onnx(
 
 
 def _check(model: XFormerPreTrainedModel) -> None:
+    check_model(model)
     name = type(model).__name__
     decodes = model.config.is_decoder or model.config.is_encoder_decoder
     if not decodes or model.get_output_embeddings() is None:
@@ -203,12 +202,16 @@ def _check_far(
         with FakeTensorMode(allow_non_fake_inputs=True):
             given, after = (
                 [
-                    torch.empty(state.sizes(batch, settled + more + count, memory), dtype=state.dtype)
+                    torch.empty(
+                        state.sizes(batch, settled + more + count, memory), dtype=state.dtype, device=model.device
+                    )
                     for state in layout.states
                 ]
                 for count in (0, 1)
             )
-            token, mask = (torch.zeros((batch, count), dtype=torch.long) for count in (1, settled + more + 1))
+            token, mask = (
+                torch.zeros((batch, count), dtype=torch.long, device=model.device) for count in (1, settled + more + 1)
+            )
             try:
                 _, found = module(token, mask, given)
             except Exception as error:
@@ -247,17 +250,7 @@ def _graph(
     outputs: Sequence[str],
     opset: int | None,
 ) -> Any:
-    try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), silent(*TALKATIVE):
-            warnings.simplefilter("ignore")
-            return torch.onnx.export(
-                program,
-                dynamo=True,
-                input_names=list(inputs),
-                output_names=list(outputs),
-                opset_version=opset,
-                custom_translation_table=translations(),
-                verbose=False,
-            )
-    except Exception as error:
-        raise ValueError(f"the step of {type(model).__name__} has no ONNX graph ({first_line(error)}).") from error
+    what = f"the step of {type(model).__name__}"
+    return to_onnx(
+        program, inputs, outputs, opset, what, lambda e: ValueError(f"{what} has no ONNX graph ({first_line(e)}).")
+    )

@@ -20,7 +20,7 @@ import logging
 import os
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,8 +34,6 @@ from .translations import translations
 
 # What a graph gives, where the model's output has it.
 _RESULTS = ("logits", "last_hidden_state", "pooler_output", "start_logits", "end_logits")
-
-
 _FAR = 1 << 16  # tokens, for which a graph without a limit has to be the same
 # Loggers of what the exporter is made of; what matters of it is in the error or in the comparison.
 TALKATIVE = ("torch.onnx", "onnxscript", "torch.export", "torch.fx", "torch.fx.experimental.symbolic_shapes")
@@ -161,16 +159,17 @@ def export_onnx(
 
     Raises:
         ImportError: onnx and onnxscript are not installed.
+        TypeError: no model of this package; of one of peft, give what `merge_and_unload()` makes.
         ValueError: the model has no such graph (the message says what stands in the way), also of that opset, its
             weights are in half precision, in which nothing can be compared, or the graph differs.
     """
-    if batch < 2 or length < 2:
+    check_model(model)
+    least = 2 if dynamic else 1  # where sizes are free, 1 is traced as fixed
+    if batch < least or length < least:
         raise ValueError(
-            f"the sample must be at least 2 x 2, as sizes of 1 are traced as fixed; got {batch} x {length}: raise"
-            " `batch` or `length`."
+            f"the sample must be {least} x {least} or more, got {batch} x {length}: raise `batch` or `length`."
         )
     exporter_of_onnx()
-    refuse_half_precision(model)
     if dynamic:
         for layer in layers_of(model):
             if reason := layer.attention.why_not.get("any_length"):
@@ -220,14 +219,15 @@ def _write(
             f"{type(model).__name__} gives {', '.join(output)}, none of which a graph hands out; export another"
             " `head` of it, such as Model or ForMaskedLM."
         )
-    program = _trace(_plain(model, names), sample, dynamic, literal, type(model).__name__)
+    what = type(model).__name__
+    program = _trace(_plain(model, names), sample, dynamic, literal, what)
     most = min((bounds.upper for bounds in program.range_constraints.values()), default=_FAR)
     if dynamic and not literal and most < (_FAR if longest is None else longest):
         raise ValueError(
-            f"{type(model).__name__} has no ONNX graph of its computation (from {most + 1} tokens on it would be"
+            f"{what} has no ONNX graph of its computation (from {most + 1} tokens on it would be"
             " another one); `dynamic=False` may give a graph for one shape."
         )
-    _to_onnx(program, list(sample), names, dynamic, opset, type(model).__name__).save(str(path))
+    to_onnx(program, list(sample), names, opset, what, lambda error: _no_graph(what, error, dynamic)).save(str(path))
     difference = _compare(model, path, names, _shapes(shape, traced, longest, dynamic), tolerance)
     grows = grows_with_square(program, [name for name in sample if name != "pixel_values"])
     return OnnxReport(str(path), tuple(sample), names, dynamic, shape, literal, grows, difference)
@@ -241,8 +241,11 @@ def exporter_of_onnx() -> None:
         raise ImportError("ONNX graphs are made with onnx and onnxscript: pip install onnx onnxscript") from None
 
 
-def refuse_half_precision(model: XFormerPreTrainedModel) -> None:
-    """Raises ValueError: its rounding would hide a graph that is wrong."""
+def check_model(model: Any) -> None:
+    """Raises `TypeError` for others' models, `ValueError` for half precision, whose rounding would hide a mistake."""
+    if not isinstance(model, XFormerPreTrainedModel):
+        remedy = "merge the adapter by `merge_and_unload()`" if hasattr(model, "peft_config") else "convert it first"
+        raise TypeError(f"{type(model).__name__} is no model of hf_xformers, and those alone are exported; {remedy}.")
     if model.dtype in (torch.float16, torch.bfloat16):
         raise ValueError(f"graphs are compared in float32, and the model is in {model.dtype}; give `model.float()`.")
 
@@ -335,32 +338,33 @@ def _trace(
     raise _no_graph(model, problem or RuntimeError("nothing was traced"), dynamic) from problem
 
 
-def _to_onnx(
+def to_onnx(
     program: torch.export.ExportedProgram,
-    inputs: list[str],
-    outputs: tuple[str, ...],
-    dynamic: bool,
+    inputs: Sequence[str],
+    outputs: Sequence[str],
     opset: int | None,
-    model: str,
+    what: str,
+    refused: Callable[[Exception], ValueError],
 ) -> Any:
+    """torch's ONNX program. what: it computes; refused: the error where the exporter ends with one."""
     try:
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), silent(*TALKATIVE):
             warnings.simplefilter("ignore")
             made = torch.onnx.export(
                 program,
                 dynamo=True,
-                input_names=inputs,
+                input_names=list(inputs),
                 output_names=list(outputs),
                 opset_version=opset,
                 custom_translation_table=translations(),
                 verbose=False,
             )
     except Exception as error:
-        raise _no_graph(model, error, dynamic) from error
+        raise refused(error) from error
     version = None if made is None else made.model.opset_imports.get("")
     if opset is not None and version != opset:  # where a conversion fails, the exporter keeps its own version
         raise ValueError(
-            f"{model} has no ONNX graph of opset {opset}, but one of opset {version}; leave `opset` out, or take"
+            f"{what} has no ONNX graph of opset {opset}, but one of opset {version}; leave `opset` out, or take"
             " another."
         )
     return made

@@ -117,14 +117,23 @@ def test_nothing_is_said_beside_the_result(tmp_path, capfd, monkeypatch):
     assert levels == {name: logging.getLogger(name).level for name in TALKATIVE}
 
 
-def test_an_opset_that_the_exporter_does_not_reach(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("step", [False, True])
+def test_an_opset_that_the_exporter_does_not_reach(tmp_path, capsys, monkeypatch, step):
     """It then keeps its own, and says so in a log."""
     pytest.importorskip("onnxscript")
-    save(tmp_path / "model")
+    save(tmp_path / "model", **({"variant": "xf_gpt2", "head": "ForCausalLM"} if step else {}))
     program = SimpleNamespace(model=SimpleNamespace(opset_imports={"": 18}))
     monkeypatch.setattr(torch.onnx, "export", lambda *args, **options: program)
     message = refused(
-        capsys, "export", "--model", tmp_path / "model", "--output", tmp_path / "model.onnx", "--opset", "9"
+        capsys,
+        "export",
+        "--model",
+        tmp_path / "model",
+        "--output",
+        tmp_path / "model.onnx",
+        "--opset",
+        "9",
+        *(["--step"] if step else []),
     )
     assert "no ONNX graph of opset 9, but one of opset 18" in message
     assert not (tmp_path / "model.onnx").exists()

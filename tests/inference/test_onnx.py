@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from transformers import BertConfig, BertModel
 
 from hf_xformers.export import export_onnx
 from hf_xformers.variants import config_class, family
@@ -126,14 +127,27 @@ def test_classifier_of_two_towers(tmp_path):
         torch.testing.assert_close(found[1:], model(ids[1:, :4]).logits, atol=1e-4, rtol=0)
 
 
+def test_one_row_at_one_shape(tmp_path):
+    """Of a family as well that has a graph for one shape alone."""
+    model = ENCODERS["xf_bigbird"].shared(torch.float32)
+    assert export_onnx(model, tmp_path / "model.onnx", batch=1, length=9, dynamic=False).shape == (1, 9)
+    ids = pad([tokens(9)], 9, "right")[0]
+    given = inputs(model, ids, torch.ones_like(ids))
+    with torch.no_grad():
+        expected = model(**given).logits
+    torch.testing.assert_close(torch.from_numpy(run(tmp_path / "model.onnx", given)[0]), expected, atol=1e-4, rtol=0)
+
+
 def test_refusals(tmp_path, monkeypatch):
     model = ENCODERS["xf_bert"].shared(torch.float32)
     with pytest.raises(ValueError, match="attention 'bigbird' has no graph for every length: .*; give `length`"):
         export_onnx(ENCODERS["xf_bigbird"].shared(torch.float32), tmp_path / "model.onnx")
     with pytest.raises(ValueError, match="the model is in torch.bfloat16; give `model.float"):
         export_onnx(ENCODERS["xf_bert"].build(dtype=torch.bfloat16), tmp_path / "model.onnx")
-    with pytest.raises(ValueError, match="at least 2 x 2"):
+    with pytest.raises(ValueError, match="must be 2 x 2 or more, got 1 x 16: raise"):
         export_onnx(model, tmp_path / "model.onnx", batch=1)
+    with pytest.raises(TypeError, match="BertModel is no model of hf_xformers, .*; convert it first"):
+        export_onnx(BertModel(BertConfig(num_hidden_layers=0)), tmp_path / "model.onnx")
     with pytest.raises(ValueError, match="gives prediction_logits, .*, none of which .*; export another `head`"):
         export_onnx(family("xf_bert")["ForPreTraining"](model.config), tmp_path / "model.onnx")
 

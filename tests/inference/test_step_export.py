@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 
 from hf_xformers import XFormerConfig, XFormerForCausalLM
@@ -186,6 +187,10 @@ def test_refusals(tmp_path):
     encoder = next(case for case in CASES if str(case) == "xf_bert-encoder").shared(torch.float32)
     with pytest.raises(ValueError, match="generates nothing, step by step; export it whole"):
         export_step(encoder)
+    with pytest.raises(ValueError, match="the model is in torch.bfloat16; give `model.float"):
+        export_step(shallow("xf_gpt2").bfloat16())
+    with pytest.raises(TypeError, match="PeftModelForCausalLM is no model of hf_xformers, .* `merge_and_unload"):
+        export_step(get_peft_model(shallow("xf_gpt2"), LoraConfig(task_type="CAUSAL_LM")))
     with pytest.raises(ValueError, match="no encoder to read a text before the first token; take `start`"):
         export_step(model_of("xf_linear_transformer")).start_on(*given_texts())
     with pytest.raises(ValueError, match=r"no graph of one step .*`layers.0.state.keys, axis 2` .* neither constant"):
