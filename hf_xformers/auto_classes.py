@@ -14,7 +14,16 @@ _CLASSES: dict[tuple[str, Any], dict[str, Any]] = {}
 
 
 def register_config(config_class: Any) -> None:
-    """`AutoConfig` finds `config_class` by its `model_type`."""
+    """`AutoConfig` finds `config_class` by its `model_type`. Raises `ValueError` for a type that a class of another
+    module has, be it inherited by mistake."""
+    name, known = config_class.model_type, None
+    if config_class.__module__.partition(".")[0] != __name__.partition(".")[0]:
+        known = transformers.CONFIG_MAPPING[name] if name in transformers.CONFIG_MAPPING else None
+    if known is not None and known.__module__ != config_class.__module__:
+        raise ValueError(
+            f"The model type {name!r} is already registered by {known.__module__}; give {config_class.__qualname__} a"
+            " `model_type` of its own."
+        )
     transformers.AutoConfig.register(config_class.model_type, config_class, exist_ok=True)
 
 

@@ -69,18 +69,19 @@ class Registry(Generic[AnySpec]):
         self._complete = False
 
     def add(self, spec_class: type[AnySpec], name: str, aliases: tuple[str, ...] = ()) -> None:
-        """Raises `ValueError` for a name that another class has: of another module, or of another name."""
-        if not spec_class.__module__.startswith(f"{__name__.partition('.')[0]}."):
-            self._import_room(name)  # which has a component of that name to read yet, perhaps
-        known = self._specs.get(name)
-        if known is not None and (known.__module__, known.__qualname__) != (
-            spec_class.__module__,
-            spec_class.__qualname__,
-        ):
-            raise ValueError(
-                f"The {self.kind} {name!r} is already registered by {known.__module__}; choose another name in"
-                f" {spec_class.__module__}."
-            )
+        """Raises `ValueError` for a name or alias that another class has: of another module, or of another name."""
+        for taken in (name, *aliases):
+            if not spec_class.__module__.startswith(f"{__name__.partition('.')[0]}."):
+                self._import_room(taken)  # which has a component of that name to read yet, perhaps
+            known = self._specs.get(self._aliases.get(taken, taken))
+            if known is not None and (known.__module__, known.__qualname__) != (
+                spec_class.__module__,
+                spec_class.__qualname__,
+            ):
+                raise ValueError(
+                    f"The {self.kind} {taken!r} is already registered by {known.__module__}; choose another name in"
+                    f" {spec_class.__module__}."
+                )
         self._specs[name] = spec_class
         for alias in aliases:
             self._aliases[alias] = name

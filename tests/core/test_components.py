@@ -50,6 +50,10 @@ def test_a_name_belongs_to_one_class(slot):
     other = type("Other", (first,), {"__qualname__": "Other"})
     with pytest.raises(ValueError, match=r"tasting component 'plain' is already registered by .*test_components"):
         slot.add(other, "plain")
+    slot.add(first, "plain", ("simple",))
+    for taken in (("simple", ()), ("bitter", ("plain",)), ("bitter", ("simple",))):
+        with pytest.raises(ValueError, match=r"tasting component '(plain|simple)' is already registered by"):
+            slot.add(other, *taken)
 
 
 def test_values_are_checked(slot):

@@ -53,6 +53,15 @@ def test_unknown_head():
         make_family(XFormerConfig, "XFormer", ("Model", "ForTeaTasting"), XFormerConfig.info)
 
 
+def test_a_model_type_belongs_to_one_module():
+    """Also where it is inherited by mistake."""
+    for base, own in ((XFormerConfig, {}), (XFormerConfig, {"model_type": "bert"}), (config_class("xf_luna"), {})):
+        taking = type("Taking", (base,), {"__module__": __name__, **own})
+        with pytest.raises(ValueError, match=f"'{taking.model_type}' is already registered by .*; give Taking a"):
+            make_family(taking, "Taking", ("Model",), config_class("xf_luna").info)
+    assert type(transformers.AutoConfig.for_model("bert")) is transformers.BertConfig
+
+
 def test_making_one():
     """A researcher's own variant, from one class and one call."""
 
