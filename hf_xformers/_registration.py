@@ -96,13 +96,15 @@ def _enter(auto_module: Any) -> None:
 def _enter_names(auto_module: Any) -> None:
     """What their classes are called, before any is imported, for who goes by names."""
     from .auto_classes import enter_name
+    from .core.head_names import NAMED_AT
     from .variants import public_names
 
     names = [name for classes in public_names().values() for name in classes]
     for auto, auto_class in list(vars(auto_module).items()):
         if auto.startswith("AutoModelFor") and hasattr(auto_class, "_model_mapping"):
+            endings = (auto.removeprefix("AutoModel"), *(head for head, other in NAMED_AT.items() if other == auto))
             for name in names:
-                if name.endswith(auto.removeprefix("AutoModel")):
+                if name.endswith(endings):
                     enter_name(auto_class, name)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import transformers
 
 from .compat import class_names
+from .core.head_names import NAMED_AT
 
 # (Auto class, config class) -> the model classes entered for them, by name.
 _CLASSES: dict[tuple[str, Any], dict[str, Any]] = {}
@@ -48,7 +49,9 @@ def register_model(auto: str, config_class: Any, model_class: Any) -> None:
     classes[model_class.__name__] = model_class
     if not hasattr(transformers, auto):  # some are of late releases
         return
-    enter_name(getattr(transformers, auto), model_class.__name__)
+    others = (other for head, other in NAMED_AT.items() if model_class.__name__.endswith(head))
+    for name in (auto, *others):
+        enter_name(getattr(transformers, name), model_class.__name__)
     if next(iter(classes)) == model_class.__name__:
         getattr(transformers, auto).register(config_class, model_class, exist_ok=True)
 

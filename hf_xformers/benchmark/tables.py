@@ -88,9 +88,11 @@ def write_results(
     columns: Sequence[str],
     title: str,
     note: str,
+    further: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Writes `<name>.json` and `<name>.md` to `folder`; returns the path of the latter."""
-    write_json(folder / f"{name}.json", {"machine": machine, "rows": rows})
+    """Writes `<name>.json`, which has what is `further` as well, and `<name>.md` to `folder`; returns the path of the
+    latter."""
+    write_json(folder / f"{name}.json", {"machine": machine, "rows": rows, **(further or {})})
     text = f"# {title}\n\n{note}\n\n{about(machine)}\n\n{folded(rows, columns, name)}\n"
     write_text(folder / f"{name}.md", text)
     return folder / f"{name}.md"

@@ -100,15 +100,24 @@ def labels_after_real_tokens(labels: Tensor, attention_mask: Tensor | None) -> T
 def counted_after_real_tokens(
     logits: Tensor, labels: Tensor, attention_mask: Tensor | None, num_items_in_batch: Tensor | int | None
 ) -> tuple[Tensor, Tensor | int | None]:
-    """[`labels_after_real_tokens`], and the count of a step's targets less what its caller, who knows nothing of
-    padding, has counted too much: in every batch the same share, so that the loss is the mean of those that are
-    left."""
+    """[`labels_after_real_tokens`], and the count less what padding takes away ([`counted_of`])."""
     kept = labels_after_real_tokens(labels, attention_mask)
-    if num_items_in_batch is None or kept is labels:
+    if kept is labels:
         return kept, num_items_in_batch
-    wide = torch.promote_types(logits.dtype, torch.float32)
-    counted, left = ((each[:, 1:] != -100).sum().clamp(min=1).to(wide) for each in (labels, kept))
-    return kept, num_items_in_batch * (left / counted)
+    return kept, counted_of(kept[:, 1:], labels[:, 1:], num_items_in_batch, logits.dtype)
+
+
+def counted_of(
+    kept: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None, dtype: torch.dtype
+) -> Tensor | int | None:
+    """The count of a step's targets less what its caller, who does not know that a model leaves out labels (those
+    that are -100 in `kept` alone), has counted too much: in every batch the same share, so that the loss is the mean
+    of those that are left."""
+    if num_items_in_batch is None:
+        return None
+    wide = torch.promote_types(dtype, torch.float32)
+    left, counted = ((each != -100).sum().clamp(min=1).to(wide) for each in (kept, labels))
+    return num_items_in_batch * (left / counted)
 
 
 def direction_targets(labels: Tensor, real: Tensor) -> Tensor:

@@ -191,12 +191,13 @@ class TaskRequest:
         exits = isinstance(config, XFormerConfig) and (
             (stack.exits == "texts" and head == "SequenceClassification")
             or (stack.exits == "tokens" and head == "TokenClassification")
+            or (head in ("CausalLM", "Seq2SeqLM") and config.tower_configs()[-1].stack.exits == "decoder")
         )
         for name, value in self._losses().items():
             if value and exits:
                 raise ValueError(
-                    f"--{name} makes the loss of a model's last logits, and {config.model_type} has a classifier with"
-                    " a loss of its own after every layer; leave it out"
+                    f"--{name} makes the loss of a model's last logits, and {config.model_type} has answers with a"
+                    " loss of their own after every layer; leave it out"
                 )
 
     def _check_tags(self, config: PreTrainedConfig) -> None:

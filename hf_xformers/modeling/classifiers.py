@@ -19,7 +19,7 @@ from ..core.choices import rows_of_mean, token_rows
 from ..core.hand_overs import HandOver
 from ..core.head_names import LABEL_HEADS
 from ..core.inputs import check_token_labels
-from ..core.losses import answer_cross_entropy, class_loss, per_target, step_share, token_cross_entropy
+from ..core.losses import answer_cross_entropy, class_loss, counted_of, per_target, step_share, token_cross_entropy
 from ..core.pooling import fitting, pool
 from ..modeling_base import XFormerPreTrainedModel
 from ..modeling_xformer import XFormerModel
@@ -268,6 +268,9 @@ class XFormerForTokenClassification(Classifier):
             rows = partial(token_rows, logits, labels, count)
         else:
             tagged = self.tagged(logits, input_ids, attention_mask, labels, tag_mask)
+            if labels is not None:
+                given, labels = labels, labels.masked_fill(~tagged.to(labels.device), -100)
+                count = counted_of(labels, given, count, logits.dtype)
             loss, logits = self.in_sequence(self.crf, logits, labels, tagged, count)
         recorded = self.recorded(base, loss)
         return outputs.XFormerTokenClassifierOutput(

@@ -84,6 +84,7 @@ class XFormerForMultiTokenPrediction(XFormerForCausalLM):
 
     def __init__(self, config: XFormerConfig):
         super().__init__(config)
+        self.loss_type = "ForCausalLM"  # by which Trainer knows that the first column of labels is no target
         shaped: Any = self.config
         _check(shaped)
         self.settings = MultiTokenSpec.of(shaped)

@@ -15,7 +15,7 @@ from ..configuration_xformer import XFormerConfig
 from ..core import outputs
 from ..core.choices import token_rows
 from ..core.inputs import check_token_labels
-from ..core.losses import step_share, token_cross_entropy, with_aux_losses
+from ..core.losses import counted_of, step_share, token_cross_entropy, with_aux_losses
 from .language import XFormerForMaskedLM
 from .replaced_tokens import ReplacedTokensSpec, XFormerForReplacedTokenDetection
 
@@ -219,7 +219,9 @@ class XFormerForReplacedTokenPreTraining(XFormerForReplacedTokenDetection):
             raise ValueError(f"{type(self).__name__} is trained on `input_ids`, from which tokens are replaced.")
         check_token_labels(labels, input_ids.unsqueeze(-1))
         if attention_mask is not None and attention_mask.shape == labels.shape:
-            labels = labels.masked_fill(attention_mask == 0, -100)
+            given, labels = labels, labels.masked_fill(attention_mask == 0, -100)
+            if (count := kwargs.get("num_items_in_batch")) is not None:
+                kwargs["num_items_in_batch"] = counted_of(labels, given, count, self.dtype)
         original = torch.where(labels == -100, input_ids, labels)
         if target_positions is None:
             everywhere = torch.arange(labels.shape[1], device=labels.device).expand_as(labels)

@@ -14,7 +14,7 @@ from ..configuration_xformer import XFormerConfig
 from ..core import outputs
 from ..core.components import bounded
 from ..core.inputs import check_token_labels
-from ..core.losses import step_share, token_binary_cross_entropy
+from ..core.losses import counted_of, step_share, token_binary_cross_entropy
 from ..core.pooling import fitting, pool
 from ..core.pretraining_specs import PretrainingSpec, register_pretraining
 from .classifiers import Classifier
@@ -111,7 +111,8 @@ class XFormerForReplacedTokenDetection(Classifier):
         if labels is not None:
             check_token_labels(labels, scores)
             if attention_mask is not None and attention_mask.shape == labels.shape:
-                labels = labels.masked_fill(attention_mask == 0, -100)
+                given, labels = labels, labels.masked_fill(attention_mask == 0, -100)
+                count = counted_of(labels, given, count, scores.dtype)
             loss = token_binary_cross_entropy(scores.squeeze(-1), labels, count)
             loss = loss if self.loss_weight is None else self.loss_weight * loss
         recorded = self.recorded(base, loss)

@@ -11,7 +11,7 @@ from transformers.utils import can_return_tuple
 
 from ..core import outputs
 from ..core.call import can_inspect
-from ..core.losses import per_target, step_share
+from ..core.losses import counted_of, per_target, step_share
 from ..embedding.frames import halved
 from ..modeling_base import XFormerPreTrainedModel, objects_for_heads
 from ..modeling_xformer import XFormerModel
@@ -104,7 +104,11 @@ class XFormerForCTC(XFormerPreTrainedModel):
             is_blank = torch.arange(logits.shape[-1], device=logits.device) == self.config.pad_token_id
             nothing = torch.zeros_like(logits[:1, :1]).masked_fill(~is_blank, NOTHING)
             logits = torch.where(mask[..., None], logits, nothing)
-        loss = None if labels is None else self.ctc_loss(logits, mask, labels, num_items_in_batch)
+        loss = None
+        if labels is not None:
+            given, labels = labels, labels.masked_fill(labels == self.config.pad_token_id, -100)
+            num_items_in_batch = counted_of(labels, given, num_items_in_batch, logits.dtype)
+            loss = self.ctc_loss(logits, mask, labels, num_items_in_batch)
         return outputs.XFormerCTCOutput(
             loss=self.with_aux_losses(loss, base, share=step_share(labels, num_items_in_batch)),
             logits=logits,
@@ -118,12 +122,12 @@ class XFormerForCTC(XFormerPreTrainedModel):
         self, logits: Tensor, mask: Tensor | None, labels: Tensor, num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
         """-log of the labels' probability over all their paths (Graves et al. 2006, eqs. 2 to 8), in float32 at least:
-        logits [B, T, V], mask [B, T] boolean with real states first, labels [B, U]."""
+        logits [B, T, V], mask [B, T] boolean with real states first, labels [B, U], -100 where there is none."""
         blank, vocabulary = self.config.pad_token_id, logits.shape[-1]
         labels = labels.to(logits.device)
         if labels.ndim != 2 or labels.shape[0] != logits.shape[0]:
             raise ValueError(f"`labels` must be [batch = {logits.shape[0]}, labels], got {list(labels.shape)}.")
-        known = (labels != -100) & (labels != blank)
+        known = labels != -100
         if can_inspect() and bool((known & ((labels < 0) | (labels >= vocabulary))).any()):
             wrong = int(labels[known & ((labels < 0) | (labels >= vocabulary))][0])
             raise ValueError(

@@ -21,7 +21,13 @@ def leaves_head_out(model: Any) -> bool:
     """Whether a model is one of this package's whose head looks at single tokens and makes nothing but logits."""
     plain, forward = (XFormerForMaskedLM.forward, XFormerForCausalLM.forward), getattr(type(model), "forward", None)
     named = getattr(forward, "__wrapped__", None)  # by a family, with the inputs that its components read
-    return (forward in plain or named in plain) and model.exits is None
+    return (forward in plain or named in plain) and not has_further_losses(model)
+
+
+def has_further_losses(model: Any) -> bool:
+    """Whether a model learns from labels by more than its last logits: those of exits, or of further tokens."""
+    none = XFormerForCausalLM.further_losses
+    return getattr(model, "exits", None) is not None or getattr(type(model), "further_losses", none) is not none
 
 
 def reads_in_pieces(model: Any, tokens: int) -> bool:

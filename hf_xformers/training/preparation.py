@@ -263,6 +263,11 @@ class Preparation(Request):
             raise ValueError("--streaming reads text of unknown length; say how long to train with --max_steps")
         self.config = self._config(None)
         refuse_other_component(self.config, self.objective)
+        if args.label_smoothing_factor and self.config.tower_configs()[-1].stack.exits == "decoder":
+            raise ValueError(
+                "--label_smoothing_factor makes the loss of a model's last logits, and"
+                f" {self.config.model_type} learns from those of every exit; leave it out"
+            )
         if choice.init_from is None and choice.block_size and "max_position_embeddings" not in self.fields:
             self.fields |= grown_positions(self.config, longest_sequence(self.objective, choice.block_size))
             self.config = self._config(None)
@@ -386,6 +391,8 @@ def check_arguments(args: TrainingArguments) -> None:
         raise ValueError(
             f"--num_train_epochs {args.num_train_epochs:g} trains nothing; give a number above 0, or --max_steps"
         )
+    if args.batch_eval_metrics:
+        raise ValueError("--batch_eval_metrics is for metrics of your own in Python; leave it out")
     for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name} {getattr(args, name)} must be at least 1")

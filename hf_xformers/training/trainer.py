@@ -27,6 +27,7 @@ from .evaluation import (
 )
 from .expert_parts import ExpertParts
 from .float32_shards import keep_float32_in_shards
+from .head_pieces import has_further_losses
 from .loss_terms import LossTerms, Means
 from .randomness import data_seed
 from .recipe import Recipe, row_lengths, smoothing_among_all, vaswani_schedule
@@ -54,7 +55,8 @@ class XFormerTrainer(MeasuringTrainer):
       like.
     - Losses that are NaN or infinite, which Trainer leaves out of the mean that it logs, are counted as
       `non_finite_losses` and warned of; a checkpoint with such weights is not resumed.
-    - Label smoothing shifts the labels of causal models of any family.
+    - Label smoothing shifts the labels of causal models of any family, and is refused where a model has losses besides
+      that of its last logits (exits, further tokens).
     - Of checkpoints with equal metrics the one of the lowest held-out loss is the best, where Trainer takes the first.
     - `recipe`: what [`Recipe`] adds to Trainer's options. `terms`: what is added to the loss ([`LossTerms`]).
     - A checkpoint that is written over counts as incomplete until it is whole again, and saved configs keep their
@@ -91,6 +93,11 @@ class XFormerTrainer(MeasuringTrainer):
         self.terms, self.term_means, self.aux_means = terms, Means(), Means()
         self._broken_losses: Tensor | None = None
         self._eval_targets = {}
+        if "compute_metrics" not in kwargs and getattr(kwargs.get("args"), "batch_eval_metrics", False):
+            raise ValueError(
+                "`batch_eval_metrics` is for a `compute_metrics` of your own; what this trainer measures takes three"
+                " numbers of each row, however many there are: leave it out."
+            )
         kwargs.setdefault("compute_metrics", self._summarise)
         self.segments = SegmentCarrier() if segment_streams else None
         measured = model if kwargs.get("train_dataset") is None else None
@@ -111,6 +118,12 @@ class XFormerTrainer(MeasuringTrainer):
         if (parts := processes_of("expert_parallel", expert_parallel, self.args.world_size)) > 1:
             self.experts = ExpertParts(self, config, parts)
         if self.label_smoother is not None and self.compute_loss_func is None:
+            inner = self.accelerator.unwrap_model(self.model)
+            if has_further_losses(inner):
+                raise ValueError(
+                    "`label_smoothing_factor` makes the loss of a model's last logits, and"
+                    f" {type(inner).__name__} learns from further ones; leave it out."
+                )
             self.compute_loss_func = self._smoothed_loss
         if terms is not None:
             terms.begin(self)

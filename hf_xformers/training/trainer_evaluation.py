@@ -124,7 +124,11 @@ class MeasuringTrainer(KeepingTrainer):
             else:
                 outputs = model(**inputs)
                 logits, labels = scored(outputs, inputs["labels"])
-                vocab_size, rows = logits.shape[-1], token_statistics(logits, labels, next_token=next_token)
+                vocab_size, classes = logits.shape[-1], logits.shape[:-1] == labels.shape
+                if classes and not labels.is_floating_point():
+                    rows = token_statistics(logits, labels, next_token=next_token)
+                else:  # of numbers, or of a transcript: there is the loss alone
+                    return outputs["loss"].mean().detach(), outputs["logits"], inputs["labels"]
         if self.segments is not None:
             self.segments.leave(outputs, training=False)
         self._count_targets("", labels, vocab_size, next_token=next_token)
@@ -183,6 +187,8 @@ class MeasuringTrainer(KeepingTrainer):
         self._eval_targets[kind] = counts
 
     def _summarise(self, prediction: EvalPrediction) -> dict[str, float]:
+        if not self._eval_targets:  # nothing that was predicted is one of several classes
+            return {}
         baselines = {
             name.replace("baseline_", f"baseline_{kind}"): value
             for kind, counts in self._eval_targets.items()

@@ -10,9 +10,11 @@ import torch
 import torch.nn.functional as F
 from transformers import Trainer
 
+from hf_xformers import XFormerConfig
+from hf_xformers.modeling.head_classes import CLASSES
 from hf_xformers.training.trainer import XFormerTrainer
 from hf_xformers.variants import config_class, family
-from tests.helpers import NO_DROPOUT, close, pad, tiny_fields, tokens
+from tests.helpers import NO_DROPOUT, close, make_strong, pad, tiny_fields, tokens
 from tests.training.runs import plain_sgd, quiet
 
 VOCAB = 40
@@ -141,6 +143,66 @@ def test_padding_on_the_left_leaves_the_loss_a_mean(name, tmp_path):
     with torch.no_grad():
         loss = trainer.compute_loss(model, batch, num_items_in_batch=count)
     torch.testing.assert_close(loss, expected, rtol=1e-9, atol=1e-9)
+
+
+# Labels that a model itself leaves out: of padding, of the blank, of tokens without a tag, of the first token.
+LEFT_OUT = {
+    "ForMultiTokenPrediction": {},
+    "ForReplacedTokenDetection": {},
+    "ForReplacedTokenPreTraining": {"mask_token_id": 3},
+    "ForTokenClassification": {"tag_decoder": "crf"},
+}
+
+
+def counted(kind, model, batch, folder):
+    """A Trainer's loss of a batch that is the whole step."""
+    trainer, batches = kind(model=model, args=quiet(folder)), [dict(batch)]
+    count = trainer._get_num_items_in_batch(batches, torch.device("cpu"))
+    with torch.no_grad():
+        return trainer.compute_loss(model, trainer._prepare_inputs(batches[0]), num_items_in_batch=count)
+
+
+@pytest.mark.parametrize("kind", [Trainer, XFormerTrainer])
+@pytest.mark.parametrize("head", LEFT_OUT)
+def test_labels_that_a_model_leaves_out_do_not_count(head, kind, tmp_path):
+    torch.manual_seed(0)
+    config = XFormerConfig(vocab_size=VOCAB, hidden_size=16, num_attention_heads=2, **NO_DROPOUT, **LEFT_OUT[head])
+    model = make_strong(CLASSES[head](config)).double().eval()
+    ids, mask = pad([tokens(6, high=VOCAB), tokens(3, seed=1, high=VOCAB)], 6, "right")
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.clone()}
+    if head == "ForMultiTokenPrediction":
+        batch["labels"] = ids.masked_fill(mask == 0, -100)
+    elif head != "ForReplacedTokenPreTraining":
+        batch["labels"] = ids % 2
+    if head == "ForTokenClassification":
+        batch["tag_mask"] = mask * (torch.arange(6) != 1)
+    with torch.no_grad():
+        expected = model(**batch).loss
+    torch.testing.assert_close(counted(kind, model, batch, tmp_path), expected, rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("kind", [Trainer, XFormerTrainer])
+def test_the_blank_of_a_transcript_does_not_count(kind, tmp_path):
+    model = made("xf_conformer", "ForCTC").eval()
+    features = torch.randn(2, 40, model.config.num_mel_bins, generator=torch.Generator().manual_seed(0)).double()
+    labels = torch.tensor([[5, 6, 7, 8], [5, -100, -100, -100]])
+    blank = labels.masked_fill(labels == -100, model.config.pad_token_id)
+    found, expected = (
+        counted(kind, model, {"input_features": features, "labels": each}, tmp_path) for each in (blank, labels)
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=0)
+
+
+def test_smoothing_is_refused_where_a_model_learns_from_more_than_its_last_logits(tmp_path):
+    args = quiet(tmp_path, label_smoothing_factor=0.1)
+    config = XFormerConfig(vocab_size=VOCAB, hidden_size=16, num_attention_heads=2, is_decoder=True)
+    for model in (made("xf_depth_adaptive_transformer"), CLASSES["ForMultiTokenPrediction"](config)):
+        with pytest.raises(ValueError, match=f"{type(model).__name__} learns from further ones; leave it out"):
+            XFormerTrainer(model=model, args=args)
+    ids = tokens(6, high=VOCAB)[None]
+    found = Trainer(model=model.eval(), args=args).compute_loss(model, {"input_ids": ids, "labels": ids.clone()})
+    logits = model(ids).logits[0, :-1]
+    torch.testing.assert_close(found, F.cross_entropy(logits, ids[0, 1:], label_smoothing=0.1))
 
 
 def alone(data):
