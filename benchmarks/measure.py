@@ -20,9 +20,12 @@ from hf_xformers.benchmark.measure import (  # noqa: F401  (for the scripts next
 from hf_xformers.benchmark.measure import process_status as _status  # noqa: F401
 
 
-def write_results(name: str, rows: list[dict[str, Any]], columns: list[str], title: str, note: str) -> Path:
-    """Writes `results/<name>.json` and `results/<name>.md` next to this file."""
-    return tables.write_results(Path(__file__).parent / "results", name, machine(), rows, columns, title, note)
+def write_results(
+    name: str, rows: list[dict[str, Any]], columns: list[str], title: str, note: str, **further: Any
+) -> Path:
+    """Writes `results/<name>.json`, with what is `further`, and `results/<name>.md` next to this file."""
+    folder = Path(__file__).parent / "results"
+    return tables.write_results(folder, name, machine(), rows, columns, title, note, further)
 
 
 if os.environ.get("OMP_NUM_THREADS") is None:

@@ -33,7 +33,6 @@ from measure import interleaved_seconds, write_results
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM, set_seed
 
 from hf_xformers.benchmark.quality import state_size
-from hf_xformers.benchmark.tables import write_json
 from hf_xformers.cli import main as command
 from hf_xformers.training.run_folder import SUMMARY_FILE
 from hf_xformers.variants import config_class, model_types
@@ -433,9 +432,8 @@ def write(runs: dict[str, dict[str, Any]]) -> None:
         note += f"\n\nNot trained so far: {', '.join(left)}."
     if failed:
         note += f"\n\nCannot be trained in this setting: {', '.join(failed)}."
-    write_results("pretraining", rows, COLUMNS, "Pretraining, all variants alike", note)
-    content = json.loads(PATH.read_text(encoding="utf-8"))
-    write_json(PATH, {**content, "Dense attention by steps": by_steps(runs), "runs": runs})
+    further = {"Dense attention by steps": by_steps(runs), "runs": runs}
+    write_results("pretraining", rows, COLUMNS, "Pretraining, all variants alike", note, **further)
 
 
 def main() -> None:
