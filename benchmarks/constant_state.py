@@ -404,7 +404,7 @@ def write(found: dict[str, list[dict[str, Any]]]) -> None:
     merged = {**known, **{title: joined(known.get(title, []), rows) for title, rows in found.items()}}
     sections = {title: merged[title] for title in order if title in merged}
     where = machine()
-    tables.write_json(path, {"machine": where, **sections})
+    tables.write_dated(path, {"machine": where, **sections})
     parts = ["# SmolLM2 with a constant state", NOTE, tables.about(where)]
     for title, rows in sections.items():
         columns = list(dict.fromkeys(key for row in rows for key in row))

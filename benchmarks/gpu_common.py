@@ -81,7 +81,7 @@ class Rows:
             print("  ".join(f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()))
 
     def store(self) -> None:
-        tables.write_json(self.path, {"machine": self.machine, "rows": self.rows})
+        tables.write_dated(self.path, {"machine": self.machine, "rows": self.rows})
 
     def page(self, title: str, note: str, columns: list[str]) -> None:
         """The Markdown page next to the JSON."""

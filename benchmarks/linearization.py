@@ -244,7 +244,7 @@ def main() -> None:
     where = machine()
     sections = {"Losses": quality, "Generation, one row of text": speed}
     folder = Path(__file__).parent / "results"
-    tables.write_json(folder / "linearization.json", {"machine": where, **sections})
+    tables.write_dated(folder / "linearization.json", {"machine": where, **sections})
     parts = ["# Linearization of a trained model", note, tables.about(where)]
     for title, rows in sections.items():
         shown = tables.folded([rounded(row) for row in rows], list(rows[0]), f"linearization/{title}")

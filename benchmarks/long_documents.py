@@ -234,7 +234,7 @@ def write(found: dict[str, Any]) -> None:
         " are recall@1 over so many seeds of it, the others their mean. Figures in percent, times in processor time."
         " A pass over 4,096 tokens stands next to as many in chunks, and to chunks of which each token is in two."
     )
-    tables.write_json(RESULTS / "long_documents.json", found)
+    tables.write_dated(RESULTS / "long_documents.json", found)
     parts = ["# A sentence encoder that reads 4,096 tokens", note, tables.about(found["machine"])]
     for title in (RETRIEVAL, TIMING):
         rows = found.get(title, [])

@@ -57,13 +57,18 @@ def about(machine: Mapping[str, Any], dtype: str = "float32 unless said") -> str
     )
 
 
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Results as they are stored, each row with the day on which it was `measured`: today, unless the file has the
-    row already. A killed run leaves the old file or the new one."""
+def write_json(path: Path, content: Any) -> None:
+    """Results as they are stored: a killed run leaves the old file or the new one."""
+    write_text(path, json.dumps(content, indent=1) + "\n")
+
+
+def write_dated(path: Path, content: Mapping[str, Any]) -> None:
+    """[`write_json`] of tables, each row with the day on which it was `measured`: today, unless the file has the row
+    already."""
     known = _days(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
     today = datetime.date.today().isoformat()
     dated = {name: [{**row, DAY: known.get(_key(row), today)} for row in rows] for name, rows in _tables(content)}
-    write_text(path, json.dumps({**content, **dated}, indent=1) + "\n")
+    write_json(path, {**content, **dated})
 
 
 def _tables(content: Mapping[str, Any]) -> Iterator[tuple[str, list[Mapping[str, Any]]]]:
@@ -92,7 +97,7 @@ def write_results(
 ) -> Path:
     """Writes `<name>.json`, which has what is `further` as well, and `<name>.md` to `folder`; returns the path of the
     latter."""
-    write_json(folder / f"{name}.json", {"machine": machine, "rows": rows, **(further or {})})
+    write_dated(folder / f"{name}.json", {"machine": machine, "rows": rows, **(further or {})})
     text = f"# {title}\n\n{note}\n\n{about(machine)}\n\n{folded(rows, columns, name)}\n"
     write_text(folder / f"{name}.md", text)
     return folder / f"{name}.md"

@@ -28,7 +28,7 @@ from hf_xformers.benchmark.measure import (
     process_status,
     ratios,
 )
-from hf_xformers.benchmark.tables import write_json
+from hf_xformers.benchmark.tables import write_dated
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="resident sizes come from /proc")
 MIB = 2**20
@@ -123,7 +123,7 @@ def test_machine_says_where():
 def test_a_row_keeps_the_day_on_which_it_was_measured(tmp_path):
     path, before = tmp_path / "made.json", {"case": "a", "ms": 1.5}
     path.write_text(json.dumps({"rows": [{**before, "measured": "2020-01-31"}, {"case": "b", "ms": 2.5}]}))
-    write_json(path, {"machine": {}, "rows": [before, {"case": "b", "ms": 2.75}]})
+    write_dated(path, {"machine": {}, "rows": [before, {"case": "b", "ms": 2.75}]})
     first, second = json.loads(path.read_text())["rows"]
     assert first == {**before, "measured": "2020-01-31"} and second["measured"] == date.today().isoformat()
 
