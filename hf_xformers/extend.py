@@ -23,7 +23,7 @@ from .blocks.base import BlockSpec, SublayerPlan, XFormerLayer
 from .configuration_xformer import XFormerConfig
 from .core.cache import RecurrentStateLayer, SlotStateLayer, appended
 from .core.call import Call, SublayerOutput, add_losses
-from .core.components import SLOTS, Spec, SpecLike, aliased, bounded, build_spec, register
+from .core.components import SLOTS, Spec, SpecLike, aliased, bounded, build_spec, preset, register
 from .core.prepared import Prepared, State, one_state
 from .core.reading_weights import weight_of
 from .core.visibility import boolean_mask, visible_pairs
@@ -86,6 +86,7 @@ __all__ = [
     "make_family",
     "memory_by_step",
     "one_state",
+    "preset",
     "register",
     "state_layer",
     "visible_pairs",

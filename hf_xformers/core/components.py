@@ -10,6 +10,7 @@ This file imports none of the component packages: one is imported the first time
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -143,6 +144,11 @@ def register(
         return cls
 
     return wrap
+
+
+def preset(value: Any) -> Any:
+    """The default of a config's field, made anew for every config."""
+    return field(default_factory=lambda: copy.deepcopy(value))
 
 
 def build_spec(slot: str, value: SpecLike) -> Spec:
@@ -369,6 +375,7 @@ __all__ = [
     "Slot",
     "Spec",
     "SpecLike",
+    "preset",
     "aliased",
     "bounded",
     "check_layers",

@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-from dataclasses import field
-
 from ..configuration_xformer import XFormerConfig
-from ..core.components import SpecLike
+from ..core.components import SpecLike, preset
 from ..families import ALL_HEADS, VariantInfo, make_family
 
 
@@ -21,7 +19,7 @@ class XFAdaptiveSpanConfig(XFormerConfig):
     max_position_embeddings: int = 8192
     hidden_dropout_prob: float | int = 0.3
     attention_probs_dropout_prob: float | int = 0.3
-    attention: SpecLike = field(default_factory=lambda: {"type": "adaptive_span", "bias": False})
+    attention: SpecLike = preset({"type": "adaptive_span", "bias": False})
     position: SpecLike = "none"
     feedforward: SpecLike = "relu"
 

@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-from dataclasses import field
-
 from ..configuration_xformer import Initializer, XFormerConfig
-from ..core.components import SpecLike
+from ..core.components import SpecLike, preset
 from ..families import ALL_HEADS, VariantInfo, make_family
 
 
@@ -20,7 +18,7 @@ class XFAdminConfig(XFormerConfig):
     num_attention_heads: int = 8
     intermediate_size: int = 2048
     initializer: Initializer = "xavier"
-    embedding: SpecLike = field(default_factory=lambda: {"type": "token", "scale": True})
+    embedding: SpecLike = preset({"type": "token", "scale": True})
     position: SpecLike = "sinusoidal_absolute"
     residual: SpecLike = "admin"
     feedforward: SpecLike = "relu"

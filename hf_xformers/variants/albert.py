@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-from dataclasses import field
 from typing import Any, ClassVar
 
 from ..configuration_xformer import XFormerConfig
-from ..core.components import SpecLike
+from ..core.components import SpecLike, preset
 from ..families import ENCODER_HEADS, SENTENCE_PAIR_HEADS, VariantInfo, make_family
 
 
@@ -49,12 +48,10 @@ class XFAlbertConfig(XFormerConfig):
     add_pooler: bool = True
     bos_token_id: int | None = 2
     eos_token_id: int | list[int] | None = 3
-    embedding: SpecLike = field(default_factory=lambda: {"type": "factorized", "width": 128, "narrow_positions": True})
-    feedforward: SpecLike = field(default_factory=lambda: {"type": "gelu", "approximate": "tanh"})
-    stack: SpecLike = field(
-        default_factory=lambda: {"type": "universal", "step_signal": "none", "position_signal": False}
-    )
-    head: SpecLike = field(default_factory=lambda: {"type": "transform", "activation": "gelu_new"})
+    embedding: SpecLike = preset({"type": "factorized", "width": 128, "narrow_positions": True})
+    feedforward: SpecLike = preset({"type": "gelu", "approximate": "tanh"})
+    stack: SpecLike = preset({"type": "universal", "step_signal": "none", "position_signal": False})
+    head: SpecLike = preset({"type": "transform", "activation": "gelu_new"})
 
 
 INFO = VariantInfo(

@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-from dataclasses import field
-
 from ..configuration_xformer import XFormerConfig
-from ..core.components import SpecLike
+from ..core.components import SpecLike, preset
 from ..families import ALL_HEADS, VariantInfo, make_family
 
 
@@ -23,7 +21,7 @@ class XFAttentionGuidanceConfig(XFormerConfig):
 
     model_type = "xf_attention_guidance"
 
-    attention: SpecLike = field(default_factory=lambda: {"type": "dense", "losses": ["attention_guidance"]})
+    attention: SpecLike = preset({"type": "dense", "losses": ["attention_guidance"]})
 
 
 INFO = VariantInfo(

@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-from dataclasses import field
 from typing import Literal
 
 from ..configuration_xformer import Initializer, XFormerConfig
-from ..core.components import SpecLike
+from ..core.components import SpecLike, preset
 from ..families import DECODER_HEADS, VariantInfo, make_family
 
 
@@ -26,7 +25,7 @@ class XFAverageAttentionConfig(XFormerConfig):
     intermediate_size: int = 2048
     initializer: Initializer = "xavier"
     is_decoder: bool = True
-    embedding: SpecLike = field(default_factory=lambda: {"type": "token", "scale": True})
+    embedding: SpecLike = preset({"type": "token", "scale": True})
     position: SpecLike = "sinusoidal_absolute"
     feedforward: SpecLike = "relu"
     attention: SpecLike = "average_attention"

@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-from dataclasses import field
 from typing import Any, ClassVar
 
 from ..configuration_xformer import XFormerConfig
-from ..core.components import SpecLike
+from ..core.components import SpecLike, preset
 from ..families import ALL_HEADS, VariantInfo, make_family
 
 
@@ -25,7 +24,7 @@ class XFAxialTransformerConfig(XFormerConfig):
     hidden_dropout_prob: float | int = 0.0
     attention_probs_dropout_prob: float | int = 0.0
     attention: SpecLike = "axial_transformer"
-    position: SpecLike = field(default_factory=lambda: {"type": "axial", "combine": "sum", "std": 0.02})
+    position: SpecLike = preset({"type": "axial", "combine": "sum", "std": 0.02})
     residual: SpecLike = "pre_ln"
     stack: SpecLike = "axial_transformer"
 

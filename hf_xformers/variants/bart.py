@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-from dataclasses import field
 from typing import Any, ClassVar
 
 from ..configuration_xformer import XFormerConfig
-from ..core.components import SpecLike
+from ..core.components import SpecLike, preset
 from ..families import SEQ2SEQ_HEADS, VariantInfo, make_family
 
 
@@ -33,9 +32,9 @@ class XFBartConfig(XFormerConfig):
     eos_token_id: int | list[int] | None = 2
     decoder_start_token_id: int | None = 2
     is_encoder_decoder: bool = True
-    embedding: SpecLike = field(default_factory=lambda: {"type": "token", "normalize": True})
-    position: SpecLike = field(default_factory=lambda: {"type": "learned_absolute", "offset": 2})
-    head: SpecLike = field(default_factory=lambda: {"type": "linear", "bias": True})
+    embedding: SpecLike = preset({"type": "token", "normalize": True})
+    position: SpecLike = preset({"type": "learned_absolute", "offset": 2})
+    head: SpecLike = preset({"type": "linear", "bias": True})
 
 
 INFO = VariantInfo(

@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-from dataclasses import field
 from typing import Any, ClassVar
 
 from ..configuration_xformer import XFormerConfig
-from ..core.components import SpecLike
+from ..core.components import SpecLike, preset
 from ..families import ENCODER_HEADS, SENTENCE_PAIR_HEADS, VariantInfo, make_family
 
 
@@ -30,7 +29,7 @@ class XFBertConfig(XFormerConfig):
     type_vocab_size: int = 2
     layer_norm_eps: float = 1e-12
     add_pooler: bool = True
-    embedding: SpecLike = field(default_factory=lambda: {"type": "token", "normalize": True})
+    embedding: SpecLike = preset({"type": "token", "normalize": True})
     head: SpecLike = "transform"
 
 

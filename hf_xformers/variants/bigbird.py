@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-from dataclasses import field
 from typing import Any, ClassVar
 
 from ..configuration_xformer import XFormerConfig
-from ..core.components import SpecLike
+from ..core.components import SpecLike, preset
 from ..families import ENCODER_HEADS, VariantInfo, make_family
 
 
@@ -26,10 +25,10 @@ class XFBigBirdConfig(XFormerConfig):
     eos_token_id: int | list[int] | None = 2
     sep_token_id: int | None = 66
     layer_norm_eps: float = 1e-12
-    embedding: SpecLike = field(default_factory=lambda: {"type": "token", "normalize": True})
+    embedding: SpecLike = preset({"type": "token", "normalize": True})
     attention: SpecLike = "bigbird"
-    decoder: dict[str, Any] | None = field(default_factory=lambda: {"attention": "dense"})
-    feedforward: SpecLike = field(default_factory=lambda: {"type": "gelu", "approximate": "tanh"})
+    decoder: dict[str, Any] | None = preset({"attention": "dense"})
+    feedforward: SpecLike = preset({"type": "gelu", "approximate": "tanh"})
     head: SpecLike = "transform"
 
 

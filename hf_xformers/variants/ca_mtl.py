@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-from dataclasses import field
 from typing import Any
 
 from ..configuration_xformer import XFormerConfig
-from ..core.components import SpecLike
+from ..core.components import SpecLike, preset
 from ..families import ALL_HEADS, VariantInfo, make_family
 
 
@@ -23,7 +22,7 @@ class XFCAMTLConfig(XFormerConfig):
     model_type = "xf_ca_mtl"
 
     attention: SpecLike = "ca_mtl"
-    decoder: dict[str, Any] | None = field(default_factory=lambda: {"attention": "dense"})
+    decoder: dict[str, Any] | None = preset({"attention": "dense"})
 
 
 INFO = VariantInfo(

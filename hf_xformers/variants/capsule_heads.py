@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-from dataclasses import field
-
 from ..configuration_xformer import XFormerConfig
-from ..core.components import SpecLike
+from ..core.components import SpecLike, preset
 from ..families import ALL_HEADS, VariantInfo, make_family
 
 
@@ -15,8 +13,8 @@ class XFCapsuleHeadsConfig(XFormerConfig):
 
     model_type = "xf_capsule_heads"
 
-    attention: SpecLike = field(default_factory=lambda: {"type": "dense", "aggregation": "capsule_heads"})
-    cross_attention: SpecLike = field(default_factory=lambda: {"type": "dense", "aggregation": "capsule_heads"})
+    attention: SpecLike = preset({"type": "dense", "aggregation": "capsule_heads"})
+    cross_attention: SpecLike = preset({"type": "dense", "aggregation": "capsule_heads"})
 
 
 INFO = VariantInfo(

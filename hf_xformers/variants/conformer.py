@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-from dataclasses import field
 from typing import Any, ClassVar
 
 from ..configuration_sound import XFormerSoundConfig
 from ..configuration_xformer import Initializer
-from ..core.components import SpecLike
+from ..core.components import SpecLike, preset
 from ..families import SOUND_HEADS, VariantInfo, make_family
 
 
@@ -41,8 +40,8 @@ class XFConformerConfig(XFormerSoundConfig):
     num_attention_heads: int = 4
     intermediate_size: int = 1024
     initializer: Initializer = "xavier"
-    attention: SpecLike = field(default_factory=lambda: {"type": "transformer_xl", "share_biases": False})
-    residual: SpecLike = field(default_factory=lambda: {"type": "pre_ln", "final_norm": False})
+    attention: SpecLike = preset({"type": "transformer_xl", "share_biases": False})
+    residual: SpecLike = preset({"type": "pre_ln", "final_norm": False})
     feedforward: SpecLike = "swish"
     block: SpecLike = "conformer"
 

@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-from dataclasses import field
-
 from ..configuration_xformer import XFormerConfig
-from ..core.components import SpecLike
+from ..core.components import SpecLike, preset
 from ..families import ALL_HEADS, VariantInfo, make_family
 
 
@@ -20,10 +18,10 @@ class XFCrossLayerAttentionConfig(XFormerConfig):
     num_key_value_heads: int | None = 1
     intermediate_size: int = 2048
     position: SpecLike = "rotary"
-    attention: SpecLike = field(default_factory=lambda: {"type": "cross_layer_attention", "bias": False})
+    attention: SpecLike = preset({"type": "cross_layer_attention", "bias": False})
     normalization: SpecLike = "rms_norm"
     residual: SpecLike = "pre_ln"
-    feedforward: SpecLike = field(default_factory=lambda: {"type": "swiglu", "bias": False})
+    feedforward: SpecLike = preset({"type": "swiglu", "bias": False})
 
 
 INFO = VariantInfo(

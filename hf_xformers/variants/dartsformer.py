@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-from dataclasses import field
 from typing import Any, ClassVar
 
 from ..configuration_xformer import Initializer, XFormerConfig
-from ..core.components import SpecLike
+from ..core.components import SpecLike, preset
 from ..families import ALL_HEADS, VariantInfo, make_family
 
 
@@ -31,10 +30,10 @@ class XFDartsformerConfig(XFormerConfig):
     num_attention_heads: int = 8
     intermediate_size: int = 3072
     initializer: Initializer = "xavier"
-    embedding: SpecLike = field(default_factory=lambda: {"type": "token", "scale": True})
+    embedding: SpecLike = preset({"type": "token", "scale": True})
     position: SpecLike = "sinusoidal_absolute"
     # Operations normalize what they give, not the stream that it is added to.
-    residual: SpecLike = field(default_factory=lambda: {"type": "post_ln", "final_norm": True})
+    residual: SpecLike = preset({"type": "post_ln", "final_norm": True})
     feedforward: SpecLike = "relu"
     block: SpecLike = "dartsformer"
 

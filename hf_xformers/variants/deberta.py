@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import field
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
 from ..auto_classes import register_model
 from ..configuration_xformer import XFormerConfig
-from ..core.components import SpecLike
+from ..core.components import SpecLike, preset
 from ..core.reading_weights import weight_of
 from ..families import ENCODER_HEADS, VariantInfo, make_family
 from ..stacks.enhanced_mask_decoder import ABSOLUTE_POSITIONS
@@ -47,8 +46,8 @@ class XFDebertaConfig(XFormerConfig):
 
     vocab_size: int = 50265
     layer_norm_eps: float = 1e-7
-    pretraining: dict[str, Any] = field(
-        default_factory=lambda: {
+    pretraining: dict[str, Any] = preset(
+        {
             "replaced_tokens": {
                 "generator_size": 1.0,
                 "generator_depth": 0.5,
@@ -57,7 +56,7 @@ class XFDebertaConfig(XFormerConfig):
             }
         }
     )
-    embedding: SpecLike = field(default_factory=lambda: {"type": "token", "normalize": True})
+    embedding: SpecLike = preset({"type": "token", "normalize": True})
     position: SpecLike = "deberta"
     stack: SpecLike = "enhanced_mask_decoder"
     head: SpecLike = "transform"

@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-from dataclasses import field
-
 from ..configuration_xformer import XFormerConfig
-from ..core.components import SpecLike
+from ..core.components import SpecLike, preset
 from ..families import ALL_HEADS, VariantInfo, make_family
 
 
@@ -19,11 +17,11 @@ class XFDeepSeekMoEConfig(XFormerConfig):
     attention_probs_dropout_prob: float | int = 0.0
     layer_norm_eps: float = 1e-6
     position: SpecLike = "rotary"
-    attention: SpecLike = field(default_factory=lambda: {"type": "dense", "bias": False})
+    attention: SpecLike = preset({"type": "dense", "bias": False})
     normalization: SpecLike = "rms_norm"
     residual: SpecLike = "pre_ln"
-    feedforward: SpecLike = field(
-        default_factory=lambda: {
+    feedforward: SpecLike = preset(
+        {
             "type": "deepseek_moe",
             "num_experts": 16,
             "topk": 4,

@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-from dataclasses import field
-
 from ..configuration_xformer import XFormerConfig
-from ..core.components import SpecLike
+from ..core.components import SpecLike, preset
 from ..families import DECODER_HEADS, VariantInfo, make_family
 
 
@@ -22,9 +20,9 @@ class XFDeltaNetConfig(XFormerConfig):
     max_position_embeddings: int = 1024
     attention_probs_dropout_prob: float | int = 0.0
     is_decoder: bool = True
-    embedding: SpecLike = field(default_factory=lambda: {"type": "token", "scale": True})
+    embedding: SpecLike = preset({"type": "token", "scale": True})
     position: SpecLike = "sinusoidal_absolute"
-    attention: SpecLike = field(default_factory=lambda: {"type": "delta_net", "bias": False})
+    attention: SpecLike = preset({"type": "delta_net", "bias": False})
     feedforward: SpecLike = "relu"
 
 

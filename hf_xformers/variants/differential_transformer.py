@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-from dataclasses import field
-
 from ..configuration_xformer import XFormerConfig
-from ..core.components import SpecLike
+from ..core.components import SpecLike, preset
 from ..families import ALL_HEADS, VariantInfo, make_family
 
 
@@ -22,12 +20,12 @@ class XFDifferentialTransformerConfig(XFormerConfig):
     hidden_dropout_prob: float | int = 0.0
     attention_probs_dropout_prob: float | int = 0.0
     intermediate_size: int = 2048
-    position: SpecLike = field(default_factory=lambda: {"type": "rotary", "layout": "interleaved"})
+    position: SpecLike = preset({"type": "rotary", "layout": "interleaved"})
     attention: SpecLike = "differential_attention"
     cross_attention: SpecLike = "differential_attention"
     normalization: SpecLike = "rms_norm"
     residual: SpecLike = "pre_ln"
-    feedforward: SpecLike = field(default_factory=lambda: {"type": "swiglu", "bias": False})
+    feedforward: SpecLike = preset({"type": "swiglu", "bias": False})
 
 
 INFO = VariantInfo(

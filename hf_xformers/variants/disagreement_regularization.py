@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-from dataclasses import field
-
 from ..configuration_xformer import XFormerConfig
-from ..core.components import SpecLike
+from ..core.components import SpecLike, preset
 from ..families import ALL_HEADS, VariantInfo, make_family
 
 
@@ -19,10 +17,8 @@ class XFDisagreementRegularizationConfig(XFormerConfig):
 
     model_type = "xf_disagreement_regularization"
 
-    attention: SpecLike = field(default_factory=lambda: {"type": "dense", "losses": ["disagreement_regularization"]})
-    cross_attention: SpecLike = field(
-        default_factory=lambda: {"type": "dense", "losses": ["disagreement_regularization"]}
-    )
+    attention: SpecLike = preset({"type": "dense", "losses": ["disagreement_regularization"]})
+    cross_attention: SpecLike = preset({"type": "dense", "losses": ["disagreement_regularization"]})
 
 
 INFO = VariantInfo(

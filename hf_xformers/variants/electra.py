@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-from dataclasses import field
 from typing import Any, ClassVar, Literal
 
 from ..configuration_xformer import XFormerConfig
-from ..core.components import SpecLike
+from ..core.components import SpecLike, preset
 from ..families import ENCODER_HEADS, VariantInfo, make_family
 
 
@@ -41,8 +40,8 @@ class XFElectraConfig(XFormerConfig):
     type_vocab_size: int = 2
     layer_norm_eps: float = 1e-12
     classifier_transform: Literal["none", "dense", "dense_norm"] = "dense"
-    pretraining: dict[str, Any] = field(default_factory=lambda: {"replaced_tokens": {"generator_size": 1 / 3}})
-    embedding: SpecLike = field(default_factory=lambda: {"type": "token", "normalize": True})
+    pretraining: dict[str, Any] = preset({"replaced_tokens": {"generator_size": 1 / 3}})
+    embedding: SpecLike = preset({"type": "token", "normalize": True})
     head: SpecLike = "transform"
 
 

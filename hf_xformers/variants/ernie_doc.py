@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-from dataclasses import field
 from typing import Any
 
 from ..configuration_xformer import XFormerConfig
-from ..core.components import SpecLike
+from ..core.components import SpecLike, preset
 from ..families import ENCODER_HEADS, VariantInfo, make_family
 
 
@@ -22,20 +21,18 @@ class XFErnieDocConfig(XFormerConfig):
 
     model_type = "xf_ernie_doc"
 
-    pretraining: dict[str, Any] = field(default_factory=lambda: {"reordering": {}})
+    pretraining: dict[str, Any] = preset({"reordering": {}})
     position: SpecLike = "none"  # in the attention's scores
-    embedding: SpecLike = field(default_factory=lambda: {"type": "token", "normalize": True})
-    attention: SpecLike = field(
-        default_factory=lambda: {
+    embedding: SpecLike = preset({"type": "token", "normalize": True})
+    attention: SpecLike = preset(
+        {
             "type": "transformer_xl",
             "share_biases": False,
             "distances": "learned",
             "key_types": 3,
         }
     )
-    stack: SpecLike = field(
-        default_factory=lambda: {"type": "segment_recurrent", "memory_length": 128, "recurrence": "same_layer"}
-    )
+    stack: SpecLike = preset({"type": "segment_recurrent", "memory_length": 128, "recurrence": "same_layer"})
 
 
 INFO = VariantInfo(

@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-from dataclasses import field
 from typing import Any
 
 from ..configuration_xformer import XFormerConfig
-from ..core.components import SpecLike
+from ..core.components import SpecLike, preset
 from ..families import ENCODER_HEADS, VariantInfo, make_family
 
 
@@ -19,20 +18,18 @@ class XFETCConfig(XFormerConfig):
 
     model_type = "xf_etc"
 
-    pretraining: dict[str, Any] = field(default_factory=lambda: {"contrastive_prediction": {}})
+    pretraining: dict[str, Any] = preset({"contrastive_prediction": {}})
     vocab_size: int = 30522
     type_vocab_size: int = 16
     max_position_embeddings: int = 4096
     layer_norm_eps: float = 1e-12
-    embedding: SpecLike = field(default_factory=lambda: {"type": "token", "normalize": True})
+    embedding: SpecLike = preset({"type": "token", "normalize": True})
     position: SpecLike = "etc_relative"
     attention: SpecLike = "etc"
     stack: SpecLike = "etc"
-    feedforward: SpecLike = field(default_factory=lambda: {"type": "gelu", "approximate": "tanh"})
+    feedforward: SpecLike = preset({"type": "gelu", "approximate": "tanh"})
     head: SpecLike = "transform"
-    decoder: dict[str, Any] | None = field(
-        default_factory=lambda: {"attention": "dense", "stack": "plain", "position": "learned_absolute"}
-    )
+    decoder: dict[str, Any] | None = preset({"attention": "dense", "stack": "plain", "position": "learned_absolute"})
 
 
 INFO = VariantInfo(

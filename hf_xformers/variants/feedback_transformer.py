@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-from dataclasses import field
-
 from ..configuration_xformer import Initializer, XFormerConfig
-from ..core.components import SpecLike
+from ..core.components import SpecLike, preset
 from ..families import DECODER_HEADS, VariantInfo, make_family
 
 
@@ -22,7 +20,7 @@ class XFFeedbackTransformerConfig(XFormerConfig):
     initializer: Initializer = "scaled_residual"
     is_decoder: bool = True
     position: SpecLike = "none"  # keys have learned vectors by distance
-    attention: SpecLike = field(default_factory=lambda: {"type": "feedback", "bias": False})
+    attention: SpecLike = preset({"type": "feedback", "bias": False})
     residual: SpecLike = "pre_ln"
     feedforward: SpecLike = "relu"
     stack: SpecLike = "feedback"

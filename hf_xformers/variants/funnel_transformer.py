@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-from dataclasses import field
-
 from ..configuration_xformer import XFormerConfig
-from ..core.components import SpecLike
+from ..core.components import SpecLike, preset
 from ..families import ENCODER_HEADS, VariantInfo, make_family
 
 
@@ -21,9 +19,9 @@ class XFFunnelTransformerConfig(XFormerConfig):
     model_type = "xf_funnel_transformer"
 
     num_hidden_layers: int = 14  # 4 + 4 + 4, and 2 after up-sampling
-    embedding: SpecLike = field(default_factory=lambda: {"type": "token", "normalize": True})
+    embedding: SpecLike = preset({"type": "token", "normalize": True})
     position: SpecLike = "none"  # in the attention's scores
-    attention: SpecLike = field(default_factory=lambda: {"type": "transformer_xl", "share_biases": False})
+    attention: SpecLike = preset({"type": "transformer_xl", "share_biases": False})
     stack: SpecLike = "funnel"
 
 

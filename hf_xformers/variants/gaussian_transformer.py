@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-from dataclasses import field
-
 from ..configuration_xformer import XFormerConfig
-from ..core.components import SpecLike
+from ..core.components import SpecLike, preset
 from ..families import ALL_HEADS, VariantInfo, make_family
 
 
@@ -15,10 +13,8 @@ class XFGaussianTransformerConfig(XFormerConfig):
 
     model_type = "xf_gaussian_transformer"
 
-    embedding: SpecLike = field(default_factory=lambda: {"type": "token", "scale": True})
-    position: SpecLike = field(
-        default_factory=lambda: {"type": "combined", "parts": ("sinusoidal_absolute", "gaussian_transformer")}
-    )
+    embedding: SpecLike = preset({"type": "token", "scale": True})
+    position: SpecLike = preset({"type": "combined", "parts": ("sinusoidal_absolute", "gaussian_transformer")})
 
 
 INFO = VariantInfo(

@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-from dataclasses import field
-
 from ..configuration_xformer import XFormerConfig
-from ..core.components import SpecLike
+from ..core.components import SpecLike, preset
 from ..families import DECODER_HEADS, VariantInfo, make_family
 
 
@@ -26,10 +24,10 @@ class XFGlaConfig(XFormerConfig):
     attention_probs_dropout_prob: float | int = 0.0
     is_decoder: bool = True
     position: SpecLike = "none"
-    attention: SpecLike = field(default_factory=lambda: {"type": "gla", "key_width": 128})
+    attention: SpecLike = preset({"type": "gla", "key_width": 128})
     normalization: SpecLike = "rms_norm"
     residual: SpecLike = "pre_ln"
-    feedforward: SpecLike = field(default_factory=lambda: {"type": "swiglu", "bias": False})
+    feedforward: SpecLike = preset({"type": "swiglu", "bias": False})
 
 
 INFO = VariantInfo(

@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-from dataclasses import field
 from typing import Any, ClassVar
 
 from ..configuration_xformer import XFormerConfig
-from ..core.components import SpecLike
+from ..core.components import SpecLike, preset
 from ..families import DECODER_HEADS, VariantInfo, make_family
 
 
@@ -22,7 +21,7 @@ class XFGPTConfig(XFormerConfig):
     vocab_size: int = 40478
     pad_token_id: int | None = None
     is_decoder: bool = True
-    feedforward: SpecLike = field(default_factory=lambda: {"type": "gelu", "approximate": "tanh"})
+    feedforward: SpecLike = preset({"type": "gelu", "approximate": "tanh"})
 
 
 INFO = VariantInfo(

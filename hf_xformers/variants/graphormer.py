@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-from dataclasses import field
-
 from ..configuration_xformer import XFormerConfig
-from ..core.components import SpecLike
+from ..core.components import SpecLike, preset
 from ..families import ENCODER_HEADS, VariantInfo, make_family
 
 
@@ -19,8 +17,8 @@ class XFGraphormerConfig(XFormerConfig):
     vocab_size: int = 4609
     num_attention_heads: int = 32
     intermediate_size: int = 768
-    embedding: SpecLike = field(
-        default_factory=lambda: {
+    embedding: SpecLike = preset(
+        {
             "type": "token",
             "id_tables": (("in_degree", 512), ("out_degree", 512)),
             "absent_ids": "first",

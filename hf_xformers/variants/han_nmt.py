@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-from dataclasses import field
-
 from ..configuration_xformer import Initializer, XFormerConfig
-from ..core.components import SpecLike
+from ..core.components import SpecLike, preset
 from ..families import SEQ2SEQ_HEADS, VariantInfo, make_family
 
 
@@ -29,10 +27,10 @@ class XFHanNmtConfig(XFormerConfig):
     initializer: Initializer = "xavier"
     eos_token_id: int | list[int] | None = 1
     is_encoder_decoder: bool = True
-    embedding: SpecLike = field(default_factory=lambda: {"type": "token", "scale": True})
+    embedding: SpecLike = preset({"type": "token", "scale": True})
     position: SpecLike = "sinusoidal_absolute"
-    attention: SpecLike = field(default_factory=lambda: {"type": "dense", "bias": False})
-    cross_attention: SpecLike = field(default_factory=lambda: {"type": "dense", "bias": False})
+    attention: SpecLike = preset({"type": "dense", "bias": False})
+    cross_attention: SpecLike = preset({"type": "dense", "bias": False})
     feedforward: SpecLike = "relu"
     stack: SpecLike = "han_nmt"
 

@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-from dataclasses import field
-
 from ..configuration_xformer import XFormerConfig
-from ..core.components import SpecLike
+from ..core.components import SpecLike, preset
 from ..families import DECODER_HEADS, VariantInfo, make_family
 
 
@@ -29,7 +27,7 @@ class XFHgrn2Config(XFormerConfig):
     attention: SpecLike = "hgrn2"
     normalization: SpecLike = "rms_norm"
     residual: SpecLike = "pre_ln"
-    feedforward: SpecLike = field(default_factory=lambda: {"type": "swiglu", "bias": False})
+    feedforward: SpecLike = preset({"type": "swiglu", "bias": False})
 
 
 INFO = VariantInfo(

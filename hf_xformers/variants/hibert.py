@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-from dataclasses import field
 from typing import Any
 
 from ..configuration_xformer import XFormerConfig
-from ..core.components import SpecLike
+from ..core.components import SpecLike, preset
 from ..families import ENCODER_HEADS, VariantInfo, make_family
 
 
@@ -31,9 +30,7 @@ class XFHibertConfig(XFormerConfig):
     position: SpecLike = "none"  # the stack has positions of words and of sentences
     stack: SpecLike = "hibert"
     cross_attention: SpecLike = "memory_vector"
-    decoder: dict[str, Any] | None = field(
-        default_factory=lambda: {"stack": "plain", "position": "sinusoidal_absolute"}
-    )
+    decoder: dict[str, Any] | None = preset({"stack": "plain", "position": "sinusoidal_absolute"})
 
 
 INFO = VariantInfo(

@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-from dataclasses import field
 from typing import Any
 
 from ..configuration_xformer import Initializer, XFormerConfig
-from ..core.components import SpecLike
+from ..core.components import SpecLike, preset
 from ..families import SEQ2SEQ_HEADS, VariantInfo, make_family
 
 
@@ -31,15 +30,13 @@ class XFHiersummConfig(XFormerConfig):
     initializer: Initializer = "xavier"
     eos_token_id: int | list[int] | None = 1
     is_encoder_decoder: bool = True
-    embedding: SpecLike = field(default_factory=lambda: {"type": "token", "scale": True})
+    embedding: SpecLike = preset({"type": "token", "scale": True})
     position: SpecLike = "none"  # the stack has positions of words and of paragraphs
     block: SpecLike = "hiersumm"
     stack: SpecLike = "hiersumm"
     residual: SpecLike = "pre_ln"
     feedforward: SpecLike = "relu"
-    decoder: dict[str, Any] | None = field(
-        default_factory=lambda: {"stack": "plain", "block": "vanilla", "position": "sinusoidal_absolute"}
-    )
+    decoder: dict[str, Any] | None = preset({"stack": "plain", "block": "vanilla", "position": "sinusoidal_absolute"})
 
 
 INFO = VariantInfo(

@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-from dataclasses import field
 from typing import Any, ClassVar, Literal
 
 from ..configuration_xformer import XFormerConfig
-from ..core.components import SpecLike
+from ..core.components import SpecLike, preset
 from ..families import VariantInfo, make_family
 
 
@@ -51,8 +50,8 @@ class XFImageGPTConfig(XFormerConfig):
     classifier_pooling: Literal["auto", "first", "mean", "last", "late_mean", "attention"] = "mean"
     normalization: SpecLike = "rms_norm"
     residual: SpecLike = "pre_ln"
-    feedforward: SpecLike = field(default_factory=lambda: {"type": "gelu", "approximate": "sigmoid"})
-    head: SpecLike = field(default_factory=lambda: {"type": "linear", "unpredicted": 1})
+    feedforward: SpecLike = preset({"type": "gelu", "approximate": "sigmoid"})
+    head: SpecLike = preset({"type": "linear", "unpredicted": 1})
 
 
 INFO = VariantInfo(

@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-from dataclasses import field
 from typing import ClassVar, Literal
 
 from ..configuration_xformer import XFormerConfig
-from ..core.components import SpecLike
+from ..core.components import SpecLike, preset
 from ..families import ALL_HEADS, VariantInfo, make_family
 
 
@@ -26,7 +25,7 @@ class XFImageTransformerConfig(XFormerConfig):
     pad_token_id: int | None = 256
     bos_token_id: int | None = 257
     attention: SpecLike = "image_transformer"
-    position: SpecLike = field(default_factory=lambda: {"type": "axial", "std": 0.02})
+    position: SpecLike = preset({"type": "axial", "std": 0.02})
 
 
 INFO = VariantInfo(

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import field
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from transformers.utils import can_return_tuple
 from ..auto_classes import register_model
 from ..compat import CACHE, one_cache, slice_logits_to_keep
 from ..configuration_xformer import Initializer, XFormerConfig
-from ..core.components import SpecLike
+from ..core.components import SpecLike, preset
 from ..core.losses import counted_after_real_tokens, step_share, token_cross_entropy
 from ..core.outputs import XFormerCausalLMOutput
 from ..embedding.token import stored_vectors
@@ -36,10 +35,10 @@ class XFIndigoConfig(XFormerConfig):
     intermediate_size: int = 2048
     layer_norm_eps: float = 1e-6
     initializer: Initializer = "xavier"
-    embedding: SpecLike = field(default_factory=lambda: {"type": "token", "scale": True})
+    embedding: SpecLike = preset({"type": "token", "scale": True})
     is_decoder: bool = True
     position: SpecLike = "indigo"
-    attention: SpecLike = field(default_factory=lambda: {"type": "dense", "bias": False})
+    attention: SpecLike = preset({"type": "dense", "bias": False})
     feedforward: SpecLike = "relu"
     head: SpecLike = "insertion"
 

@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-from dataclasses import field
 from typing import Any
 
 from ..configuration_xformer import XFormerConfig
-from ..core.components import SpecLike
+from ..core.components import SpecLike, preset
 from ..families import ENCODER_HEADS, VariantInfo, make_family
 
 
@@ -24,11 +23,11 @@ class XFInformerConfig(XFormerConfig):
     intermediate_size: int = 2048
     hidden_dropout_prob: float | int = 0.05
     attention_probs_dropout_prob: float | int = 0.05
-    embedding: SpecLike = field(default_factory=lambda: {"type": "token", "scale": True})
+    embedding: SpecLike = preset({"type": "token", "scale": True})
     attention: SpecLike = "informer"
     position: SpecLike = "sinusoidal_absolute"
     stack: SpecLike = "distilling"
-    decoder: dict[str, Any] | None = field(default_factory=lambda: {"attention": "dense", "stack": "plain"})
+    decoder: dict[str, Any] | None = preset({"attention": "dense", "stack": "plain"})
 
 
 INFO = VariantInfo(

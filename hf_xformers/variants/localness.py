@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-from dataclasses import field
-
 from ..configuration_xformer import XFormerConfig
-from ..core.components import SpecLike
+from ..core.components import SpecLike, preset
 from ..families import ALL_HEADS, VariantInfo, make_family
 
 
@@ -16,7 +14,7 @@ class XFLocalnessConfig(XFormerConfig):
 
     model_type = "xf_localness"
 
-    embedding: SpecLike = field(default_factory=lambda: {"type": "token", "scale": True})
+    embedding: SpecLike = preset({"type": "token", "scale": True})
     hidden_size: int = 512
     num_hidden_layers: int = 6
     num_attention_heads: int = 8

@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import field
 from typing import Literal
 
 from ..configuration_xformer import XFormerConfig
-from ..core.components import SpecLike
+from ..core.components import SpecLike, preset
 from ..families import ALL_HEADS, VariantInfo, make_family
 
 
@@ -24,8 +23,8 @@ class XFLongformerConfig(XFormerConfig):
     bos_token_id: int | None = 0
     eos_token_id: int | list[int] | None = 2
     sep_token_id: int | None = 2
-    embedding: SpecLike = field(default_factory=lambda: {"type": "token", "normalize": True})
-    position: SpecLike = field(default_factory=lambda: {"type": "learned_absolute", "offset": 2})
+    embedding: SpecLike = preset({"type": "token", "normalize": True})
+    position: SpecLike = preset({"type": "learned_absolute", "offset": 2})
     attention: SpecLike = "longformer"
     head: SpecLike = "transform"
 

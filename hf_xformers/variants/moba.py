@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-from dataclasses import field
-
 from ..configuration_xformer import XFormerConfig
-from ..core.components import SpecLike
+from ..core.components import SpecLike, preset
 from ..families import ALL_HEADS, VariantInfo, make_family
 
 
@@ -20,10 +18,10 @@ class XFMobaConfig(XFormerConfig):
     intermediate_size: int = 2048
     max_position_embeddings: int = 8192
     position: SpecLike = "rotary"
-    attention: SpecLike = field(default_factory=lambda: {"type": "moba", "bias": False})
+    attention: SpecLike = preset({"type": "moba", "bias": False})
     normalization: SpecLike = "rms_norm"
     residual: SpecLike = "pre_ln"
-    feedforward: SpecLike = field(default_factory=lambda: {"type": "swiglu", "bias": False})
+    feedforward: SpecLike = preset({"type": "swiglu", "bias": False})
 
 
 INFO = VariantInfo(

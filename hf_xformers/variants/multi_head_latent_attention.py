@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-from dataclasses import field
-
 from ..configuration_xformer import XFormerConfig
-from ..core.components import SpecLike
+from ..core.components import SpecLike, preset
 from ..families import ALL_HEADS, VariantInfo, make_family
 
 
@@ -23,11 +21,11 @@ class XFMultiHeadLatentAttentionConfig(XFormerConfig):
     attention_probs_dropout_prob: float | int = 0.0
     intermediate_size: int = 2048
     layer_norm_eps: float = 1e-6
-    position: SpecLike = field(default_factory=lambda: {"type": "rotary", "layout": "interleaved"})
+    position: SpecLike = preset({"type": "rotary", "layout": "interleaved"})
     attention: SpecLike = "multi_head_latent_attention"
     normalization: SpecLike = "rms_norm"
     residual: SpecLike = "pre_ln"
-    feedforward: SpecLike = field(default_factory=lambda: {"type": "swiglu", "bias": False})
+    feedforward: SpecLike = preset({"type": "swiglu", "bias": False})
 
 
 INFO = VariantInfo(

@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-from dataclasses import field
 from typing import Any
 
 from ..configuration_xformer import Initializer, XFormerConfig
-from ..core.components import SpecLike
+from ..core.components import SpecLike, preset
 from ..families import SEQ2SEQ_HEADS, VariantInfo, make_family
 
 
@@ -22,10 +21,10 @@ class XFNoFFNDecoderConfig(XFormerConfig):
     intermediate_size: int = 2048
     initializer: Initializer = "xavier"
     is_encoder_decoder: bool = True
-    embedding: SpecLike = field(default_factory=lambda: {"type": "token", "scale": True})
+    embedding: SpecLike = preset({"type": "token", "scale": True})
     position: SpecLike = "sinusoidal_absolute"
     feedforward: SpecLike = "relu"
-    decoder: dict[str, Any] | None = field(default_factory=lambda: {"block": "no_ffn"})
+    decoder: dict[str, Any] | None = preset({"block": "no_ffn"})
 
 
 INFO = VariantInfo(

@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-from dataclasses import field
 from typing import Any
 
 from ..configuration_xformer import XFormerConfig
-from ..core.components import SpecLike
+from ..core.components import SpecLike, preset
 from ..families import ENCODER_HEADS, VariantInfo, make_family
 
 
@@ -17,7 +16,7 @@ class XFNystromformerConfig(XFormerConfig):
     model_type = "xf_nystromformer"
 
     attention: SpecLike = "nystromformer"
-    decoder: dict[str, Any] | None = field(default_factory=lambda: {"attention": "dense"})
+    decoder: dict[str, Any] | None = preset({"attention": "dense"})
 
 
 INFO = VariantInfo(

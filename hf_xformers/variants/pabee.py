@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-from dataclasses import field
-
 from ..configuration_xformer import XFormerConfig
-from ..core.components import SpecLike
+from ..core.components import SpecLike, preset
 from ..families import VariantInfo, make_family
 
 
@@ -23,7 +21,7 @@ class XFPabeeConfig(XFormerConfig):
     type_vocab_size: int = 2
     layer_norm_eps: float = 1e-12
     add_pooler: bool = True
-    embedding: SpecLike = field(default_factory=lambda: {"type": "token", "normalize": True})
+    embedding: SpecLike = preset({"type": "token", "normalize": True})
     stack: SpecLike = "patience_exit"
     head: SpecLike = "transform"
 

@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-from dataclasses import field
 from typing import Any
 
 from ..configuration_xformer import XFormerConfig
-from ..core.components import SpecLike
+from ..core.components import SpecLike, preset
 from ..families import ALL_HEADS, VariantInfo, make_family
 
 
@@ -18,7 +17,7 @@ class XFPowerNormConfig(XFormerConfig):
 
     normalization: SpecLike = "power_norm"
     feedforward: SpecLike = "relu"
-    decoder: dict[str, Any] | None = field(default_factory=lambda: {"normalization": "layer_norm"})
+    decoder: dict[str, Any] | None = preset({"normalization": "layer_norm"})
 
 
 INFO = VariantInfo(

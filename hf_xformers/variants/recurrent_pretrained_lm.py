@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-from dataclasses import field
-
 from ..configuration_xformer import Initializer, XFormerConfig
-from ..core.components import SpecLike
+from ..core.components import SpecLike, preset
 from ..families import DECODER_HEADS, VariantInfo, make_family
 
 
@@ -28,7 +26,7 @@ class XFRecurrentPretrainedLMConfig(XFormerConfig):
     eos_token_id: int | list[int] | None = 50256
     is_decoder: bool = True
     residual: SpecLike = "pre_ln"
-    feedforward: SpecLike = field(default_factory=lambda: {"type": "gelu", "approximate": "tanh"})
+    feedforward: SpecLike = preset({"type": "gelu", "approximate": "tanh"})
     stack: SpecLike = "recurrent_windows"
 
 

@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-from dataclasses import field
-
 from ..configuration_xformer import Initializer, XFormerConfig
-from ..core.components import SpecLike
+from ..core.components import SpecLike, preset
 from ..families import ALL_HEADS, VariantInfo, make_family
 
 
@@ -18,7 +16,7 @@ class XFReZeroConfig(XFormerConfig):
 
     initializer: Initializer = "xavier"
     # Nothing normalizes what comes in, so it has to start at the size of what layers add.
-    embedding: SpecLike = field(default_factory=lambda: {"type": "token", "scale": True})
+    embedding: SpecLike = preset({"type": "token", "scale": True})
     residual: SpecLike = "rezero"
 
 

@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-from dataclasses import field
 from typing import Any, ClassVar
 
 from ..configuration_xformer import XFormerConfig
-from ..core.components import SpecLike
+from ..core.components import SpecLike, preset
 from ..families import ENCODER_HEADS, VariantInfo, make_family
 
 
@@ -30,8 +29,8 @@ class XFRobertaConfig(XFormerConfig):
     pad_token_id: int | None = 1
     bos_token_id: int | None = 0
     eos_token_id: int | list[int] | None = 2
-    embedding: SpecLike = field(default_factory=lambda: {"type": "token", "normalize": True})
-    position: SpecLike = field(default_factory=lambda: {"type": "learned_absolute", "offset": 2})
+    embedding: SpecLike = preset({"type": "token", "normalize": True})
+    position: SpecLike = preset({"type": "learned_absolute", "offset": 2})
     head: SpecLike = "transform"
 
 

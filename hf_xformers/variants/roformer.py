@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-from dataclasses import field
-
 from ..configuration_xformer import XFormerConfig
-from ..core.components import SpecLike
+from ..core.components import SpecLike, preset
 from ..families import ALL_HEADS, VariantInfo, make_family
 
 
@@ -19,9 +17,9 @@ class XFRoformerConfig(XFormerConfig):
     max_position_embeddings: int = 1536
     type_vocab_size: int = 2
     layer_norm_eps: float = 1e-12
-    embedding: SpecLike = field(default_factory=lambda: {"type": "token", "normalize": True})
+    embedding: SpecLike = preset({"type": "token", "normalize": True})
     head: SpecLike = "transform"
-    position: SpecLike = field(default_factory=lambda: {"type": "rotary", "layout": "interleaved"})
+    position: SpecLike = preset({"type": "rotary", "layout": "interleaved"})
 
 
 INFO = VariantInfo(

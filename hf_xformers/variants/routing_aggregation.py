@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-from dataclasses import field
-
 from ..configuration_xformer import XFormerConfig
-from ..core.components import SpecLike
+from ..core.components import SpecLike, preset
 from ..families import ALL_HEADS, VariantInfo, make_family
 
 
@@ -19,8 +17,8 @@ class XFRoutingAggregationConfig(XFormerConfig):
 
     model_type = "xf_routing_aggregation"
 
-    attention: SpecLike = field(default_factory=lambda: {"type": "dense", "aggregation": "routing_aggregation"})
-    cross_attention: SpecLike = field(default_factory=lambda: {"type": "dense", "aggregation": "routing_aggregation"})
+    attention: SpecLike = preset({"type": "dense", "aggregation": "routing_aggregation"})
+    cross_attention: SpecLike = preset({"type": "dense", "aggregation": "routing_aggregation"})
 
 
 INFO = VariantInfo(

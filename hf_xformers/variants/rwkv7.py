@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-from dataclasses import field
-
 from ..configuration_xformer import XFormerConfig
-from ..core.components import SpecLike
+from ..core.components import SpecLike, preset
 from ..families import DECODER_HEADS, VariantInfo, make_family
 
 
@@ -22,7 +20,7 @@ class XFRwkv7Config(XFormerConfig):
     attention_probs_dropout_prob: float | int = 0.0
     is_decoder: bool = True
     tie_word_embeddings: bool = False
-    embedding: SpecLike = field(default_factory=lambda: {"type": "token", "normalize": True})
+    embedding: SpecLike = preset({"type": "token", "normalize": True})
     position: SpecLike = "none"
     attention: SpecLike = "rwkv7"
     residual: SpecLike = "pre_ln"

@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-from dataclasses import field
 from typing import Any, Literal
 
 from ..configuration_xformer import XFormerConfig
-from ..core.components import SpecLike
+from ..core.components import SpecLike, preset
 from ..families import ENCODER_HEADS, VariantInfo, make_family
 
 
@@ -18,7 +17,7 @@ class XFSetTransformerConfig(XFormerConfig):
 
     classifier_pooling: Literal["auto", "first", "mean", "last", "late_mean", "attention"] = "attention"
     attention: SpecLike = "set_transformer"
-    decoder: dict[str, Any] | None = field(default_factory=lambda: {"attention": "dense"})
+    decoder: dict[str, Any] | None = preset({"attention": "dense"})
 
 
 INFO = VariantInfo(

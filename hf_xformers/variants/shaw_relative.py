@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-from dataclasses import field
-
 from ..configuration_xformer import Initializer, XFormerConfig
-from ..core.components import SpecLike
+from ..core.components import SpecLike, preset
 from ..families import ALL_HEADS, VariantInfo, make_family
 
 
@@ -21,10 +19,10 @@ class XFShawRelativeConfig(XFormerConfig):
     intermediate_size: int = 2048
     layer_norm_eps: float = 1e-6
     initializer: Initializer = "xavier"
-    embedding: SpecLike = field(default_factory=lambda: {"type": "token", "scale": True})
+    embedding: SpecLike = preset({"type": "token", "scale": True})
     position: SpecLike = "shaw_relative"
-    attention: SpecLike = field(default_factory=lambda: {"type": "dense", "bias": False})
-    cross_attention: SpecLike = field(default_factory=lambda: {"type": "dense", "bias": False})
+    attention: SpecLike = preset({"type": "dense", "bias": False})
+    cross_attention: SpecLike = preset({"type": "dense", "bias": False})
     feedforward: SpecLike = "relu"
 
 

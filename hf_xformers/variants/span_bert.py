@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-from dataclasses import field
 from typing import Any
 
 from ..configuration_xformer import XFormerConfig
-from ..core.components import SpecLike
+from ..core.components import SpecLike, preset
 from ..families import ENCODER_HEADS, VariantInfo, make_family
 
 
@@ -19,12 +18,12 @@ class XFSpanBertConfig(XFormerConfig):
 
     model_type = "xf_span_bert"
 
-    pretraining: dict[str, Any] = field(default_factory=lambda: {"span_boundary": {}})
+    pretraining: dict[str, Any] = preset({"span_boundary": {}})
     vocab_size: int = 28996
     type_vocab_size: int = 2
     layer_norm_eps: float = 1e-12
     add_pooler: bool = True
-    embedding: SpecLike = field(default_factory=lambda: {"type": "token", "normalize": True})
+    embedding: SpecLike = preset({"type": "token", "normalize": True})
     head: SpecLike = "transform"
 
 

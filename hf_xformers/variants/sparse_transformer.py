@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-from dataclasses import field
-
 from ..configuration_xformer import Initializer, XFormerConfig
-from ..core.components import SpecLike
+from ..core.components import SpecLike, preset
 from ..families import ALL_HEADS, VariantInfo, make_family
 
 
@@ -26,11 +24,11 @@ class XFSparseTransformerConfig(XFormerConfig):
     initializer_factor: float | int = 0.125
     tie_word_embeddings: bool = False
     # The standard deviation of positions is 0.125 / sqrt(n D), for the n = 2 vectors of a row and a column.
-    position: SpecLike = field(default_factory=lambda: {"type": "axial", "combine": "sum", "std": 0.125 / 1024**0.5})
+    position: SpecLike = preset({"type": "axial", "combine": "sum", "std": 0.125 / 1024**0.5})
     attention: SpecLike = "sparse_transformer"
     residual: SpecLike = "pre_ln"
-    feedforward: SpecLike = field(default_factory=lambda: {"type": "gelu", "approximate": "sigmoid"})
-    head: SpecLike = field(default_factory=lambda: {"type": "linear", "from_zero": True})
+    feedforward: SpecLike = preset({"type": "gelu", "approximate": "sigmoid"})
+    head: SpecLike = preset({"type": "linear", "from_zero": True})
 
 
 INFO = VariantInfo(

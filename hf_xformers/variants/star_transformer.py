@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-from dataclasses import field
 from typing import Any
 
 from ..configuration_xformer import Initializer, XFormerConfig
-from ..core.components import SpecLike
+from ..core.components import SpecLike, preset
 from ..families import ENCODER_HEADS, VariantInfo, make_family
 
 
@@ -28,9 +27,7 @@ class XFStarTransformerConfig(XFormerConfig):
     residual: SpecLike = "no_residual"
     block: SpecLike = "no_ffn"
     initializer: Initializer = "xavier"
-    decoder: dict[str, Any] | None = field(
-        default_factory=lambda: {"attention": "dense", "residual": "post_ln", "block": "vanilla"}
-    )
+    decoder: dict[str, Any] | None = preset({"attention": "dense", "residual": "post_ln", "block": "vanilla"})
 
 
 INFO = VariantInfo(

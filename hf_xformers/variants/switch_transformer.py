@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-from dataclasses import field
 from typing import Any, ClassVar
 
 from ..configuration_xformer import Initializer, XFormerConfig
-from ..core.components import SpecLike
+from ..core.components import SpecLike, preset
 from ..families import ALL_HEADS, VariantInfo, make_family
 
 
@@ -31,12 +30,12 @@ class XFSwitchTransformerConfig(XFormerConfig):
     layer_norm_eps: float = 1e-6
     eos_token_id: int | list[int] | None = 1
     position: SpecLike = "t5_relative_bias"
-    attention: SpecLike = field(default_factory=lambda: {"type": "dense", "bias": False, "scale": 1.0})
-    cross_attention: SpecLike = field(default_factory=lambda: {"type": "dense", "bias": False, "scale": 1.0})
+    attention: SpecLike = preset({"type": "dense", "bias": False, "scale": 1.0})
+    cross_attention: SpecLike = preset({"type": "dense", "bias": False, "scale": 1.0})
     normalization: SpecLike = "rms_norm"
-    residual: SpecLike = field(default_factory=lambda: {"type": "pre_ln", "final_dropout": True})
+    residual: SpecLike = preset({"type": "pre_ln", "final_dropout": True})
     feedforward: SpecLike = "switch_transformer"
-    head: SpecLike = field(default_factory=lambda: {"type": "linear", "scale": True})
+    head: SpecLike = preset({"type": "linear", "scale": True})
 
 
 INFO = VariantInfo(

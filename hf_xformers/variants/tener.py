@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-from dataclasses import field
 from typing import Literal
 
 from ..configuration_xformer import XFormerConfig
-from ..core.components import SpecLike
+from ..core.components import SpecLike, preset
 from ..families import VariantInfo, make_family
 
 
@@ -28,7 +27,7 @@ class XFTenerConfig(XFormerConfig):
     hidden_dropout_prob: float | int = 0.15
     attention_probs_dropout_prob: float | int = 0.15
     tag_decoder: Literal["softmax", "crf"] = "crf"
-    embedding: SpecLike = field(default_factory=lambda: {"type": "word_characters"})
+    embedding: SpecLike = preset({"type": "word_characters"})
     position: SpecLike = "none"  # attention knows distance and direction
     attention: SpecLike = "tener"
     feedforward: SpecLike = "relu"

@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-from dataclasses import field
 from typing import ClassVar
 
 from ..configuration_image import XFormerImageConfig
-from ..core.components import SpecLike
+from ..core.components import SpecLike, preset
 from ..families import IMAGE_HEADS, VariantInfo, make_family
 
 
@@ -25,7 +24,7 @@ class XFTransformerInTransformerConfig(XFormerImageConfig):
     intermediate_size: int = 1536
     hidden_dropout_prob: float | int = 0.0
     attention_probs_dropout_prob: float | int = 0.0
-    attention: SpecLike = field(default_factory=lambda: {"type": "dense", "bias": False, "output_bias": True})
+    attention: SpecLike = preset({"type": "dense", "bias": False, "output_bias": True})
     embedding: SpecLike = "pixel_patch"
     block: SpecLike = "transformer_in_transformer"
     residual: SpecLike = "pre_ln"

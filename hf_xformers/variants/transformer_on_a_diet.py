@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-from dataclasses import field
-
 from ..configuration_xformer import Initializer, XFormerConfig
-from ..core.components import SpecLike
+from ..core.components import SpecLike, preset
 from ..families import ALL_HEADS, VariantInfo, make_family
 
 
@@ -22,10 +20,10 @@ class XFTransformerOnADietConfig(XFormerConfig):
     hidden_dropout_prob: float | int = 0.4
     attention_probs_dropout_prob: float | int = 0.25
     initializer: Initializer = "xavier"
-    embedding: SpecLike = field(default_factory=lambda: {"type": "token", "scale": True, "normalize": True})
+    embedding: SpecLike = preset({"type": "token", "scale": True, "normalize": True})
     position: SpecLike = "sinusoidal_absolute"
-    attention: SpecLike = field(default_factory=lambda: {"type": "transformer_on_a_diet", "bias": False})
-    cross_attention: SpecLike = field(default_factory=lambda: {"type": "dense", "bias": False})
+    attention: SpecLike = preset({"type": "transformer_on_a_diet", "bias": False})
+    cross_attention: SpecLike = preset({"type": "dense", "bias": False})
     feedforward: SpecLike = "relu"
 
 

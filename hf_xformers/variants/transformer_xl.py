@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-from dataclasses import field
-
 from ..configuration_xformer import XFormerConfig
-from ..core.components import SpecLike
+from ..core.components import SpecLike, preset
 from ..families import DECODER_HEADS, VariantInfo, make_family
 
 
@@ -26,9 +24,9 @@ class XFTransformerXLConfig(XFormerConfig):
     intermediate_size: int = 2048
     max_position_embeddings: int = 512
     is_decoder: bool = True
-    embedding: SpecLike = field(default_factory=lambda: {"type": "token", "scale": True})
+    embedding: SpecLike = preset({"type": "token", "scale": True})
     position: SpecLike = "none"  # in the attention's scores
-    attention: SpecLike = field(default_factory=lambda: {"type": "transformer_xl", "bias": False})
+    attention: SpecLike = preset({"type": "transformer_xl", "bias": False})
     feedforward: SpecLike = "relu"
     stack: SpecLike = "segment_recurrent"
 

@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-from dataclasses import field
-
 from ..configuration_xformer import XFormerConfig
-from ..core.components import SpecLike
+from ..core.components import SpecLike, preset
 from ..families import ALL_HEADS, VariantInfo, make_family
 
 
@@ -17,7 +15,7 @@ class XFTupeConfig(XFormerConfig):
 
     type_vocab_size: int = 2
     layer_norm_eps: float = 1e-12
-    embedding: SpecLike = field(default_factory=lambda: {"type": "token", "normalize": True})
+    embedding: SpecLike = preset({"type": "token", "normalize": True})
     head: SpecLike = "transform"
     position: SpecLike = "tupe"
 

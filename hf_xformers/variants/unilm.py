@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-from dataclasses import field
 from typing import Any, ClassVar
 
 from ..configuration_xformer import XFormerConfig
-from ..core.components import SpecLike
+from ..core.components import SpecLike, preset
 from ..families import ENCODER_HEADS, VariantInfo, make_family
 
 
@@ -37,7 +36,7 @@ class XFUniLMConfig(XFormerConfig):
     sep_token_id: int | None = None
     layer_norm_eps: float = 1e-12
     add_pooler: bool = True
-    embedding: SpecLike = field(default_factory=lambda: {"type": "token", "normalize": True})
+    embedding: SpecLike = preset({"type": "token", "normalize": True})
     head: SpecLike = "transform"
     stack: SpecLike = "mask_modes"
 

@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-from dataclasses import field
-
 from ..configuration_xformer import Initializer, XFormerConfig
-from ..core.components import SpecLike
+from ..core.components import SpecLike, preset
 from ..families import ALL_HEADS, VariantInfo, make_family
 
 
@@ -24,10 +22,10 @@ class XFUniversalTransformerConfig(XFormerConfig):
     num_attention_heads: int = 16
     intermediate_size: int = 4096
     initializer: Initializer = "xavier"
-    embedding: SpecLike = field(default_factory=lambda: {"type": "token", "scale": True})
+    embedding: SpecLike = preset({"type": "token", "scale": True})
     position: SpecLike = "none"  # the stack adds position and step before every step
     feedforward: SpecLike = "relu"
-    stack: SpecLike = field(default_factory=lambda: {"type": "universal", "act": "accumulated"})
+    stack: SpecLike = preset({"type": "universal", "act": "accumulated"})
 
 
 INFO = VariantInfo(

@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-from dataclasses import field
 from typing import Any, ClassVar, Literal
 
 from ..configuration_xformer import XFormerConfig
-from ..core.components import SpecLike
+from ..core.components import SpecLike, preset
 from ..families import ENCODER_HEADS, VariantInfo, make_family
 
 
@@ -37,8 +36,8 @@ class XFXLNetConfig(XFormerConfig):
     classifier_pooling: Literal["auto", "first", "mean", "last", "late_mean", "attention"] = "last"
     classifier_activation: str = "tanh"
     position: SpecLike = "none"  # in the attention's scores
-    attention: SpecLike = field(
-        default_factory=lambda: {
+    attention: SpecLike = preset(
+        {
             "type": "transformer_xl",
             "bias": False,
             "share_biases": False,
