@@ -56,20 +56,7 @@ class MultiTaskTrainer(TaskTrainer):
         sampler: Any = TaskBatchSampler(sizes, size, self.options.exponent, seed=seed, processes=processes)
         if self.options.sampling == UNCERTAINTY:
             sampler = CandidateSampler(sizes, size, seed=seed)
-        loader: Any = torch.utils.data.DataLoader(
-            rows,
-            batch_sampler=sampler,
-            collate_fn=self.data_collator,
-            num_workers=self.args.dataloader_num_workers,
-            pin_memory=self.args.dataloader_pin_memory,
-            persistent_workers=self.args.dataloader_persistent_workers,
-        )
-        even = self.accelerator.even_batches
-        self.accelerator.even_batches = False
-        try:
-            return self.accelerator.prepare(loader)
-        finally:
-            self.accelerator.even_batches = even  # evaluation wants as many batches in every process
+        return self.loader_of(rows, sampler)
 
     def compute_loss(
         self,

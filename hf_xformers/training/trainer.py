@@ -195,8 +195,12 @@ class XFormerTrainer(MeasuringTrainer):
             seed=data_seed(self.args),
             world_size=self.args.world_size,
         )
+        return self.loader_of(read_columns(self, self.train_dataset), sampler)
+
+    def loader_of(self, rows: Any, sampler: Any) -> Any:
+        """Training batches as `sampler` has them, for as many processes as it was made for."""
         loader = torch.utils.data.DataLoader(
-            read_columns(self, self.train_dataset),
+            rows,
             batch_sampler=sampler,
             collate_fn=self.data_collator,
             num_workers=self.args.dataloader_num_workers,
@@ -204,7 +208,7 @@ class XFormerTrainer(MeasuringTrainer):
             persistent_workers=self.args.dataloader_persistent_workers,
         )
         even = self.accelerator.even_batches
-        self.accelerator.even_batches = False  # their number is a multiple of the processes' already
+        self.accelerator.even_batches = False  # the number of batches is a multiple of the processes' already
         try:
             return self.accelerator.prepare(loader)
         finally:
