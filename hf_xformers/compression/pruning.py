@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..conversion.swap_config import layer_numbers
-from ..core.saved_files import saving_into
 from ..training.run import Run
 from ..training.run_folder import refuse_own_source
 from .choice import Pruning
@@ -38,7 +37,7 @@ from .report import (
     size_on_disk,
     write_table,
 )
-from .rows import save_rest, training_batches
+from .rows import save_rest, saving_result, training_batches
 from .weights import apply_masks, magnitude_masks, prunable_weights, two_of_four
 
 if TYPE_CHECKING:
@@ -244,7 +243,7 @@ class Pruner:
 
     def _save(self, model: PreTrainedModel, before: Row | None) -> tuple[Row, Row] | None:
         """The model with all that belongs to it, each file whole or not at all."""
-        with saving_into(self.folder) as staging:
+        with saving_result(self.folder) as staging:
             model.save_pretrained(staging)
             save_rest(self.choice.model, staging, parameters=count(model)[0])
             settings = {**dataclasses.asdict(self.choice), "by": self.choice.told_by, **self.details}

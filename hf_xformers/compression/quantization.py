@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from ..core.given_options import refuse_alone
-from ..core.saved_files import read_object, saving_into, write_json
+from ..core.saved_files import read_object, write_json
 from ..modeling_base import XFormerPreTrainedModel
 from ..training.folder_lock import folder_lock
 from ..training.run import Run
@@ -28,7 +28,7 @@ from ..training.run_folder import read_summary, refuse_own_source
 from .geometry import probe
 from .quantizable import Split, kind_of, output_errors, split
 from .report import Measuring, Row, compare, measure, open_model, refuse_any_adapter, refuse_processes, write_table
-from .rows import save_rest
+from .rows import save_rest, saving_result
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
@@ -198,7 +198,7 @@ class Quantizer:
             if self.choice.sensitivity:
                 self._tell_errors(open_model(trained), parts)
             quantized = self._quantized(model, trained, parts)
-            with saving_into(self.folder) as staging:
+            with saving_result(self.folder) as staging:
                 quantized.save_pretrained(staging)
                 made = {"source": self.source, "weights": self.choice.weights, "activations": self.choice.activations}
                 save_rest(trained, staging, quantization=made)

@@ -12,7 +12,11 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from hf_xformers.adapters import add_adapter
 from hf_xformers.cli import main
 from hf_xformers.cli.prune import run
+from hf_xformers.compression import rows
 from hf_xformers.compression.report import FILE, Measuring, count, measure, open_model, read_steps, refuse_any_adapter
+from hf_xformers.compression.rows import save_rest, saving_result
+from hf_xformers.core.saved_files import saving_into, weight_files
+from hf_xformers.finetuning import trained
 from hf_xformers.hub.checkpoint_card import checkpoint_card
 from tests.finetuning import task_data
 from tests.finetuning.task_data import finetune
@@ -268,3 +272,46 @@ def test_measuring_a_task_whose_rows_are_not_known(classifier, tmp_path):
     (tmp_path / "model" / "training_summary.json").unlink()
     with pytest.raises(ValueError, match="does not say what data it was trained with; give --eval_data"):
         measure(tmp_path / "model", Measuring(time_batches=0))
+
+
+def test_what_goes_along_with_a_result(tmp_path):
+    """The record of a checkpoint is its run's. Other forms of the weights stay behind, and so does an old record."""
+    record = {"task": "text-classification", "dataset": {"data": ["rows.csv"]}, "eval_accuracy": 0.9}
+    checkpoint, out = tmp_path / "run" / "checkpoint-3", tmp_path / "out"
+    checkpoint.mkdir(parents=True)
+    for name in ("tokenizer.json", "model.onnx", "model.onnx.data", "model.gguf", "tf_model.h5"):
+        (checkpoint / name).write_text("{}")
+    (tmp_path / "run" / "training_summary.json").write_text(json.dumps(record))
+    with saving_result(out) as staging:
+        save_rest(str(checkpoint), staging, parameters=5)
+    assert {path.name for path in out.iterdir()} == {"tokenizer.json", "training_summary.json"}
+    left = {"task": "text-classification", "dataset": {"data": ["rows.csv"]}, "parameters": 5}
+    assert json.loads((out / "training_summary.json").read_text()) == left
+    (tmp_path / "run" / "training_summary.json").unlink()
+    with saving_result(out) as staging:
+        save_rest(str(checkpoint), staging, parameters=5)
+    assert not (out / "training_summary.json").exists()
+
+
+def test_what_goes_along_from_the_hub(tmp_path, monkeypatch):
+    """What the cache holds of a model."""
+    source, out = tmp_path / "snapshot", tmp_path / "out"
+    for folder in (source, out):
+        folder.mkdir()
+    (source / "preprocessor_config.json").write_text("{}")
+    (source / "training_summary.json").write_text('{"task": "image-classification", "test_accuracy": 1}')
+    monkeypatch.setattr(trained, "folder_of", lambda name: source)
+    monkeypatch.setattr(rows, "_save_tokenizer", lambda name, folder: None)
+    save_rest("me/model", out, parameters=5)
+    assert (out / "preprocessor_config.json").is_file()
+    found = json.loads((out / "training_summary.json").read_text())
+    assert found == {"task": "image-classification", "parameters": 5}
+
+
+def test_shards_are_not_hidden_by_earlier_weights(tmp_path):
+    (tmp_path / "model.safetensors").write_text("old")
+    with saving_into(tmp_path) as staging:
+        (staging / "model-00001-of-00001.safetensors").write_text("new")
+        index = {"weight_map": {"w": "model-00001-of-00001.safetensors"}}
+        (staging / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert [path.read_text() for path in weight_files(tmp_path)] == ["new"]
