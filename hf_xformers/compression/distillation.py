@@ -160,11 +160,12 @@ class Distiller:
         put_back(self.folder, FILE, _MADE)  # of a run that was stopped before it had begun
         there = self.folder / FILE
         if not there.is_file():
-            if (self.folder / STUDENT).exists():
-                raise ValueError(
-                    f"{str(self.folder / STUDENT)!r} is there already and of no distillation; take another"
-                    " --output_dir"
-                )
+            for name in _MADE:
+                if (self.folder / name).exists():
+                    raise ValueError(
+                        f"{str(self.folder / name)!r} is there already and of no distillation; take another"
+                        " --output_dir"
+                    )
             return
         self.this_run.refuse_loss("a distillation")
         if self.resumes:
@@ -234,7 +235,7 @@ class Distiller:
         self._save_student(student, teacher, place)
         with self.this_run.in_place_of(FILE, _MADE):
             yield student.made
-        write_json(self.folder / FILE, {"status": "running", **self._settings(), "made": student.made})
+            write_json(self.folder / FILE, {"status": "running", **self._settings(), "made": student.made})
 
     def _built(self, teacher: Teacher) -> Student:
         full = _cast(teacher.model, torch.float32)

@@ -263,3 +263,22 @@ def test_what_is_overwritten_is_kept_until_nothing_is_refused(teacher, rows, tmp
     assert main(["distill", *arguments(teacher, rows, out)]) == 2
     assert "holds a distillation already" in capsys.readouterr().err
     assert {str(path): path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, OSError("no space left")])
+def test_a_first_distillation_that_was_stopped_starts_again(stop, tmp_path, monkeypatch):
+    """What it has made goes, and what is of no distillation is neither taken for that nor removed."""
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    distiller = Distiller(Distilling(teacher="it"), "distilbert", TextData(), args)
+    built = SimpleNamespace(model=make(XFormerForCausalLM, is_decoder=True), tokenizer=None, made="it")
+    monkeypatch.setattr(distiller, "_built", lambda teacher: built)
+    teacher = SimpleNamespace(tokenizer=SimpleNamespace(save_pretrained=lambda folder: None))
+    with pytest.raises((KeyboardInterrupt, OSError)), distiller._student(teacher):
+        raise stop
+    assert (tmp_path / STUDENT).is_dir()
+    distiller._open()
+    assert not any(tmp_path.iterdir())
+    (tmp_path / "teacher_texts.jsonl").write_text("mine")
+    with pytest.raises(ValueError, match="is there already and of no distillation"):
+        distiller._open()
+    assert (tmp_path / "teacher_texts.jsonl").read_text() == "mine"
