@@ -33,6 +33,8 @@ from .rows import save_rest, saving_result
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 
+    from ..finetuning.run import FineTuning
+
 TRAINED, SETTINGS = "trained", "quantization.json"
 INT4 = getattr(torch, "int4")  # noqa: B009  torch's stubs do not know it
 Told = Callable[[str], None]
@@ -190,11 +192,13 @@ class Quantizer:
         model = open_model(self.source)
         refuse_any_adapter(model, repr(self.source))
         parts = split(model, group_size=self.choice.grouped, keep=self.choice.keep)
+        training = None
         if self.choice.quantization_aware:
+            training = self._training()
             self.measuring.read_rows_of(self.data, read_summary(self.source).get("dataset") or {})
         first = measure(self.source, self.measuring)  # what cannot be measured is refused before anything is written
         with folder_lock(self.folder):
-            trained = self._train(model) if self.choice.quantization_aware else self.source
+            trained = self.source if training is None else self._train(training)
             if self.choice.sensitivity:
                 self._tell_errors(open_model(trained), parts)
             quantized = self._quantized(model, trained, parts)
@@ -237,29 +241,47 @@ class Quantizer:
         for kind, error in errors.items():
             self.say(f"{kind}: {error:.2e} of the outputs' squares")
 
-    def _train(self, model: PreTrainedModel) -> str:
-        """Trains with rounding; the folder of the result. Raises ValueError where it continues one with other
-        rounding."""
+    @property
+    def _rounding(self) -> dict[str, Any]:
+        names = ("model", "weights", "activations", "keep")
+        return {**{name: getattr(self.choice, name) for name in names}, "group_size": self.choice.grouped}
+
+    def _training(self) -> FineTuning:
+        """The training with rounding. Raises ValueError for another task than the model's, and where it continues one
+        with other rounding."""
         from ..finetuning.options import ModelOptions, RunOptions
         from ..finetuning.run import FineTuning
 
         assert self.args is not None
+        if getattr(self.task, "task", None) is None:
+            raise ValueError(
+                f"--quantization_aware trains on the task of a model, and {self.source!r} does no task; fine-tune it"
+                " first with `hf-xformers finetune`"
+            )
         place = self.folder / TRAINED
         self.args.output_dir = str(place)
-        rounding = {name: getattr(self.choice, name) for name in ("model", "weights", "activations", "keep")}
-        rounding["group_size"] = self.choice.grouped
         run = Run(self.args)
         if run.resumes and (place / SETTINGS).is_file():
-            run.check_settings(read_object(place / SETTINGS), rounding)
+            run.check_settings(read_object(place / SETTINGS), self._rounding)
         run_options = RunOptions(overwrite_output_dir=self.choice.overwrite_output_dir)
         made = FineTuning(ModelOptions(model=self.source), self.data, self.task, run_options, self.args)  # type: ignore[arg-type]
+        if not made.keeps_head:
+            raise ValueError(
+                f"--quantization_aware trains what a model does already, and {self.source!r} has no head for --task"
+                f" {self.task.task}; fine-tune it first with `hf-xformers finetune`"
+            )
         made.guest = FakeQuantized(self.choice)
+        return made
+
+    def _train(self, made: FineTuning) -> str:
+        """Trains, unless that is finished; the folder of the result."""
+        place, run = made.folder, made.this_run
         summary = read_summary(place) if place.is_dir() else {}
         if summary.get("status") == "finished" and run.resumes:
             self.say(f"{str(place)!r} is finished already")
             return str(place)
         prepared = made.prepare()
-        write_json(place / SETTINGS, rounding)
+        write_json(place / SETTINGS, self._rounding)
         made.train(prepared, self.callbacks)
         return str(place)
 

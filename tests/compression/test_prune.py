@@ -7,16 +7,17 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM, Seq2SeqTrainingArguments, TrainerCallback
 
 from hf_xformers.adapters import add_adapter
 from hf_xformers.cli import main
 from hf_xformers.cli.prune import run
-from hf_xformers.compression import rows
+from hf_xformers.compression import quantization, rows
 from hf_xformers.compression.report import FILE, Measuring, count, measure, open_model, read_steps, refuse_any_adapter
 from hf_xformers.compression.rows import save_rest, saving_result
 from hf_xformers.core.saved_files import saving_into, weight_files
 from hf_xformers.finetuning import trained
+from hf_xformers.finetuning.options import TaskData, TaskOptions
 from hf_xformers.hub.checkpoint_card import checkpoint_card
 from tests.finetuning import task_data
 from tests.finetuning.task_data import finetune
@@ -315,3 +316,17 @@ def test_shards_are_not_hidden_by_earlier_weights(tmp_path):
         index = {"weight_map": {"w": "model-00001-of-00001.safetensors"}}
         (staging / "model.safetensors.index.json").write_text(json.dumps(index))
     assert [path.read_text() for path in weight_files(tmp_path)] == ["new"]
+
+
+@pytest.mark.parametrize(
+    "task, message", [(None, "does no task"), ("text-classification", "has no head for --task text-classification")]
+)
+def test_rounding_is_trained_on_the_models_own_task(task, message, decoder, tmp_path, monkeypatch):
+    monkeypatch.setattr(quantization, "torchao", lambda: None)
+    args = Seq2SeqTrainingArguments(output_dir=str(tmp_path / "out"), use_cpu=True)
+    choice = quantization.Quantizing(model=str(decoder), quantization_aware=True)
+    data, options = TaskData(data=["rows.csv"]), TaskOptions(task=task)
+    quantizer = quantization.Quantizer(choice, tmp_path / "out", data=data, task=options, args=args)
+    with pytest.raises(ValueError, match=f"{message}; fine-tune it first"):
+        quantizer.run()
+    assert not (tmp_path / "out").exists()
