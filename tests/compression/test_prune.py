@@ -330,3 +330,12 @@ def test_rounding_is_trained_on_the_models_own_task(task, message, decoder, tmp_
     with pytest.raises(ValueError, match=f"{message}; fine-tune it first"):
         quantizer.run()
     assert not (tmp_path / "out").exists()
+
+
+def test_a_model_of_no_known_run_trains_on_the_task_of_its_class(classifier, tmp_path):
+    shutil.copytree(classifier, tmp_path / "source")
+    (tmp_path / "source" / "training_summary.json").unlink()
+    data = sorted((classifier.parent / "data").glob("*.csv"))
+    options = {"max_steps": 1, "save_strategy": "no", "measure": "false", "data": data[0]}
+    prune(tmp_path / "source", tmp_path / "out", "--train_masked", method="weights", **options)
+    assert (tmp_path / "out" / "training" / "model.safetensors").is_file()
