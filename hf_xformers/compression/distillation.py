@@ -128,6 +128,11 @@ class Distiller:
                     f"--store_teacher keeps the states of one text of each row, and rows of {kind.id} have several;"
                     " leave it out, or take --method distilbert with --method.cosine_weight 0"
                 )
+        if method.replaces and choice.teacher_dtype != "float32":
+            raise ValueError(
+                f"--teacher_dtype {choice.teacher_dtype}: method {method.type!r} runs layers of the teacher between"
+                " the student's, whose numbers are float32; leave it out"
+            )
         if method.attention and self.args.gradient_checkpointing:
             raise ValueError(
                 f"--gradient_checkpointing computes attention twice, of which method {method.type!r} would read the"

@@ -199,6 +199,7 @@ REFUSED = {
     ),
     "stored choices": ({"task": "multiple-choice", "store_teacher": True}, "keeps the states of one text of each row"),
     "width": ({"method": "theseus", "student.hidden_size": 8}, "student has width 8"),
+    "replaced numbers": ({"method": "theseus", "teacher_dtype": "bfloat16"}, "--teacher_dtype bfloat16: method"),
     "written": ({"method": "sequence_level"}, "trains on texts that the teacher writes"),
     "student": ({"student": "berd"}, "neither 'teacher', 'scratch', a folder, nor a variant"),
     "student's field": ({"student.layers": 3}, "there is no --student.layers"),
