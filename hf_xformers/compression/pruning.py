@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -132,7 +133,8 @@ class Pruner:
             kept = self._explicit(layers)
         else:
             batches = self._batches(model)
-            found = normalised(head_importance(model, layers, batches))
+            with self._on_device(model):
+                found = normalised(head_importance(model, layers, batches))
             alike = alike_by_tower(model, layers)
             for tower, kind in alike.items():
                 if kind != "free" and not self.choice.by_layer:
@@ -203,11 +205,12 @@ class Pruner:
             kept, batches = {}, self._batches(model)
             for name, tower in towers_of(model).items():
                 total = tower.config.num_hidden_layers
-                if self.choice.chosen_by == "loss":
-                    base, scores = layer_losses(model, tower, batches)
-                    self.details.setdefault("loss", base)
-                else:
-                    scores = layer_angles(model, tower, batches)
+                with self._on_device(model):
+                    if self.choice.chosen_by == "loss":
+                        base, scores = layer_losses(model, tower, batches)
+                        self.details.setdefault("loss", base)
+                    else:
+                        scores = layer_angles(model, tower, batches)
                 self.details.setdefault("importance", {})[name] = scores
                 keep = total // 2 if self.choice.keep_layers is None else self.choice.keep_layers
                 kept[name] = least_important_layers(scores, keep)
@@ -238,6 +241,16 @@ class Pruner:
         found = training_batches(self.choice.model, model, self.choice.data, self.choice.rows, size, self.args.seed)
         self.say(f"measuring importance on {self.choice.rows} rows at most, in {len(found)} batches")
         return found
+
+    @contextmanager
+    def _on_device(self, model: Any) -> Iterator[None]:
+        """The model where Trainer would compute, and afterwards where it was."""
+        before = model.device
+        model.to(self.args.device)
+        try:
+            yield
+        finally:
+            model.to(before)
 
     # ------------------------------------------------------------------------------------------------ the end
 

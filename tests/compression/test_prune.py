@@ -7,12 +7,12 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, Seq2SeqTrainingArguments, TrainerCallback
+from transformers import AutoModelForCausalLM, PreTrainedModel, Seq2SeqTrainingArguments, TrainerCallback
 
 from hf_xformers.adapters import add_adapter
 from hf_xformers.cli import main
 from hf_xformers.cli.prune import run
-from hf_xformers.compression import quantization, rows
+from hf_xformers.compression import pruning, quantization, rows
 from hf_xformers.compression.report import FILE, Measuring, count, measure, open_model, read_steps, refuse_any_adapter
 from hf_xformers.compression.rows import save_rest, saving_result
 from hf_xformers.core.saved_files import saving_into, weight_files
@@ -66,9 +66,9 @@ def prune(model, output, *extra, callbacks=(), **options):
 
 
 def test_heads_of_a_classifier(classifier, tmp_path, capsys):
-    (step,) = prune(classifier, tmp_path / "out", method="heads", share=0.4, rows=32)
+    (step,) = prune(classifier, tmp_path / "out", method="heads", share=0.4, rows=32, per_device_train_batch_size=4)
     shown = capsys.readouterr()
-    assert "3 of 8 heads go" in shown.err
+    assert "3 of 8 heads go" in shown.err and "in 8 batches" in shown.err
     assert "parameters" in shown.out and "accuracy" in shown.out and "time of a batch" in shown.out
     before, after = step["before"], step["after"]
     assert step["command"] == "prune" and step["settings"]["method"] == "heads"
@@ -215,6 +215,10 @@ def test_zeros_stay_while_a_model_trains(classifier, tmp_path):
         ("--method layers --layers 0,4", "do not exist: the model has 2"),
         ("--method layers --share 0.2", "--share is for --method heads"),
         ("--method layers --max_steps 3", "--max_steps is about training, and --method layers by top takes no step"),
+        (
+            "--method heads --heads 0:1 --per_device_train_batch_size 2",
+            "is about training, and --method heads by number",
+        ),
         ("--method weights --sparsity 1", "--sparsity 1.0 is a share of weights in [0, 1)"),
         ("--method weights --exclude nowhere", "--exclude 'nowhere' is in no name"),
         ("--method weights --pattern 2:4 --sparsity 0.9", "takes half of every four; leave out --sparsity"),
@@ -339,3 +343,15 @@ def test_a_model_of_no_known_run_trains_on_the_task_of_its_class(classifier, tmp
     options = {"max_steps": 1, "save_strategy": "no", "measure": "false", "data": data[0]}
     prune(tmp_path / "source", tmp_path / "out", "--train_masked", method="weights", **options)
     assert (tmp_path / "out" / "training" / "model.safetensors").is_file()
+
+
+def test_importance_is_measured_on_the_device_of_the_run(classifier, tmp_path, monkeypatch):
+    model, events = open_model(classifier), []
+    monkeypatch.setattr(pruning, "layer_losses", lambda *given: events.append("loss") or (1.0, [1.0, 2.0]))
+    args = Seq2SeqTrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    choice = pruning.Pruning(model=str(classifier), method="layers", by="loss", keep_layers=1)
+    pruner = pruning.Pruner(choice, Measuring(), args)
+    monkeypatch.setattr(Seq2SeqTrainingArguments, "device", "cuda:0")
+    monkeypatch.setattr(PreTrainedModel, "to", lambda self, device: events.append(str(device)) or self)
+    pruner._without_layers(model)
+    assert events[:3] == ["cuda:0", "loss", "cpu"]
