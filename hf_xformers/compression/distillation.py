@@ -26,6 +26,7 @@ import torch
 from ..conversion.refusals import refuse_quantized
 from ..conversion.swap import open_model
 from ..conversion.transfer import carry_generation
+from ..core.given_options import changed
 from ..core.saved_files import SUMMARY_FILE, read_object, replacing, write_json
 from ..modeling_base import XFormerPreTrainedModel
 from ..training.building import longest_input
@@ -104,7 +105,8 @@ class Distiller:
         self.callbacks, self.say = list(callbacks), say
         self.measuring.check()
         made = student or StudentChoice()
-        self.student = dataclasses.replace(made, copy_layers=choice.copy_layers, size=choice.size)
+        given = {name: value for name, value in changed(choice).items() if name in ("copy_layers", "size")}
+        self.student = dataclasses.replace(made, **{**given, **changed(made)})
         self.this_run = Run(args, overwrite=choice.overwrite_output_dir)
         self.folder, self.resumes = self.this_run.folder, self.this_run.resumes
         self._check()
@@ -165,12 +167,9 @@ class Distiller:
         put_back(self.folder, FILE, _MADE)  # of a run that was stopped before it had begun
         there = self.folder / FILE
         if not there.is_file():
-            for name in _MADE:
-                if (self.folder / name).exists():
-                    raise ValueError(
-                        f"{str(self.folder / name)!r} is there already and of no distillation; take another"
-                        " --output_dir"
-                    )
+            left = next((self.folder / name for name in _MADE if (self.folder / name).exists()), None)
+            if left is not None:
+                raise ValueError(f"{str(left)!r} is there already and of no distillation; take another --output_dir")
             return
         self.this_run.refuse_loss("a distillation")
         if self.resumes:

@@ -17,6 +17,7 @@ from hf_xformers.compression.distillation import FILE, STUDENT, Distiller
 from hf_xformers.compression.distilling_options import Distilling
 from hf_xformers.compression.pruning import Pruner, Pruning
 from hf_xformers.compression.report import Measuring
+from hf_xformers.compression.students import StudentChoice
 from hf_xformers.hub.training_record import read_record
 from hf_xformers.training.earlier_stages import put_aside
 from hf_xformers.training.text import TextData
@@ -169,6 +170,16 @@ def test_the_teacher_computes_with_the_numbers_that_are_asked_for(tmp_path):
     model.generation_config.no_repeat_ngram_size = 3  # its texts are those that it writes by itself
     found = distiller._in_dtype(model)
     assert found.dtype == torch.float32 and found.generation_config.no_repeat_ngram_size == 3
+
+
+@pytest.mark.parametrize("given", [{}, {"size": "base"}])
+def test_what_a_student_is_made_of_is_not_replaced(given, tmp_path):
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    choice, made = Distilling(teacher="it", **given), StudentChoice(start="bert", copy_layers="last", size="tiny")
+    student = Distiller(choice, "distilbert", TextData(), args, student=made).student
+    assert (student.start, student.copy_layers, student.size) == ("bert", "last", "tiny")
+    choice = Distilling(teacher="it", copy_layers="first")
+    assert Distiller(choice, "distilbert", TextData(), args).student.copy_layers == "first"
 
 
 def test_several_processes_are_refused(tmp_path):
