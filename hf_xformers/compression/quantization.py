@@ -21,12 +21,10 @@ from torch import nn
 
 from ..core.given_options import refuse_alone
 from ..core.saved_files import read_object, write_json
-from ..modeling_base import XFormerPreTrainedModel
 from ..training.folder_lock import folder_lock
 from ..training.run import Run
 from ..training.run_folder import read_summary, refuse_own_source
-from .geometry import probe
-from .quantizable import Split, kind_of, output_errors, split
+from .quantizable import Split, kind_of, output_errors, random_batch, split
 from .report import Measuring, Row, compare, measure, open_model, refuse_any_adapter, refuse_processes, write_table
 from .rows import save_rest, saving_result
 
@@ -192,6 +190,8 @@ class Quantizer:
         model = open_model(self.source)
         refuse_any_adapter(model, repr(self.source))
         parts = split(model, group_size=self.choice.grouped, keep=self.choice.keep)
+        if self.choice.sensitivity:
+            random_batch(model)  # refuses what none can be made for
         training = None
         if self.choice.quantization_aware:
             training = self._training()
@@ -231,12 +231,7 @@ class Quantizer:
             return type(model).from_pretrained(source, quantization_config=configuration, dtype=model.dtype).eval()
 
     def _tell_errors(self, model: PreTrainedModel, parts: Split) -> None:
-        if isinstance(model, XFormerPreTrainedModel):
-            batch = probe(model)
-        else:
-            ids = torch.randint(model.config.vocab_size, (4, 16), generator=torch.Generator().manual_seed(0))
-            batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        configuration = recipe(self.choice)
+        batch, configuration = random_batch(model), recipe(self.choice)
         errors = output_errors(model, [batch], lambda module: quantize_module(module, configuration), parts.chosen)
         for kind, error in errors.items():
             self.say(f"{kind}: {error:.2e} of the outputs' squares")
