@@ -66,7 +66,7 @@ class Pruner:
     ) -> None:
         choice.check()
         measuring.check()
-        refuse_processes(args)
+        refuse_processes(args, trains=choice.trains)
         self.choice, self.measuring, self.args, self.say = choice, measuring, args, say
         measuring.use_cpu = args.use_cpu
         self.callbacks = callbacks

@@ -178,7 +178,7 @@ class Quantizer:
         self.measuring.check()
         self.data, self.task, self.args, self.callbacks = data, task, args, list(callbacks)
         if args is not None:
-            refuse_processes(args)
+            refuse_processes(args, trains=choice.quantization_aware)
         if choice.quantization_aware and (args is None or data is None or not data.data):
             raise ValueError("--quantization_aware trains on rows of the model's task; name them with --data")
         self.source = choice.model

@@ -169,12 +169,17 @@ def refuse_any_adapter(model: Any, what: str) -> None:
         )
 
 
-def refuse_processes(args: Any) -> None:
-    """Raises `ValueError` for several processes: one alone measures, whose Trainer would wait for the others."""
+def refuse_processes(args: Any, *, trains: bool = True) -> None:
+    """Raises `ValueError` for several processes: one alone measures, whose Trainer would wait for the others. And for
+    several GPUs of one process in training: Trainer would copy the model to each, without what is put around it."""
     if args.world_size > 1:
         raise ValueError(
             f"a compression is measured before and after in one process, and this is one of {args.world_size}; start"
             " the command without a launcher"
+        )
+    if trains and getattr(args, "n_gpu", 1) > 1:
+        raise ValueError(
+            f"a compression trains on one GPU, and this process sees {args.n_gpu}; set CUDA_VISIBLE_DEVICES=0"
         )
 
 

@@ -1,5 +1,6 @@
 """`hf-xformers distill`: runs of every method, resumes, and what is refused."""
 
+import contextlib
 import importlib.util
 import json
 import shutil
@@ -191,6 +192,19 @@ def test_several_processes_are_refused(tmp_path):
     ):
         with pytest.raises(ValueError, match="and this is one of 2; start the command without a launcher"):
             make_one()
+
+
+@pytest.mark.parametrize("by, refused", [("movement", True), ("magnitude", False)])
+def test_several_gpus_of_one_process_are_refused_in_training(by, refused, tmp_path):
+    """Trainer's copies of the model would lack what stands around the layers."""
+    args = SimpleNamespace(
+        world_size=1, n_gpu=2, output_dir=str(tmp_path), resume_from_checkpoint=None, use_cpu=False, should_save=True
+    )
+    with pytest.raises(ValueError, match="this process sees 2; set CUDA_VISIBLE_DEVICES=0"):
+        Distiller(Distilling(teacher="it"), "distilbert", TextData(), args)
+    choice = Pruning(model="it", method="weights", by=by)
+    with pytest.raises(ValueError, match="sees 2") if refused else contextlib.nullcontext():
+        Pruner(choice, Measuring(), args)
 
 
 REFUSED = {
