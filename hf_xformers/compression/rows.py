@@ -48,11 +48,19 @@ def task_data(name: str, data: Sequence[str], record: dict[str, Any]) -> Any:
     from ..finetuning.options import TaskData
 
     if data:
-        return TaskData(data=list(data))
+        return TaskData(data=list(data), **table_form(record))
     before = record.get("dataset")
     if not isinstance(before, dict):
         raise ValueError(f"{name!r} does not say what data it was trained with; give --data")
     return TaskData(**before)
+
+
+def table_form(record: Mapping[str, Any]) -> dict[str, Any]:
+    """How the files of a run are read, for others like them: the columns where no header line names them, and the
+    encoding."""
+    before = record.get("dataset")
+    known = before if isinstance(before, dict) else {}
+    return {name: known[name] for name in ("column_names", "encoding") if name in known}
 
 
 def text_data(name: str, data: Sequence[str]) -> Any:

@@ -355,3 +355,20 @@ def test_importance_is_measured_on_the_device_of_the_run(classifier, tmp_path, m
     monkeypatch.setattr(PreTrainedModel, "to", lambda self, device: events.append(str(device)) or self)
     pruner._without_layers(model)
     assert events[:3] == ["cuda:0", "loss", "cpu"]
+
+
+def test_tables_without_a_header_line(classifier, tmp_path):
+    """Other files of rows are read as those of the training were, and those of a run as its options say."""
+    shutil.copytree(classifier, tmp_path / "model")
+    path, table = tmp_path / "model" / "training_summary.json", tmp_path / "rows.csv"
+    table.write_bytes("\n".join(["gut,0", "schön,1", "fein,1"] * 4).encode("latin-1"))
+    record = json.loads(path.read_text())
+    form = {"column_names": ["text", "label"], "encoding": "latin-1"}
+    record["dataset"] |= form
+    path.write_text(json.dumps(record))
+    options = {"data": table, "eval_data": table, "rows": 4, "time_batches": 0}
+    (step,) = prune(tmp_path / "model", tmp_path / "out", method="heads", **options)
+    assert step["before"]["baseline"] == pytest.approx(1 / 3)  # of all 12 rows
+    measuring = Measuring(time_batches=0)
+    measuring.read_rows_of(TaskData(data=[str(table)], **form), {})
+    assert measure(classifier, measuring).quality == step["before"]["quality"]
