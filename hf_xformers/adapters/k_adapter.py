@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..blocks.base import XFormerLayer
+from ..core.evaluating import evaluating
 from ..stacks.driver import Pass
 
 INIT_STD = 2e-4  # of the maps into and out of the small encoders
@@ -183,12 +184,11 @@ def count_layers(model: Any, tower: Any) -> int:
     """
     seen: list[tuple[int, ...]] = []
     hooks = [layer.register_forward_hook(lambda m, a, out: seen.append(tuple(out[0].shape))) for layer in tower.layers]
-    training, place = model.training, next(model.parameters()).device
+    place = next(model.parameters()).device
     try:
-        with torch.no_grad():
-            model.eval().base_model(input_ids=torch.zeros(1, 8, dtype=torch.long, device=place))
+        with torch.no_grad(), evaluating(model):
+            model.base_model(input_ids=torch.zeros(1, 8, dtype=torch.long, device=place))
     finally:
-        model.train(training)
         for hook in hooks:
             hook.remove()
     if not seen or any(shape != (1, 8, model.config.hidden_size) for shape in seen):

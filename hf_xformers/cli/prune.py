@@ -30,7 +30,7 @@ FILE.yaml has the options by name."""
 
 
 # The usual options of Trainer, which have no effect where nothing is trained.
-_OF_TRAINING = ("learning_rate", "num_train_epochs", "max_steps", "per_device_train_batch_size")
+_OF_TRAINING = ("learning_rate", "num_train_epochs", "max_steps")
 
 
 def run(argv: Sequence[str], callbacks: Sequence[Any] = ()) -> int:
@@ -42,7 +42,8 @@ def run(argv: Sequence[str], callbacks: Sequence[Any] = ()) -> int:
     choice, measuring, args = parsed.dataclasses
     quiet_libraries(args)
     pruner = Pruner(choice, measuring, args, callbacks=callbacks, say=say)
-    idle = [name for name in _OF_TRAINING if not choice.trains and named_option(argv, name) is not None]
+    idle = [*_OF_TRAINING, *(() if choice.reads_rows else ("per_device_train_batch_size",))]
+    idle = [name for name in idle if not choice.trains and named_option(argv, name) is not None]
     if idle:
         raise ValueError(
             f"--{idle[0]} is about training, and --method {choice.method} by {choice.told_by} takes no step; leave"

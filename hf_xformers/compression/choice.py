@@ -81,6 +81,11 @@ class Pruning:
         return self.chosen_by in ("gates", "movement") or (self.method == "weights" and self.train_masked)
 
     @property
+    def reads_rows(self) -> bool:
+        """Whether importance is measured on rows."""
+        return self.told_by in ("gradient", "loss", "angle")
+
+    @property
     def told_by(self) -> str:
         """How it was chosen, for the record: by `number` where heads or layers are named."""
         return "number" if self.heads or self.layers is not None else self.chosen_by

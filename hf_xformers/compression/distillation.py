@@ -26,6 +26,7 @@ import torch
 from ..conversion.refusals import refuse_quantized
 from ..conversion.swap import open_model
 from ..conversion.transfer import carry_generation
+from ..core.given_options import changed
 from ..core.saved_files import SUMMARY_FILE, read_object, replacing, write_json
 from ..modeling_base import XFormerPreTrainedModel
 from ..training.building import longest_input
@@ -104,7 +105,8 @@ class Distiller:
         self.callbacks, self.say = list(callbacks), say
         self.measuring.check()
         made = student or StudentChoice()
-        self.student = dataclasses.replace(made, copy_layers=choice.copy_layers, size=choice.size)
+        given = {name: value for name, value in changed(choice).items() if name in ("copy_layers", "size")}
+        self.student = dataclasses.replace(made, **{**given, **changed(made)})
         self.this_run = Run(args, overwrite=choice.overwrite_output_dir)
         self.folder, self.resumes = self.this_run.folder, self.this_run.resumes
         self._check()
@@ -128,6 +130,11 @@ class Distiller:
                     f"--store_teacher keeps the states of one text of each row, and rows of {kind.id} have several;"
                     " leave it out, or take --method distilbert with --method.cosine_weight 0"
                 )
+        if method.replaces and choice.teacher_dtype != "float32":
+            raise ValueError(
+                f"--teacher_dtype {choice.teacher_dtype}: method {method.type!r} runs layers of the teacher between"
+                " the student's, whose numbers are float32; leave it out"
+            )
         if method.attention and self.args.gradient_checkpointing:
             raise ValueError(
                 f"--gradient_checkpointing computes attention twice, of which method {method.type!r} would read the"
@@ -160,11 +167,9 @@ class Distiller:
         put_back(self.folder, FILE, _MADE)  # of a run that was stopped before it had begun
         there = self.folder / FILE
         if not there.is_file():
-            if (self.folder / STUDENT).exists():
-                raise ValueError(
-                    f"{str(self.folder / STUDENT)!r} is there already and of no distillation; take another"
-                    " --output_dir"
-                )
+            left = next((self.folder / name for name in _MADE if (self.folder / name).exists()), None)
+            if left is not None:
+                raise ValueError(f"{str(left)!r} is there already and of no distillation; take another --output_dir")
             return
         self.this_run.refuse_loss("a distillation")
         if self.resumes:
@@ -234,7 +239,7 @@ class Distiller:
         self._save_student(student, teacher, place)
         with self.this_run.in_place_of(FILE, _MADE):
             yield student.made
-        write_json(self.folder / FILE, {"status": "running", **self._settings(), "made": student.made})
+            write_json(self.folder / FILE, {"status": "running", **self._settings(), "made": student.made})
 
     def _built(self, teacher: Teacher) -> Student:
         full = _cast(teacher.model, torch.float32)

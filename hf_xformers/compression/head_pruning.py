@@ -22,8 +22,10 @@ from ..attention.shared.base import Attention
 from ..blocks.base import XFormerLayer
 from ..compat import shared_setting
 from ..configuration_xformer import XFormerConfig
+from ..core.evaluating import evaluating
 from ..modeling_tower import XFormerTower
 from .geometry import agree, built, config_with, own_layers, remade, tower_fields, towers_of
+from .report import refuse_any_adapter
 
 # Which heads each attention of a layer keeps, by (tower, layer): one list for each attention, in the layer's order.
 Kept = dict[tuple[str, int], list[list[int]]]
@@ -163,8 +165,9 @@ def prune_heads(model: PreTrainedModel, kept: Kept, *, check: bool = True) -> Pr
 
     Raises:
         ValueError: a layer that has no such heads, no head left in one, heads that leave keys behind, or a mechanism
-            or position whose heads cannot be told apart.
+            or position whose heads cannot be told apart, or an adapter.
     """
+    refuse_any_adapter(model, type(model).__name__)
     layers = head_layers(model)
     known = whole(layers)
     if odd := [key for key in kept if key not in known]:
@@ -223,12 +226,8 @@ def agree_with_gates(model: PreTrainedModel, pruned: PreTrainedModel, layers: Se
             gate = torch.zeros(layer.heads, device=model.device)
             gate[heads] = 1
             gates[name] = gate
-    before = model.training
-    model.eval()
-    with gated(layers, gates):
-        same = agree(model, pruned)
-    model.train(before)
-    return same
+    with evaluating(model), gated(layers, gates):
+        return agree(model, pruned)
 
 
 def _check_layer(layer: HeadLayer, kept: Sequence[Sequence[int]]) -> None:

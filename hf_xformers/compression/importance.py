@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..blocks.base import LayerOutput, XFormerLayer
+from ..core.evaluating import evaluating
 from ..core.prepared import States
 from ..modeling_tower import XFormerTower
 from .head_pruning import HeadLayer, Kept, times_gates
@@ -29,18 +30,16 @@ Importance = dict[tuple[str, int], Tensor]
 @contextmanager
 def _at_rest(model: PreTrainedModel):
     """Evaluation mode, no gradient of parameters, padding left in: as it was at the end."""
-    training = model.training
     learns = {parameter: parameter.requires_grad for parameter in model.parameters()}
     configs = [module.config for module in model.modules() if isinstance(module, XFormerTower)]
     unpads = [config.unpad_inputs for config in configs]
-    model.eval()
     model.requires_grad_(False)
     for config in configs:
         config.unpad_inputs = False
     try:
-        yield
+        with evaluating(model):
+            yield
     finally:
-        model.train(training)
         for parameter, wanted in learns.items():
             parameter.requires_grad_(wanted)
         for config, wanted in zip(configs, unpads):

@@ -18,9 +18,11 @@ from transformers import PreTrainedModel
 
 from ..blocks.base import XFormerLayer
 from ..configuration_xformer import XFormerConfig
+from ..core.evaluating import evaluating
 from ..core.sharing import shares_parts
 from .geometry import agree, config_with, own_layers, remade, tower_fields, towers_of
 from .importance import skipped
+from .report import refuse_any_adapter
 
 
 def choose_layers(count: int, keep: int, which: str) -> list[int]:
@@ -53,8 +55,9 @@ def prune_layers(model: PreTrainedModel, kept: dict[str, list[int]], *, check: b
 
     Raises:
         ValueError: no layer left, one that does not exist, layers that are shared over depth, or whose place in the
-            model counts.
+            model counts, or an adapter.
     """
+    refuse_any_adapter(model, type(model).__name__)
     towers = towers_of(model)
     if odd := [name for name in kept if name not in towers]:
         raise ValueError(
@@ -132,12 +135,8 @@ def _agree_with_skipped(model: PreTrainedModel, pruned: PreTrainedModel, kept: d
         for index, layer in enumerate(towers[name].layers)
         if index not in layers
     ]
-    before = model.training
-    model.eval()
-    with skipped(gone):
-        same = agree(model, pruned)
-    model.train(before)
-    return same
+    with evaluating(model), skipped(gone):
+        return agree(model, pruned)
 
 
 def least_important_layers(losses: Sequence[float], keep: int) -> list[int]:

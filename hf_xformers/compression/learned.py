@@ -126,19 +126,15 @@ def _settings(choice: Pruning) -> dict[str, Any]:
 def _train_task(
     choice: Pruning, args: Seq2SeqTrainingArguments, insertion: PutIn, callbacks: Sequence[TrainerCallback]
 ) -> None:
-    import dataclasses
-
-    from ..finetuning.options import ModelOptions, RunOptions, TaskOptions
+    from ..finetuning.options import ModelOptions, RunOptions
     from ..finetuning.run import FineTuning
+    from ..finetuning.trained import open_trained
 
-    record = read_summary(choice.model)
-    known = {entry.name for entry in dataclasses.fields(TaskOptions)}
-    options = {name: value for name, value in record.get("task_options", {}).items() if name in known}
-
+    trained = open_trained(choice.model)
     made = FineTuning(
         ModelOptions(model=choice.model),
-        task_data(choice.model, choice.data, record),
-        TaskOptions(**{**options, "task": record.get("task") or options.get("task")}),
+        task_data(choice.model, choice.data, trained.record),
+        trained.task.options,
         RunOptions(overwrite_output_dir=True),
         args,
     )

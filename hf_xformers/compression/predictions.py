@@ -25,7 +25,7 @@ def softened_divergence(student: Tensor, teacher: Tensor, temperature: float) ->
 
 
 def softened_cross_entropy(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-    """-sum_v softmax(teacher)_v log softmax(student / t)_v: [..., V] twice -> [...] (Jiao et al. 2020, arXiv
+    """-sum_v softmax(teacher / t)_v log softmax(student / t)_v: [..., V] twice -> [...] (Jiao et al. 2020, arXiv
     1909.10351, equation 10, and its code)."""
     own = torch.log_softmax(widened(student) / temperature, dim=-1)
     return -(torch.softmax(widened(teacher) / temperature, dim=-1) * own).sum(-1)

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..conversion.swap_config import layer_numbers
-from ..core.saved_files import saving_into
 from ..training.run import Run
 from ..training.run_folder import refuse_own_source
 from .choice import Pruning
@@ -38,7 +38,7 @@ from .report import (
     size_on_disk,
     write_table,
 )
-from .rows import save_rest, training_batches
+from .rows import save_rest, saving_result, training_batches
 from .weights import apply_masks, magnitude_masks, prunable_weights, two_of_four
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class Pruner:
     ) -> None:
         choice.check()
         measuring.check()
-        refuse_processes(args)
+        refuse_processes(args, trains=choice.trains)
         self.choice, self.measuring, self.args, self.say = choice, measuring, args, say
         measuring.use_cpu = args.use_cpu
         self.callbacks = callbacks
@@ -133,7 +133,8 @@ class Pruner:
             kept = self._explicit(layers)
         else:
             batches = self._batches(model)
-            found = normalised(head_importance(model, layers, batches))
+            with self._on_device(model):
+                found = normalised(head_importance(model, layers, batches))
             alike = alike_by_tower(model, layers)
             for tower, kind in alike.items():
                 if kind != "free" and not self.choice.by_layer:
@@ -204,11 +205,12 @@ class Pruner:
             kept, batches = {}, self._batches(model)
             for name, tower in towers_of(model).items():
                 total = tower.config.num_hidden_layers
-                if self.choice.chosen_by == "loss":
-                    base, scores = layer_losses(model, tower, batches)
-                    self.details.setdefault("loss", base)
-                else:
-                    scores = layer_angles(model, tower, batches)
+                with self._on_device(model):
+                    if self.choice.chosen_by == "loss":
+                        base, scores = layer_losses(model, tower, batches)
+                        self.details.setdefault("loss", base)
+                    else:
+                        scores = layer_angles(model, tower, batches)
                 self.details.setdefault("importance", {})[name] = scores
                 keep = total // 2 if self.choice.keep_layers is None else self.choice.keep_layers
                 kept[name] = least_important_layers(scores, keep)
@@ -240,11 +242,21 @@ class Pruner:
         self.say(f"measuring importance on {self.choice.rows} rows at most, in {len(found)} batches")
         return found
 
+    @contextmanager
+    def _on_device(self, model: Any) -> Iterator[None]:
+        """The model where Trainer would compute, and afterwards where it was."""
+        before = model.device
+        model.to(self.args.device)
+        try:
+            yield
+        finally:
+            model.to(before)
+
     # ------------------------------------------------------------------------------------------------ the end
 
     def _save(self, model: PreTrainedModel, before: Row | None) -> tuple[Row, Row] | None:
         """The model with all that belongs to it, each file whole or not at all."""
-        with saving_into(self.folder) as staging:
+        with saving_result(self.folder) as staging:
             model.save_pretrained(staging)
             save_rest(self.choice.model, staging, parameters=count(model)[0])
             settings = {**dataclasses.asdict(self.choice), "by": self.choice.told_by, **self.details}

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..core.components import SLOTS
 from ..modeling_base import XFormerPreTrainedModel
+from .geometry import probe
 
 # What stands between the last states and what is predicted. Quantized by itself, the map to tokens moved outputs by 2
 # (Routing Transformer) to millions of times (DeltaNet) as much as the kind in the middle, the layer before it by
@@ -121,6 +122,27 @@ def _tied(model: nn.Module) -> set[int]:
             if parameter is not None:
                 seen[id(parameter)] = seen.get(id(parameter), 0) + 1
     return {key for key, count in seen.items() if count > 1}
+
+
+def random_batch(model: Any) -> dict[str, Tensor]:
+    """Inputs that outputs are compared on. Raises ValueError where a model of transformers reads neither tokens nor
+    images of a known size."""
+    if isinstance(model, XFormerPreTrainedModel):
+        return probe(model)
+    generator, config = torch.Generator().manual_seed(0), model.config
+    size = getattr(config, "image_size", None)
+    if model.main_input_name == "pixel_values" and size is not None:
+        height, width = (size, size) if isinstance(size, int) else size
+        images = torch.randn(4, config.num_channels, height, width, generator=generator)
+        return {"pixel_values": images.to(model.dtype)}
+    if model.main_input_name != "input_ids":
+        raise ValueError(
+            f"--sensitivity compares outputs on random tokens or images, and {type(model).__name__} reads"
+            f" {model.main_input_name}; leave it out"
+        )
+    ids = torch.randint(config.vocab_size, (4, 16), generator=generator)
+    found = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    return {**found, "decoder_input_ids": ids} if config.is_encoder_decoder else found
 
 
 @torch.no_grad()

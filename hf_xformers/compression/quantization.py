@@ -20,18 +20,18 @@ import torch
 from torch import nn
 
 from ..core.given_options import refuse_alone
-from ..core.saved_files import read_object, saving_into, write_json
-from ..modeling_base import XFormerPreTrainedModel
+from ..core.saved_files import read_object, write_json
 from ..training.folder_lock import folder_lock
 from ..training.run import Run
 from ..training.run_folder import read_summary, refuse_own_source
-from .geometry import probe
-from .quantizable import Split, kind_of, output_errors, split
+from .quantizable import Split, kind_of, output_errors, random_batch, split
 from .report import Measuring, Row, compare, measure, open_model, refuse_any_adapter, refuse_processes, write_table
-from .rows import save_rest
+from .rows import save_rest, saving_result
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
+
+    from ..finetuning.run import FineTuning
 
 TRAINED, SETTINGS = "trained", "quantization.json"
 INT4 = getattr(torch, "int4")  # noqa: B009  torch's stubs do not know it
@@ -178,7 +178,7 @@ class Quantizer:
         self.measuring.check()
         self.data, self.task, self.args, self.callbacks = data, task, args, list(callbacks)
         if args is not None:
-            refuse_processes(args)
+            refuse_processes(args, trains=choice.quantization_aware)
         if choice.quantization_aware and (args is None or data is None or not data.data):
             raise ValueError("--quantization_aware trains on rows of the model's task; name them with --data")
         self.source = choice.model
@@ -190,15 +190,19 @@ class Quantizer:
         model = open_model(self.source)
         refuse_any_adapter(model, repr(self.source))
         parts = split(model, group_size=self.choice.grouped, keep=self.choice.keep)
+        if self.choice.sensitivity:
+            random_batch(model)  # refuses what none can be made for
+        training = None
         if self.choice.quantization_aware:
+            training = self._training()
             self.measuring.read_rows_of(self.data, read_summary(self.source).get("dataset") or {})
         first = measure(self.source, self.measuring)  # what cannot be measured is refused before anything is written
         with folder_lock(self.folder):
-            trained = self._train(model) if self.choice.quantization_aware else self.source
+            trained = self.source if training is None else self._train(training)
             if self.choice.sensitivity:
                 self._tell_errors(open_model(trained), parts)
             quantized = self._quantized(model, trained, parts)
-            with saving_into(self.folder) as staging:
+            with saving_result(self.folder) as staging:
                 quantized.save_pretrained(staging)
                 made = {"source": self.source, "weights": self.choice.weights, "activations": self.choice.activations}
                 save_rest(trained, staging, quantization=made)
@@ -227,39 +231,52 @@ class Quantizer:
             return type(model).from_pretrained(source, quantization_config=configuration, dtype=model.dtype).eval()
 
     def _tell_errors(self, model: PreTrainedModel, parts: Split) -> None:
-        if isinstance(model, XFormerPreTrainedModel):
-            batch = probe(model)
-        else:
-            ids = torch.randint(model.config.vocab_size, (4, 16), generator=torch.Generator().manual_seed(0))
-            batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        configuration = recipe(self.choice)
+        batch, configuration = random_batch(model), recipe(self.choice)
         errors = output_errors(model, [batch], lambda module: quantize_module(module, configuration), parts.chosen)
         for kind, error in errors.items():
             self.say(f"{kind}: {error:.2e} of the outputs' squares")
 
-    def _train(self, model: PreTrainedModel) -> str:
-        """Trains with rounding; the folder of the result. Raises ValueError where it continues one with other
-        rounding."""
+    @property
+    def _rounding(self) -> dict[str, Any]:
+        names = ("model", "weights", "activations", "keep")
+        return {**{name: getattr(self.choice, name) for name in names}, "group_size": self.choice.grouped}
+
+    def _training(self) -> FineTuning:
+        """The training with rounding. Raises ValueError for another task than the model's, and where it continues one
+        with other rounding."""
         from ..finetuning.options import ModelOptions, RunOptions
         from ..finetuning.run import FineTuning
 
         assert self.args is not None
+        if getattr(self.task, "task", None) is None:
+            raise ValueError(
+                f"--quantization_aware trains on the task of a model, and {self.source!r} does no task; fine-tune it"
+                " first with `hf-xformers finetune`"
+            )
         place = self.folder / TRAINED
         self.args.output_dir = str(place)
-        rounding = {name: getattr(self.choice, name) for name in ("model", "weights", "activations", "keep")}
-        rounding["group_size"] = self.choice.grouped
         run = Run(self.args)
         if run.resumes and (place / SETTINGS).is_file():
-            run.check_settings(read_object(place / SETTINGS), rounding)
+            run.check_settings(read_object(place / SETTINGS), self._rounding)
         run_options = RunOptions(overwrite_output_dir=self.choice.overwrite_output_dir)
         made = FineTuning(ModelOptions(model=self.source), self.data, self.task, run_options, self.args)  # type: ignore[arg-type]
+        if not made.keeps_head:
+            raise ValueError(
+                f"--quantization_aware trains what a model does already, and {self.source!r} has no head for --task"
+                f" {self.task.task}; fine-tune it first with `hf-xformers finetune`"
+            )
         made.guest = FakeQuantized(self.choice)
+        return made
+
+    def _train(self, made: FineTuning) -> str:
+        """Trains, unless that is finished; the folder of the result."""
+        place, run = made.folder, made.this_run
         summary = read_summary(place) if place.is_dir() else {}
         if summary.get("status") == "finished" and run.resumes:
             self.say(f"{str(place)!r} is finished already")
             return str(place)
         prepared = made.prepare()
-        write_json(place / SETTINGS, rounding)
+        write_json(place / SETTINGS, self._rounding)
         made.train(prepared, self.callbacks)
         return str(place)
 

@@ -29,6 +29,7 @@ import torch
 from torch import nn
 
 from ..core.saved_files import read_object, weight_files, write_json
+from .rows import table_form
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -58,6 +59,8 @@ class Measuring:
     use_cpu: bool = field(default=False, init=False)  # an option of Trainer: commands set it from there
     # What a run on text reads, as its summary has it, in place of what each of the models was trained on.
     text: dict[str, Any] = field(default_factory=dict, init=False)
+    # How the rows of a run are read, in place of how those of each model's training were.
+    form: dict[str, Any] = field(default_factory=dict, init=False)
 
     def read_rows_of(self, source: TaskData, known: Mapping[str, Any]) -> None:
         """Takes rows of a run for both models, unless they are held out as those of the first model were. known: what
@@ -66,6 +69,7 @@ class Measuring:
         decisive = wanted.keys() & known.keys() - {"max_train_rows", "max_eval_rows"}
         if not self.eval_data and (not decisive or any(wanted[name] != known[name] for name in decisive)):
             self.eval_data = source.test_data or source.validation_data or source.data
+            self.form = table_form({"dataset": wanted})
 
     def check(self) -> None:
         """Raises `ValueError` for numbers that make no sense."""
@@ -169,12 +173,17 @@ def refuse_any_adapter(model: Any, what: str) -> None:
         )
 
 
-def refuse_processes(args: Any) -> None:
-    """Raises `ValueError` for several processes: one alone measures, whose Trainer would wait for the others."""
+def refuse_processes(args: Any, *, trains: bool = True) -> None:
+    """Raises `ValueError` for several processes: one alone measures, whose Trainer would wait for the others. And for
+    several GPUs of one process in training: Trainer would copy the model to each, without what is put around it."""
     if args.world_size > 1:
         raise ValueError(
             f"a compression is measured before and after in one process, and this is one of {args.world_size}; start"
             " the command without a launcher"
+        )
+    if trains and getattr(args, "n_gpu", 1) > 1:
+        raise ValueError(
+            f"a compression trains on one GPU, and this process sees {args.n_gpu}; set CUDA_VISIBLE_DEVICES=0"
         )
 
 
@@ -266,6 +275,7 @@ def _task_quality(name: str, measuring: Measuring) -> dict[str, Any]:
     wanted = Prediction(
         model=name,
         data=measuring.eval_data,
+        **((measuring.form or table_form(record)) if measuring.eval_data else {}),
         split=measuring.eval_split,
         max_eval_rows=measuring.max_eval_rows,
         batch_size=measuring.eval_batch_size,

@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..core.saved_files import SUMMARY_FILE, read_object, write_json
+from ..core.saved_files import SUMMARY_FILE, saving_into, write_json
 from ..objectives.base import SeededCollator
+from ..training.run_folder import read_summary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -46,11 +48,19 @@ def task_data(name: str, data: Sequence[str], record: dict[str, Any]) -> Any:
     from ..finetuning.options import TaskData
 
     if data:
-        return TaskData(data=list(data))
+        return TaskData(data=list(data), **table_form(record))
     before = record.get("dataset")
     if not isinstance(before, dict):
         raise ValueError(f"{name!r} does not say what data it was trained with; give --data")
     return TaskData(**before)
+
+
+def table_form(record: Mapping[str, Any]) -> dict[str, Any]:
+    """How the files of a run are read, for others like them: the columns where no header line names them, and the
+    encoding."""
+    before = record.get("dataset")
+    known = before if isinstance(before, dict) else {}
+    return {name: known[name] for name in ("column_names", "encoding") if name in known}
 
 
 def text_data(name: str, data: Sequence[str]) -> Any:
@@ -88,17 +98,31 @@ def _of_text(name: str, model: PreTrainedModel, data: Sequence[str], seed: int) 
     return rows, objective.fitted(rows, tokenizer).collator(tokenizer, seed=seed)
 
 
+@contextmanager
+def saving_result(folder: Path) -> Iterator[Path]:
+    """[`saving_into`] of a model, in whose place an earlier one's record does not stay where it has none itself."""
+    with saving_into(folder) as staging:
+        yield staging
+        known = (staging / SUMMARY_FILE).is_file()
+    if not known:
+        (folder / SUMMARY_FILE).unlink(missing_ok=True)
+
+
 def save_rest(name: str, folder: Path, **record: Any) -> None:
     """Writes what belongs to a model besides config and weights, and so to what is made of it: the tokenizer, and the
     record of the training, in which `record` stands in place of the figures of the model before."""
-    files = _carried_files(name)
+    from ..finetuning.trained import does_a_task, folder_of
+
+    source = folder_of(name)
+    files, local = _carried_files(source), Path(name).expanduser().is_dir()
     for path in files:
         shutil.copy2(path, folder / path.name)
-    if not files:
+    if not files or not local:  # the cache of a Hub id may lack files of the tokenizer
         _save_tokenizer(name, folder)
-    summary = folder / SUMMARY_FILE
-    if summary.is_file():
-        write_json(summary, {**_without_figures(read_object(summary)), **record})
+    # Language models of the Hub are measured without their record, and so is what is made of them.
+    known = read_summary(source) if local or does_a_task(name) else {}
+    if known:
+        write_json(folder / SUMMARY_FILE, {**_without_figures(known), **record})
 
 
 def _save_tokenizer(name: str, folder: Path) -> None:
@@ -110,17 +134,24 @@ def _save_tokenizer(name: str, folder: Path) -> None:
         return  # it reads no text
 
 
-def _carried_files(name: str) -> list[Path]:
-    folder = Path(name).expanduser()
+def _carried_files(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
-    left = ["config.json", "generation_config.json", "trainer_state.json", "README.md", "compression.json"]
+    left = [
+        SUMMARY_FILE,
+        "config.json",
+        "generation_config.json",
+        "trainer_state.json",
+        "README.md",
+        "compression.json",
+    ]
     left += [f"{name}_results.json" for name in ("all", "eval", "train")]
-    weights = (".safetensors", ".bin", ".pt", ".pth", ".index.json", ".lock", ".jsonl")
+    weights = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".index.json")
+    graphs = (".onnx", ".onnx.data", ".onnx_data", ".tflite")
     return [
         path
         for path in sorted(folder.iterdir())
-        if path.is_file() and path.name not in left and not path.name.endswith(weights)
+        if path.is_file() and path.name not in left and not path.name.endswith((*weights, *graphs, ".lock", ".jsonl"))
     ]
 
 

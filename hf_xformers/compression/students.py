@@ -104,7 +104,13 @@ def _started(teacher: PreTrainedModel, choice: StudentChoice, seed: int) -> Stud
 
 
 def _check_fields(config: XFormerConfig, choice: StudentChoice) -> None:
-    """Refuses fields that there are not, or that decide what is read and said."""
+    """Refuses fields that there are not, or that decide what is read and said, and layers that nothing is copied
+    from."""
+    if choice.start != FROM_TEACHER and choice.copy_layers != StudentChoice.copy_layers:
+        raise ValueError(
+            f"--copy_layers {choice.copy_layers} names layers of the teacher, and --student {choice.start!r} starts"
+            " from none of them; leave it out, or take --student teacher"
+        )
     known = {item.name for item in dataclasses.fields(config)}
     for name in choice.fields:
         if name in (*_MEANING, "num_labels"):
@@ -164,10 +170,10 @@ def reduced_config(
         fields[names[tower]] = count
         if choice.start == FROM_SCRATCH:
             kept[tower] = []
-        elif built == depth:
-            kept[tower] = copied(choice.copy_layers, count, depth)
-        else:  # layers that several steps share
-            kept[tower] = list(range(built))
+            continue
+        shared = built != depth  # by several steps
+        named = copied(choice.copy_layers, min(count, depth) if shared else count, depth)
+        kept[tower] = list(range(built)) if shared else named
     values = {name: value for name, value in before.to_dict().items() if name not in _NOT_OURS}
     for tower in towers:
         decodes = tower == "decoder"

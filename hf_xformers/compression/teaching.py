@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.utils import skip_init
 
+from ..core.evaluating import evaluating
 from ..modeling.classifiers import XFormerForMultipleChoice
 from ..modeling.replaced_token_pretraining import XFormerForReplacedTokenPreTraining
 from ..training.loss_terms import LossTerms, Term, progress_of
@@ -127,11 +128,10 @@ def probe(method: DistillationMethod, student: Any, teacher: Any) -> None:
     if student.config.is_encoder_decoder:
         batch["decoder_input_ids"] = ids
     depths = student.config.num_hidden_layers, teacher.config.num_hidden_layers
-    training, teaching = student.training, Teaching(method, teacher)
-    student.eval()
+    teaching = Teaching(method, teacher)
     teaching.put(student)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), evaluating(student):
             with own_heads(method, student, depths) as own:
                 ours = student(**batch, **asked(method))
             taught, theirs = teacher_pass(method, teacher, batch, depths)
@@ -150,7 +150,6 @@ def probe(method: DistillationMethod, student: Any, teacher: Any) -> None:
             )
             method.terms(seen)
     finally:
-        student.train(training)
         teaching.merge(student)
 
 

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from ..blocks.base import SublayerPlan, XFormerLayer
 from ..configuration_xformer import XFormerConfig
 from ..core.components import SpecLike
+from ..core.evaluating import evaluating
 from ..core.saved_files import replacing
 from ..modeling_base import XFormerPreTrainedModel
 from ..modeling_tower import XFormerTower
@@ -106,13 +107,8 @@ def swap_components(
     report.conversion = conversion
     if measure and changes:  # what a head that has learned nothing predicts says nothing
         before, after = (cast(PreTrainedModel, each.base_model) if fresh else each for each in (model, target))
-        modes = [(module, module.training) for module in before.modules()]
-        before.eval()  # the caller's may be in training
-        try:
+        with evaluating(before):  # the caller's may be in training
             report.movement = movement(before, after, tokenizer, texts)
-        finally:
-            for module, mode in modes:
-                module.training = mode
     return target, report
 
 

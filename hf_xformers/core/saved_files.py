@@ -217,14 +217,18 @@ def write_json(path: Path, content: Any) -> None:
 @contextmanager
 def saving_into(folder: Path) -> Iterator[Path]:
     """A scratch folder whose files go to `folder`, each at once, when the block ends well; else `folder` stays as it
-    was."""
+    was. Weights of an earlier model go, which readers would prefer to the new ones."""
     fresh = not folder.exists()
     staging = folder / STAGING
     shutil.rmtree(staging, ignore_errors=True)  # of a save that was killed
     staging.mkdir(parents=True)
     try:
         yield staging
+        names = [name for file in WEIGHTS for name in (file, f"{file}.index.json")]
+        saved = {name for name in names if (staging / name).is_file()}
         move_files(staging, folder)
+        for name in set(names) - saved if saved else ():
+            (folder / name).unlink(missing_ok=True)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
         if fresh:

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.evaluating import evaluating
 from ..modeling_base import XFormerPreTrainedModel
 from .growth import grows_with_square
 from .translations import translations
@@ -276,17 +277,16 @@ def first_line(error: BaseException) -> str:
 @contextlib.contextmanager
 def as_exported(model: XFormerPreTrainedModel, literal: bool) -> Iterator[None]:
     """The model in evaluation mode, on the path that is exported, and afterwards as it was."""
-    training, implementation = model.training, model.config._attn_implementation
+    implementation = model.config._attn_implementation
     towers = [part for part in model.modules() if isinstance(part, XFormerPreTrainedModel)]
     unpads = [tower.config for tower in towers if tower.config.unpad_inputs]
     try:
-        model.eval()
         model.set_attn_implementation("eager" if literal else "sdpa")
         for config in unpads:
             config.unpad_inputs = False
-        yield
+        with evaluating(model):
+            yield
     finally:
-        model.train(training)
         model.set_attn_implementation(implementation)
         for config in unpads:
             config.unpad_inputs = True

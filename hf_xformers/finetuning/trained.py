@@ -48,7 +48,7 @@ class Trained:
         return Trivial(**found) if isinstance(found, dict) else None
 
 
-def _folder_of(name: str) -> Path:
+def folder_of(name: str) -> Path:
     """The folder of a saved model, or the one that what it is told by is kept in for a Hub id."""
     from transformers.utils import cached_file
 
@@ -66,7 +66,7 @@ def _folder_of(name: str) -> Path:
 
 def does_a_task(name: str) -> bool:
     """Whether a saved model is for a task of `finetune` other than language modeling."""
-    folder = _folder_of(name)
+    folder = folder_of(name)
     if not folder.is_dir():
         return False
     record = read_summary(folder)
@@ -97,7 +97,7 @@ def open_trained(
     from ..data import check_tokenizer, load_tokenizer
 
     name, task = _one_of_several(name, task)
-    folder = _folder_of(name)
+    folder = folder_of(name)
     record = read_summary(folder) if folder.is_dir() else {}
     adapter = next((file for file in (PEFT_FILE, BOTTLENECK_FILE) if (folder / file).is_file()), None)
     about = _read(folder / adapter) if adapter else {}

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from ..core.call import Call
 from ..core.components import register
+from ..core.evaluating import evaluating
 from ..core.reading_weights import weight_of
 from .residual import PostNorm, ResidualSpec
 
@@ -91,18 +92,16 @@ def profile(model: nn.Module, **batch: Any) -> None:
     frames = [[part for part in tower.modules() if isinstance(part, Admin)] for tower in towers]
     if not any(frames):
         raise ValueError("`profile` starts the shortcuts of residual 'admin', which this model does not have.")
-    training = model.training
-    model.eval()
     try:
         for own in frames:
             trace = _Trace()
             for frame in own:
                 frame._trace = trace
-        model(**batch)
+        with evaluating(model):
+            model(**batch)
     finally:
         for frame in (frame for own in frames for frame in own):
             frame._trace = None
-        model.train(training)
 
 
 @register("residual", "admin")

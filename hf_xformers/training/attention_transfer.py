@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from ..attention.shared.base import Attention
 from ..blocks.base import XFormerLayer
 from ..core.call import Call, SublayerOutput
+from ..core.evaluating import evaluating
 from ..modeling_xformer import XFormerModel
 from .head_pieces import head_left_out, leaves_head_out
 from .partial_checkpoints import TrainedAlone, share_frozen
@@ -205,14 +206,12 @@ def layer_errors(
 ) -> list[float]:
     """Relative squared error of each chosen layer's attention on the source's hidden states, a mean over batches."""
     pairs = attention_pairs(student, source, layers)
-    device, training = student.device, student.training
-    student.eval()
+    device = student.device
     module: Any = source
     module.to(device).eval()
     sums: list[float] = []
-    with preserved_randomness():
+    with preserved_randomness(), evaluating(student):
         for batch in batches:
             inputs = {key: value.to(device) for key, value in batch.items() if isinstance(value, Tensor)}
             sums.append(torch.stack(transfer_losses(student, pairs, inputs)).cpu())  # type: ignore[arg-type]
-    student.train(training)
     return torch.stack(sums).mean(0).tolist() if sums else []  # type: ignore[arg-type]

@@ -27,7 +27,7 @@ def in_place_of(folder: Path, account: str, names: Sequence[str]) -> Iterator[No
 
 def put_aside(folder: Path, account: str, names: Sequence[str]) -> None:
     """Moves what an earlier run has left out of the way; the account last, so that it says whether all the rest is
-    there."""
+    there. Where there is no account, none of `names` may be there: [`put_back`] would take them for a new run's."""
     aside = folder / _ASIDE
     aside.mkdir(exist_ok=True)
     for name in (*names, account):
@@ -40,9 +40,10 @@ def put_back(folder: Path, account: str, names: Sequence[str]) -> None:
     aside = folder / _ASIDE
     if not aside.is_dir():
         return
-    if (aside / account).exists():
+    if (aside / account).exists() or not (folder / account).exists():  # all had been put aside, or there was none
         for name in names:
             _remove(folder / name)
+    if (aside / account).exists():
         (aside / account).replace(folder / account)
     for path in aside.iterdir():
         path.rename(folder / path.name)

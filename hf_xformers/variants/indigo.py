@@ -15,6 +15,7 @@ from ..auto_classes import register_model
 from ..compat import CACHE, one_cache, slice_logits_to_keep
 from ..configuration_xformer import Initializer, XFormerConfig
 from ..core.components import SpecLike, preset
+from ..core.evaluating import evaluating
 from ..core.losses import counted_after_real_tokens, step_share, token_cross_entropy
 from ..core.outputs import XFormerCausalLMOutput
 from ..embedding.token import stored_vectors
@@ -206,12 +207,10 @@ class XFIndigoForCausalLM(_CausalLM):
         at = (start + column).clamp(max=ids.shape[1] - 1)
         real = column < lengths[:, None]
         bounds = ids.gather(1, start - 2 + torch.arange(2, device=ids.device))
-        training = self.training
-        self.eval()
-        orders, likelihood = search_orders(self, ids.gather(1, at), lengths, bounds, int(beam[0]))
-        self.train(training)
+        with evaluating(self):
+            orders, likelihood = search_orders(self, ids.gather(1, at), lengths, bounds, int(beam[0]))
         row = torch.zeros_like(lengths)
-        if training:
+        if self.training:
             row = likelihood.isfinite().float().multinomial(1)[:, 0]
         order = orders[torch.arange(len(ids), device=ids.device), row]
         source = torch.where(real, start + order, at)

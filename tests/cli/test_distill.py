@@ -1,5 +1,6 @@
 """`hf-xformers distill`: runs of every method, resumes, and what is refused."""
 
+import contextlib
 import importlib.util
 import json
 import shutil
@@ -17,6 +18,7 @@ from hf_xformers.compression.distillation import FILE, STUDENT, Distiller
 from hf_xformers.compression.distilling_options import Distilling
 from hf_xformers.compression.pruning import Pruner, Pruning
 from hf_xformers.compression.report import Measuring
+from hf_xformers.compression.students import StudentChoice
 from hf_xformers.hub.training_record import read_record
 from hf_xformers.training.earlier_stages import put_aside
 from hf_xformers.training.text import TextData
@@ -171,6 +173,16 @@ def test_the_teacher_computes_with_the_numbers_that_are_asked_for(tmp_path):
     assert found.dtype == torch.float32 and found.generation_config.no_repeat_ngram_size == 3
 
 
+@pytest.mark.parametrize("given", [{}, {"size": "base"}])
+def test_what_a_student_is_made_of_is_not_replaced(given, tmp_path):
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    choice, made = Distilling(teacher="it", **given), StudentChoice(start="bert", copy_layers="last", size="tiny")
+    student = Distiller(choice, "distilbert", TextData(), args, student=made).student
+    assert (student.start, student.copy_layers, student.size) == ("bert", "last", "tiny")
+    choice = Distilling(teacher="it", copy_layers="first")
+    assert Distiller(choice, "distilbert", TextData(), args).student.copy_layers == "first"
+
+
 def test_several_processes_are_refused(tmp_path):
     """All but one would wait for what is measured, or be waited for."""
     args = SimpleNamespace(world_size=2, output_dir=str(tmp_path), resume_from_checkpoint=None)
@@ -180,6 +192,19 @@ def test_several_processes_are_refused(tmp_path):
     ):
         with pytest.raises(ValueError, match="and this is one of 2; start the command without a launcher"):
             make_one()
+
+
+@pytest.mark.parametrize("by, refused", [("movement", True), ("magnitude", False)])
+def test_several_gpus_of_one_process_are_refused_in_training(by, refused, tmp_path):
+    """Trainer's copies of the model would lack what stands around the layers."""
+    args = SimpleNamespace(
+        world_size=1, n_gpu=2, output_dir=str(tmp_path), resume_from_checkpoint=None, use_cpu=False, should_save=True
+    )
+    with pytest.raises(ValueError, match="this process sees 2; set CUDA_VISIBLE_DEVICES=0"):
+        Distiller(Distilling(teacher="it"), "distilbert", TextData(), args)
+    choice = Pruning(model="it", method="weights", by=by)
+    with pytest.raises(ValueError, match="sees 2") if refused else contextlib.nullcontext():
+        Pruner(choice, Measuring(), args)
 
 
 REFUSED = {
@@ -199,6 +224,7 @@ REFUSED = {
     ),
     "stored choices": ({"task": "multiple-choice", "store_teacher": True}, "keeps the states of one text of each row"),
     "width": ({"method": "theseus", "student.hidden_size": 8}, "student has width 8"),
+    "replaced numbers": ({"method": "theseus", "teacher_dtype": "bfloat16"}, "--teacher_dtype bfloat16: method"),
     "written": ({"method": "sequence_level"}, "trains on texts that the teacher writes"),
     "student": ({"student": "berd"}, "neither 'teacher', 'scratch', a folder, nor a variant"),
     "student's field": ({"student.layers": 3}, "there is no --student.layers"),
@@ -263,3 +289,22 @@ def test_what_is_overwritten_is_kept_until_nothing_is_refused(teacher, rows, tmp
     assert main(["distill", *arguments(teacher, rows, out)]) == 2
     assert "holds a distillation already" in capsys.readouterr().err
     assert {str(path): path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, OSError("no space left")])
+def test_a_first_distillation_that_was_stopped_starts_again(stop, tmp_path, monkeypatch):
+    """What it has made goes, and what is of no distillation is neither taken for that nor removed."""
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    distiller = Distiller(Distilling(teacher="it"), "distilbert", TextData(), args)
+    built = SimpleNamespace(model=make(XFormerForCausalLM, is_decoder=True), tokenizer=None, made="it")
+    monkeypatch.setattr(distiller, "_built", lambda teacher: built)
+    teacher = SimpleNamespace(tokenizer=SimpleNamespace(save_pretrained=lambda folder: None))
+    with pytest.raises((KeyboardInterrupt, OSError)), distiller._student(teacher):
+        raise stop
+    assert (tmp_path / STUDENT).is_dir()
+    distiller._open()
+    assert not any(tmp_path.iterdir())
+    (tmp_path / "teacher_texts.jsonl").write_text("mine")
+    with pytest.raises(ValueError, match="is there already and of no distillation"):
+        distiller._open()
+    assert (tmp_path / "teacher_texts.jsonl").read_text() == "mine"

@@ -7,7 +7,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_xformers.compression.head_pruning import alike_by_tower, gated, head_layers, prune_heads, whole
 from hf_xformers.compression.importance import head_importance, least_important
+from hf_xformers.compression.layers import prune_layers
+from hf_xformers.compression.methods import build_method
 from hf_xformers.compression.report import Measuring, seconds_by_turns
+from hf_xformers.compression.teaching import probe
 from hf_xformers.conversion import to_transformers
 from hf_xformers.conversion.swap import open_model as open_converted
 from hf_xformers.export import whole_text
@@ -238,3 +241,37 @@ def test_heads_that_know_of_each_other_are_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         layers = head_layers(model)
         prune_heads(model, {layer.key: [[0, 1, 3] for _ in layer.modules] for layer in layers})
+
+
+def _as_exported(model):
+    with whole_text.as_exported(model, False):
+        assert not any(module.training for module in model.modules())
+
+
+LOOKS = {
+    "heads": lambda model: prune_heads(model, KEPT),
+    "layers": lambda model: prune_layers(model, {"model.trunk": [0, 2]}),
+    "importance": lambda model: head_importance(model, head_layers(model), [batch()]),
+    "distillation": lambda model: probe(build_method("distilbert"), model, tiny()),
+    "export": _as_exported,
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_each_module_stays_in_the_mode_that_it_was_in(look):
+    """Such as an embedding that does not train."""
+    model = tiny().train()
+    model.model.trunk.embedding.eval()
+    before = [module.training for module in model.modules()]
+    LOOKS[look](model)
+    assert [module.training for module in model.modules()] == before
+
+
+@pytest.mark.parametrize("look", ["heads", "layers"])
+@pytest.mark.parametrize("whole_model", [True, False])
+def test_an_adapter_is_merged_first(look, whole_model):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"])
+    model = (peft.get_peft_model if whole_model else lambda m, c: peft.inject_adapter_in_model(c, m))(tiny(), config)
+    with pytest.raises(ValueError, match=f"{type(model).__name__} is an adapter on its base; merge the two"):
+        LOOKS[look](model)

@@ -7,12 +7,17 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM, PreTrainedModel, Seq2SeqTrainingArguments, TrainerCallback
 
 from hf_xformers.adapters import add_adapter
 from hf_xformers.cli import main
 from hf_xformers.cli.prune import run
+from hf_xformers.compression import pruning, quantization, rows
 from hf_xformers.compression.report import FILE, Measuring, count, measure, open_model, read_steps, refuse_any_adapter
+from hf_xformers.compression.rows import save_rest, saving_result
+from hf_xformers.core.saved_files import saving_into, weight_files
+from hf_xformers.finetuning import trained
+from hf_xformers.finetuning.options import TaskData, TaskOptions
 from hf_xformers.hub.checkpoint_card import checkpoint_card
 from tests.finetuning import task_data
 from tests.finetuning.task_data import finetune
@@ -61,9 +66,9 @@ def prune(model, output, *extra, callbacks=(), **options):
 
 
 def test_heads_of_a_classifier(classifier, tmp_path, capsys):
-    (step,) = prune(classifier, tmp_path / "out", method="heads", share=0.4, rows=32)
+    (step,) = prune(classifier, tmp_path / "out", method="heads", share=0.4, rows=32, per_device_train_batch_size=4)
     shown = capsys.readouterr()
-    assert "3 of 8 heads go" in shown.err
+    assert "3 of 8 heads go" in shown.err and "in 8 batches" in shown.err
     assert "parameters" in shown.out and "accuracy" in shown.out and "time of a batch" in shown.out
     before, after = step["before"], step["after"]
     assert step["command"] == "prune" and step["settings"]["method"] == "heads"
@@ -210,6 +215,10 @@ def test_zeros_stay_while_a_model_trains(classifier, tmp_path):
         ("--method layers --layers 0,4", "do not exist: the model has 2"),
         ("--method layers --share 0.2", "--share is for --method heads"),
         ("--method layers --max_steps 3", "--max_steps is about training, and --method layers by top takes no step"),
+        (
+            "--method heads --heads 0:1 --per_device_train_batch_size 2",
+            "is about training, and --method heads by number",
+        ),
         ("--method weights --sparsity 1", "--sparsity 1.0 is a share of weights in [0, 1)"),
         ("--method weights --exclude nowhere", "--exclude 'nowhere' is in no name"),
         ("--method weights --pattern 2:4 --sparsity 0.9", "takes half of every four; leave out --sparsity"),
@@ -268,3 +277,98 @@ def test_measuring_a_task_whose_rows_are_not_known(classifier, tmp_path):
     (tmp_path / "model" / "training_summary.json").unlink()
     with pytest.raises(ValueError, match="does not say what data it was trained with; give --eval_data"):
         measure(tmp_path / "model", Measuring(time_batches=0))
+
+
+def test_what_goes_along_with_a_result(tmp_path):
+    """The record of a checkpoint is its run's. Other forms of the weights stay behind, and so does an old record."""
+    record = {"task": "text-classification", "dataset": {"data": ["rows.csv"]}, "eval_accuracy": 0.9}
+    checkpoint, out = tmp_path / "run" / "checkpoint-3", tmp_path / "out"
+    checkpoint.mkdir(parents=True)
+    for name in ("tokenizer.json", "model.onnx", "model.onnx.data", "model.gguf", "tf_model.h5"):
+        (checkpoint / name).write_text("{}")
+    (tmp_path / "run" / "training_summary.json").write_text(json.dumps(record))
+    with saving_result(out) as staging:
+        save_rest(str(checkpoint), staging, parameters=5)
+    assert {path.name for path in out.iterdir()} == {"tokenizer.json", "training_summary.json"}
+    left = {"task": "text-classification", "dataset": {"data": ["rows.csv"]}, "parameters": 5}
+    assert json.loads((out / "training_summary.json").read_text()) == left
+    (tmp_path / "run" / "training_summary.json").unlink()
+    with saving_result(out) as staging:
+        save_rest(str(checkpoint), staging, parameters=5)
+    assert not (out / "training_summary.json").exists()
+
+
+def test_what_goes_along_from_the_hub(tmp_path, monkeypatch):
+    """What the cache holds of a model."""
+    source, out = tmp_path / "snapshot", tmp_path / "out"
+    for folder in (source, out):
+        folder.mkdir()
+    (source / "preprocessor_config.json").write_text("{}")
+    (source / "training_summary.json").write_text('{"task": "image-classification", "test_accuracy": 1}')
+    monkeypatch.setattr(trained, "folder_of", lambda name: source)
+    monkeypatch.setattr(rows, "_save_tokenizer", lambda name, folder: None)
+    save_rest("me/model", out, parameters=5)
+    assert (out / "preprocessor_config.json").is_file()
+    found = json.loads((out / "training_summary.json").read_text())
+    assert found == {"task": "image-classification", "parameters": 5}
+
+
+def test_shards_are_not_hidden_by_earlier_weights(tmp_path):
+    (tmp_path / "model.safetensors").write_text("old")
+    with saving_into(tmp_path) as staging:
+        (staging / "model-00001-of-00001.safetensors").write_text("new")
+        index = {"weight_map": {"w": "model-00001-of-00001.safetensors"}}
+        (staging / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert [path.read_text() for path in weight_files(tmp_path)] == ["new"]
+
+
+@pytest.mark.parametrize(
+    "task, message", [(None, "does no task"), ("text-classification", "has no head for --task text-classification")]
+)
+def test_rounding_is_trained_on_the_models_own_task(task, message, decoder, tmp_path, monkeypatch):
+    monkeypatch.setattr(quantization, "torchao", lambda: None)
+    args = Seq2SeqTrainingArguments(output_dir=str(tmp_path / "out"), use_cpu=True)
+    choice = quantization.Quantizing(model=str(decoder), quantization_aware=True)
+    data, options = TaskData(data=["rows.csv"]), TaskOptions(task=task)
+    quantizer = quantization.Quantizer(choice, tmp_path / "out", data=data, task=options, args=args)
+    with pytest.raises(ValueError, match=f"{message}; fine-tune it first"):
+        quantizer.run()
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_of_no_known_run_trains_on_the_task_of_its_class(classifier, tmp_path):
+    shutil.copytree(classifier, tmp_path / "source")
+    (tmp_path / "source" / "training_summary.json").unlink()
+    data = sorted((classifier.parent / "data").glob("*.csv"))
+    options = {"max_steps": 1, "save_strategy": "no", "measure": "false", "data": data[0]}
+    prune(tmp_path / "source", tmp_path / "out", "--train_masked", method="weights", **options)
+    assert (tmp_path / "out" / "training" / "model.safetensors").is_file()
+
+
+def test_importance_is_measured_on_the_device_of_the_run(classifier, tmp_path, monkeypatch):
+    model, events = open_model(classifier), []
+    monkeypatch.setattr(pruning, "layer_losses", lambda *given: events.append("loss") or (1.0, [1.0, 2.0]))
+    args = Seq2SeqTrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    choice = pruning.Pruning(model=str(classifier), method="layers", by="loss", keep_layers=1)
+    pruner = pruning.Pruner(choice, Measuring(), args)
+    monkeypatch.setattr(Seq2SeqTrainingArguments, "device", "cuda:0")
+    monkeypatch.setattr(PreTrainedModel, "to", lambda self, device: events.append(str(device)) or self)
+    pruner._without_layers(model)
+    assert events[:3] == ["cuda:0", "loss", "cpu"]
+
+
+def test_tables_without_a_header_line(classifier, tmp_path):
+    """Other files of rows are read as those of the training were, and those of a run as its options say."""
+    shutil.copytree(classifier, tmp_path / "model")
+    path, table = tmp_path / "model" / "training_summary.json", tmp_path / "rows.csv"
+    table.write_bytes("\n".join(["gut,0", "schön,1", "fein,1"] * 4).encode("latin-1"))
+    record = json.loads(path.read_text())
+    form = {"column_names": ["text", "label"], "encoding": "latin-1"}
+    record["dataset"] |= form
+    path.write_text(json.dumps(record))
+    options = {"data": table, "eval_data": table, "rows": 4, "time_batches": 0}
+    (step,) = prune(tmp_path / "model", tmp_path / "out", method="heads", **options)
+    assert step["before"]["baseline"] == pytest.approx(1 / 3)  # of all 12 rows
+    measuring = Measuring(time_batches=0)
+    measuring.read_rows_of(TaskData(data=[str(table)], **form), {})
+    assert measure(classifier, measuring).quality == step["before"]["quality"]

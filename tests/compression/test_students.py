@@ -95,8 +95,19 @@ def test_a_saved_model(tmp_path):
         ({"size": "tiny"}, "--size is of a student of another variant"),
         ({"fields": {"num_hidden_layers": 9}}, "cannot be copied from 4"),
         ({"copy_layers": "0,1", "fields": {"num_hidden_layers": 1}}, "names 2 layers for a student of 1"),
+        ({"start": "scratch", "copy_layers": "last"}, "--copy_layers last names layers of the teacher, and --student"),
+        ({"start": "linformer", "copy_layers": "frist"}, "--copy_layers frist names layers of the teacher"),
     ],
 )
 def test_refusals(choice, message):
     with pytest.raises(ValueError, match=message):
         build(make(layers=4), **choice)
+
+
+def test_layers_that_share_their_weights():
+    """They are all copied, and what names none of them is refused."""
+    teacher = make(layers=4, stack="universal")
+    assert build(teacher, copy_layers="last").model.config.num_hidden_layers == 2
+    assert build(teacher, fields={"num_hidden_layers": 6}).model.config.num_hidden_layers == 6
+    with pytest.raises(ValueError, match="not 'frist'; correct it"):
+        build(teacher, copy_layers="frist")
