@@ -95,8 +95,7 @@ def _enter(auto_module: Any) -> None:
 
 def _enter_names(auto_module: Any) -> None:
     """What their classes are called, before any is imported, for who goes by names."""
-    from .auto_classes import enter_name
-    from .core.head_names import NAMED_AT
+    from .auto_classes import NAMED_AT, enter_name
     from .variants import public_names
 
     names = [name for classes in public_names().values() for name in classes]

@@ -8,8 +8,9 @@ from typing import Any
 import transformers
 
 from .compat import class_names
-from .core.head_names import NAMED_AT
 
+# Heads whose classes are named next to another Auto class as well, by which Trainer knows that their labels shift.
+NAMED_AT = {"ForMultiTokenPrediction": "AutoModelForCausalLM"}
 # (Auto class, config class) -> the model classes entered for them, by name.
 _CLASSES: dict[tuple[str, Any], dict[str, Any]] = {}
 

@@ -60,8 +60,6 @@ LABEL_HEADS = (
     "ForNextSentencePrediction",
     "ForReplacedTokenDetection",
 )
-# Heads whose classes are named next to another Auto class as well, by which Trainer knows that their labels shift.
-NAMED_AT = {"ForMultiTokenPrediction": "AutoModelForCausalLM"}
 # Heads that `transformers serve` runs, and the Auto class by which it finds a model that is none of transformers' own.
 SERVED = {"ForCausalLM": "AutoModelForDecision"}
 
