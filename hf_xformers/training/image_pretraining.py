@@ -329,8 +329,7 @@ class ImagePreparation(Request):
 
     def run(self) -> PreparedImages:
         """Reads the images, makes or loads what turns them into inputs. Processes take turns, the main one first."""
-        with self.this_run.turns("preparing the images"):
-            self.this_run.make_room(removes=False)
+        with self.this_run.turns("preparing the images"), self.this_run.preparing() as self._place:
             splits = load_image_dataset(
                 self.source.data,
                 split=self.source.data_split,
@@ -341,21 +340,20 @@ class ImagePreparation(Request):
             found = [size for rows in splits.values() for size in sizes_of(rows)]
             size = self.images.size() or one_size(found, self.source.data)
             prepared = self._patches(splits, size) if self.by_patches else self._colors(splits, size)
-            self.this_run.make_room()
         if self.checkpoint is not None:
             check_same_model(prepared.config, self.checkpoint)
         self.this_run.check_same(prepared.plan)
         return prepared
 
     def _processor(self, make: Callable[[], Any]) -> Any:
-        """The image processor as it is loaded from the run's folder, so that a resumed run has the very same."""
+        """The image processor as it is loaded from what the run keeps, so that a resumed run has the very same."""
         from transformers import AutoImageProcessor
 
         if self.checkpoint is None and self.args.should_save:
             source = self.choice.init_from
             made = make() if source is None else AutoImageProcessor.from_pretrained(source)
-            self.this_run.keep(made)
-        return AutoImageProcessor.from_pretrained(self.checkpoint or self.folder)
+            made.save_pretrained(self._place)
+        return AutoImageProcessor.from_pretrained(self._place)
 
     def _patches(self, splits: Mapping[str, Dataset], size: tuple[int, int]) -> PreparedImages:
         if self.choice.init_from is None and "image_size" not in self.fields:

@@ -284,10 +284,9 @@ class Preparation(Request):
         """Reads the data, trains or loads the tokenizer, cuts the rows. Processes take turns, the main one first."""
         from ..data import check_tokenizer
 
-        with self.this_run.turns("preparing the data"):
-            self.this_run.make_room(removes=False)
+        with self.this_run.turns("preparing the data"), self.this_run.preparing() as place:
             splits = load_splits(self.source, self.objective)
-            tokenizer = self._tokenizer(splits["train"])
+            tokenizer = self._tokenizer(splits["train"], place)
             config = self._config(tokenizer)
             check_tokenizer(tokenizer, config)
             common = {"num_proc": self.source.num_proc}
@@ -298,24 +297,23 @@ class Preparation(Request):
                 validation = make_rows(
                     splits["validation"], tokenizer, self.objective, self.block_size, whole=True, **common
                 )
-            self.this_run.make_room()
+            plan = self._plan(config, tokenizer, train, validation)
+            if plan["train_streams"] is not None and len(train) < plan["train_streams"]:
+                raise ValueError(
+                    f"{len(train)} rows cannot be laid out in {plan['train_streams']} streams, one for each row of a"
+                    " batch; take a smaller --per_device_train_batch_size, a shorter --block_size, more text, or"
+                    " --segment_streams false"
+                )
+        tokenizer = open_tokenizer(str(self.checkpoint or self.folder), self.objective)  # which knows that place
         if self.source.streaming:
             train = train.shuffle(seed=data_seed(self.args), buffer_size=STREAM_SHUFFLE_ROWS)
-        plan = self._plan(config, tokenizer, train, validation)
-        if plan["train_streams"] is not None and len(train) < plan["train_streams"]:
-            raise ValueError(
-                f"{len(train)} rows cannot be laid out in {plan['train_streams']} streams, one for each row of a"
-                " batch; take a smaller --per_device_train_batch_size, a shorter --block_size, more text, or"
-                " --segment_streams false"
-            )
         if self.checkpoint is not None:
             check_same_model(config, self.checkpoint)
         self.this_run.check_same(plan)
         return Prepared(config, self.objective, tokenizer, train, validation, plan, self.checkpoint)
 
-    def _tokenizer(self, texts: Any) -> PreTrainedTokenizerBase:
-        """The tokenizer as it is loaded from the run's folder, so that a resumed run has the very same."""
-        place = self.checkpoint or self.folder
+    def _tokenizer(self, texts: Any, place: Path) -> PreTrainedTokenizerBase:
+        """The tokenizer as it is loaded from what the run keeps, so that a resumed run has the very same."""
         if self.checkpoint is None and self.args.should_save:
             name = self.choice.tokenizer or self.choice.init_from
             if name is not None:
@@ -328,7 +326,7 @@ class Preparation(Request):
                     vocab_size=self.config.vocab_size,
                     max_length=longest_input(self.config),
                 )
-            self.this_run.keep(tokenizer)
+            tokenizer.save_pretrained(place)
         return open_tokenizer(str(place), self.objective)
 
     def _plan(self, config: XFormerConfig, tokenizer: Any, train: Any, validation: Any) -> dict[str, Any]:

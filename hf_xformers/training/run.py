@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import copy
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -125,6 +125,17 @@ class Run:
             with saving_into(self.folder) as staging:
                 for part in parts:
                     part.save_pretrained(staging)
+
+    @contextmanager
+    def preparing(self) -> Iterator[Path]:
+        """Room for what a resumed run needs the same of, which the block writes and reads there, if this run writes
+        it: it goes to the folder at the end, in place of what an earlier run has left. A block that fails leaves that
+        as it was."""
+        self.make_room(removes=False)
+        begins = self.checkpoint is None and self.writes
+        with saving_into(self.folder) if begins else nullcontext(self.checkpoint or self.folder) as place:
+            yield place
+            self.make_room()
 
     def check_same(self, plan: dict[str, Any]) -> None:
         """Raises ValueError where the checkpoint is of a run on other rows."""

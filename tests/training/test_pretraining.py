@@ -17,6 +17,7 @@ from transformers import (
 
 import hf_xformers.cli
 from hf_xformers.objectives import build_objective
+from hf_xformers.training import preparation
 from hf_xformers.training.building import (
     build_config,
     choose_block_size,
@@ -179,7 +180,7 @@ def test_init_from_keeps_the_components_of_a_free_mix(text, tmp_path):
     assert (position.type, position.theta, position.fraction) == ("rotary", 77.0, 0.5)
 
 
-def test_a_new_run_does_not_bury_an_old_one(text, tmp_path, capsys):
+def test_a_new_run_does_not_bury_an_old_one(text, tmp_path, capsys, monkeypatch):
     options = {"save_strategy": "steps", "save_steps": 1}
     output = pretrain(text, tmp_path / "run", **options)
     kept = sorted(path.name for path in output.glob("checkpoint-*"))
@@ -189,6 +190,13 @@ def test_a_new_run_does_not_bury_an_old_one(text, tmp_path, capsys):
     assert "already holds checkpoint-4 of an earlier run" in capsys.readouterr().err
     argv += ["--overwrite_output_dir", "--data", str(tmp_path / "mistyped.txt")]
     assert hf_xformers.cli.main(argv) == 2 and sorted(path.name for path in output.glob("checkpoint-*")) == kept
+    before = {path: path.read_bytes() for path in output.iterdir() if path.is_file()}
+    with monkeypatch.context() as patch:  # refused when a tokenizer of another size is there already
+        patch.setattr(preparation, "make_rows", lambda *args, **kwargs: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            pretrain(text, output, "--overwrite_output_dir", **options, vocab_size=300)
+    assert {path: path.read_bytes() for path in output.iterdir() if path.is_file()} == before
+    assert sorted(path.name for path in output.iterdir() if path.is_dir()) == kept
     pretrain(text, output, "--overwrite_output_dir", **{**options, "max_steps": 2})
     assert sorted(path.name for path in output.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2"]
 
