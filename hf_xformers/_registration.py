@@ -9,14 +9,16 @@ same way peft, which is imported only by who adapts a model, learns which module
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.abc
 import importlib.util
 import sys
-from collections.abc import Callable, ItemsView, Iterator, ValuesView
+from collections.abc import Callable, ItemsView, Iterable, Iterator, ValuesView
 from typing import Any
 
 from . import compat
+from .core.rooms import import_plugins
 
 _AUTO = "transformers.models.auto.configuration_auto"
 _MODELS = "transformers.models.auto.modeling_auto"
@@ -57,7 +59,10 @@ class LazyVariants(dict):
         return dict.__getitem__(self, key)
 
     def __contains__(self, key: object) -> bool:
-        return dict.__contains__(self, key) or key in self._modules
+        if dict.__contains__(self, key) or key in self._modules:
+            return True
+        import_plugins()  # one of which may make a family of this type
+        return dict.__contains__(self, key)
 
     def __iter__(self) -> Iterator[str]:
         return iter([*dict.keys(self), *(name for name in self._modules if not dict.__contains__(self, name))])
@@ -109,6 +114,7 @@ def _enter_names(auto_module: Any) -> None:
 
 def _enter_targets(constants: Any) -> None:
     """Every method's default target modules, in peft's own tables: one per method, by model type."""
+    from .core.other_families import tell_of_families
     from .variants import model_types
 
     for name, table in vars(constants).items():
@@ -121,6 +127,11 @@ def _enter_targets(constants: Any) -> None:
                 targets, more = PROJECTIONS, _MIXES_BY_NETWORK
             for model_type in model_types():
                 table.setdefault(model_type, [*targets, *more.get(model_type, usual)])
+            tell_of_families(functools.partial(_fill, table, (*targets, *usual)))
+
+
+def _fill(table: dict[str, list[str]], usual: Iterable[str], model_type: str) -> None:
+    table.setdefault(model_type, [*usual])
 
 
 def _enter_import(auto: Any) -> None:

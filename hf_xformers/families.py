@@ -37,6 +37,7 @@ from .core.head_names import (
     SOUND_HEADS,
 )
 from .core.inputs import naming
+from .core.other_families import enter_family
 from .modeling.head_classes import CLASSES, MODALITY_CLASSES
 
 
@@ -207,6 +208,8 @@ def make_family(
     config_class.info = info
     config_class.__doc__ = _documented(config_class)
     config_class.heads = tuple(head for head in heads if family[head] is not None)
+    if not module["__name__"].startswith("hf_xformers."):
+        enter_family(config_class.model_type, module["__name__"])
     return family
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import os
 import shutil
 import sys
@@ -118,12 +119,13 @@ def _import_modules(arguments: Sequence[str]) -> list[str]:
             rest.append(token)
     if "" in modules:
         raise ValueError("argument --import: expected the name of a module")
-    if modules:
-        from ..core.rooms import IMPORTED, import_plugins
+    from ..core.rooms import IMPORTED, PLUGINS, import_plugins
 
+    if modules:
         sys.path.insert(0, os.getcwd())
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
         os.environ[IMPORTED] = ",".join(filter(None, [os.environ.get(IMPORTED), *modules]))
+    if modules or importlib.metadata.entry_points(group=PLUGINS):  # families among them are variants, too
         import_plugins()
     return rest
 

@@ -17,11 +17,16 @@ from typing import Any
 
 from ..core import head_names
 from ..core.components import did_you_mean
+from ..core.other_families import FAMILIES
 
 
 def model_types() -> dict[str, str]:
-    """Model type -> module of every variant, without importing any."""
-    return dict(_model_types(tuple((folder, os.stat(folder).st_mtime_ns) for folder in __path__)))
+    """Model type -> module of every variant, without importing any; and of families that other packages have made."""
+    return {**_own_types(), **FAMILIES}
+
+
+def _own_types() -> dict[str, str]:
+    return _model_types(tuple((folder, os.stat(folder).st_mtime_ns) for folder in __path__))
 
 
 @functools.lru_cache(maxsize=1)
@@ -35,7 +40,7 @@ def _model_types(folders: tuple[tuple[str, int], ...]) -> dict[str, str]:
 def public_names() -> dict[str, list[str]]:
     """Model type -> the public classes that its file defines, read from the files: none is imported."""
     found = {}
-    for model_type, module in model_types().items():
+    for model_type, module in _own_types().items():
         name = module.rpartition(".")[2]
         text = (Path(__file__).parent / f"{name}.py").read_text(encoding="utf-8")
         names = re.findall(r"^class (XF\w+)\(", text, re.MULTILINE)

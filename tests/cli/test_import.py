@@ -21,6 +21,18 @@ class MySpec(Spec):
         return nn.Identity()
 '''
 
+FAMILY = '''
+from hf_xformers.extend import SpecLike, VariantInfo, XFormerConfig, make_family
+
+class XFMineConfig(XFormerConfig):
+    """A family of one's own."""
+    model_type = "xf_mine"
+    position: SpecLike = "rotary"
+
+INFO = VariantInfo("turns", "Nobody 2026", "https://example.org", "x", "O(T)", "@misc{x}")
+make_family(XFMineConfig, "XFMine", ("Model", "ForMaskedLM"), INFO)
+'''
+
 
 def fresh(folder, *command, **environment):
     paths = os.pathsep.join([str(ROOT), *filter(None, [environment.pop("also", "")])])
@@ -33,7 +45,7 @@ def folder(tmp_path):
     (tmp_path / "my_parts.py").write_text(OWN.format(name="my_part"))
     site, about = tmp_path / "site", tmp_path / "site" / "their_parts-1.dist-info"
     about.mkdir(parents=True)
-    (site / "their_parts.py").write_text(OWN.format(name="their_part"))
+    (site / "their_parts.py").write_text(OWN.format(name="their_part") + FAMILY)
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: their_parts\nVersion: 1\n")
     (about / "entry_points.txt").write_text("[hf_xformers.components]\nparts = their_parts\n")
     return tmp_path
@@ -64,3 +76,22 @@ def test_processes_of_a_command_find_the_module_of_its_folder(folder):
         subprocess.run([sys.executable, "-P", "-c", "import my_parts"], check=True)"""
     found = fresh(folder, "-c", code)
     assert found.returncode == 0, found.stderr
+
+
+def test_a_family_is_a_variant_to_every_command(folder):
+    """It is found by its model type, and by peft, which is imported before it is made."""
+    code = """if True:
+        import peft
+        from hf_xformers.cli import main
+        from transformers import AutoConfig, AutoModelForMaskedLM
+        sizes = dict(vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+        model = AutoModelForMaskedLM.from_config(AutoConfig.for_model("xf_mine", **sizes))
+        adapted = peft.get_peft_model(model, peft.LoraConfig()).peft_config["default"]
+        model.save_pretrained("saved")
+        print(type(model).__name__, adapted.target_modules, main(["list", "mine"]), main(["card", "saved"]))"""
+    found = fresh(folder, "-c", code, also=str(folder / "site"))
+    assert found.returncode == 0, found.stderr
+    assert "XFMineForMaskedLM" in found.stdout and "q_proj" in found.stdout and "0 0" in found.stdout
+    command = ("pretrain", "--variant", "mine", "--objective", "clm", "--output_dir", "o")
+    refused = fresh(folder, "-m", "hf_xformers", *command, also=str(folder / "site"))
+    assert "xf_mine" in refused.stderr and "clm" in refused.stderr and "Unknown variant" not in refused.stderr

@@ -34,7 +34,8 @@ def test_loss_by_hand():
                 losses.append(-math.log(chance if labels[row, place] else 1 - chance))
     assert len(losses) == 9
     close(output.loss, torch.tensor(sum(losses) / 9, dtype=torch.float64))
-    close(model(ids, attention_mask=mask, labels=labels, num_items_in_batch=3).loss, output.loss * 3)
+    counted = model(ids, attention_mask=mask, labels=labels, num_items_in_batch=22)  # by who sees no padding: 11 here
+    close(counted.loss, output.loss / 2)
     nothing = model(ids, labels=torch.full_like(labels, -100))
     assert float(nothing.loss) == 0.0
     with pytest.raises(ValueError, match=r"one for each token of the logits, got \[2, 5\]"):
