@@ -173,11 +173,18 @@ def make_family(
     gives the caller's module their names, where imports, pickle and `from_pretrained` find them.
 
     Raises:
-        ValueError: unknown head name.
+        ValueError: unknown head name, a model type that another module has, or a field without a type.
     """
     unknown = [head for head in heads if head not in HEADS]
     if unknown:
         raise ValueError(f"Unknown head {unknown[0]!r}; heads are: {', '.join(HEADS)}.")
+    fields = {field.name for field in dataclasses.fields(config_class)}
+    plain = sorted(fields & vars(config_class).keys() - inspect.get_annotations(config_class).keys())
+    if plain:
+        raise ValueError(
+            f"`{plain[0]}` of {config_class.__qualname__} has no type, so that configs would not read it; write"
+            f" `{plain[0]}: {'SpecLike' if plain[0] in SLOTS else 'TYPE'} = ...`."
+        )
     module = sys._getframe(1).f_globals
     register_config(config_class)
     family: dict[str, Any] = {}

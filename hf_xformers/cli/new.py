@@ -126,7 +126,9 @@ def texts(made: str, name: str, checkout: bool) -> dict[Path, str]:
     code, checks = (_renamed(_template(f"{file}.py"), example, name) for file in (made, f"test_{made}"))
     to_card = "../" * (len(test.parts) - 1) + card.as_posix()
     checks = checks.replace("own_module", imported).replace("own_card", to_card)
-    first = next(node for node in ast.parse(code).body if isinstance(node, ast.ClassDef))
+    classes = [node for node in ast.parse(code).body if isinstance(node, ast.ClassDef)]
+    equations = [node for node in classes if re.search("=|<-", str(ast.get_docstring(node)))]
+    first = (equations or classes[-1:])[0]
     filled = {
         "name": name,
         "summary": str(ast.get_docstring(ast.parse(code))),

@@ -136,9 +136,18 @@ SLOTS["cross_attention"] = SLOTS["attention"]  # one registry: a mechanism says 
 def register(
     slot: str, name: str, *, aliases: tuple[str, ...] = ()
 ) -> Callable[[type[AnyComponent]], type[AnyComponent]]:
-    """Class decorator: makes `cls` a strict dataclass and registers it as component `name` of `slot`."""
+    """Class decorator: makes `cls` a strict dataclass and registers it as component `name` of `slot`.
+
+    Raises:
+        TypeError: a class that is no spec.
+        ValueError: there is no such slot, or the name or an alias is taken.
+    """
+    if slot not in SLOTS:
+        raise ValueError(f"There is no slot {slot!r}.{did_you_mean(slot, SLOTS)} The slots are {', '.join(SLOTS)}.")
 
     def wrap(cls: type[AnyComponent]) -> type[AnyComponent]:
+        if not issubclass(cls, Spec):
+            raise TypeError(f"{cls.__qualname__} is no spec; derive it from `Spec`, or from the base of its slot.")
         cls = register_in(cast("Registry[AnyComponent]", SLOTS[slot]), cls, name, aliases)
         cls.slot = slot
         return cls

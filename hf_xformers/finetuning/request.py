@@ -196,8 +196,8 @@ class TaskRequest:
         for name, value in self._losses().items():
             if value and exits:
                 raise ValueError(
-                    f"--{name} makes the loss of a model's last logits, and {config.model_type} has answers with a"
-                    " loss of their own after every layer; leave it out"
+                    f"--{name} makes the loss of a model's last logits, and {config.model_type} has a classifier with"
+                    " a loss of its own after every layer; leave it out"
                 )
 
     def _check_tags(self, config: PreTrainedConfig) -> None:

@@ -33,6 +33,7 @@ def test_in_a_folder_of_its_own(tmp_path, capsys):
     for kind in TYPES:
         card = ModelCard.load(tmp_path / f"my_{kind}.md")
         assert card.data.library_name == "hf_xformers" and "{" not in card.text.partition("## Use")[0]
+        assert "None" not in card.text and "of a call's tokens" not in card.text  # the equation, not what it needs
     done = process(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", ".")
     assert done.returncode == 0, done.stdout[-4000:]
     # an option for once, and an entry point for everybody

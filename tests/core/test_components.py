@@ -56,6 +56,13 @@ def test_a_name_belongs_to_one_class(slot):
             slot.add(other, *taken)
 
 
+def test_what_can_be_registered():
+    with pytest.raises(ValueError, match="There is no slot 'attn'. .*attention"):
+        register("attn", "mine")
+    with pytest.raises(TypeError, match="Odd is no spec; derive it from"):
+        register("attention", "mine")(type("Odd", (), {"__qualname__": "Odd"}))
+
+
 def test_values_are_checked(slot):
     make()
     for field, value, message in (

@@ -62,6 +62,12 @@ def test_a_model_type_belongs_to_one_module():
     assert type(transformers.AutoConfig.for_model("bert")) is transformers.BertConfig
 
 
+def test_a_field_without_a_type():
+    fields = {"model_type": "xf_untyped", "attention": "linformer", "__module__": __name__}
+    with pytest.raises(ValueError, match="`attention` of Untyped has no type, .*; write `attention: SpecLike = ...`"):
+        make_family(type("Untyped", (XFormerConfig,), fields), "XFUntyped", ("Model",), XFormerConfig.info)
+
+
 def test_making_one():
     """A researcher's own variant, from one class and one call."""
 

@@ -30,10 +30,12 @@ class DistanceDecayAttention(Attention):
     def attend(self, query, key, value, context):
         bias, mask = -self.spec.slope * context.prepared(Distances).of_pairs.to(query.dtype), visible_pairs(context)
         if self.wants_weights(context):  # the literal equation, with its weights
-            return literal_softmax_attention(query, key, value, mask, bias, self.scaling)
+            return literal_softmax_attention(query, key, value, mask, bias, self.scaling, self.dropout_now)
         if mask is not None:
             bias = bias.masked_fill(~mask, torch.finfo(query.dtype).min)
-        output = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=self.scaling, enable_gqa=True)
+        output = F.scaled_dot_product_attention(
+            query, key, value, bias, self.dropout_now, scale=self.scaling, enable_gqa=True
+        )
         return output.transpose(1, 2), None
 
 
