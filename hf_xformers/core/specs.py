@@ -120,7 +120,8 @@ class Registry(Generic[AnySpec]):
             raise ValueError(
                 f"Unknown {self.kind} {name!r}.{did_you_mean(name, known)} Known names: {', '.join(self)}."
                 " One of your own has to be imported first: by `import MODULE`, `hf-xformers COMMAND --import MODULE`,"
-                f" or the entry-point group {PLUGINS} of your package."
+                f" or the entry-point group {PLUGINS} of your package. A self-contained checkpoint brings it along,"
+                " for processes that do not import hf_xformers."
             )
         return found
 

@@ -10,6 +10,7 @@ from transformers import AutoModel
 from hf_xformers import XFormerConfig, XFormerForMaskedLM
 from hf_xformers.adapters import add_adapter, save_adapter
 from hf_xformers.core.components import SLOTS
+from hf_xformers.hub import bundle
 from hf_xformers.hub.adapter_card import read_adapter
 from hf_xformers.hub.push import prepare_upload
 from tests.helpers import tiny_fields
@@ -63,6 +64,29 @@ def own(tmp_path, monkeypatch):
     mix = XFormerForMaskedLM(XFormerConfig(**{**fields, "feedforward": "my_bundle_parts"}))
     yield mix, my_bundle_parts.XFMyBundleForMaskedLM(my_bundle_parts.XFMyBundleConfig(**fields))
     SLOTS["feedforward"]._specs.pop("my_bundle_parts", None)
+
+
+@pytest.mark.slow
+def test_code_of_ones_own_loads_or_is_refused(own, tmp_path):
+    """Helper files go along, a family with other components in the same file is no obstacle, and what cannot load is
+    refused before anything is written."""
+    mix, of_family = own
+    out = bundle(mix, tmp_path / "mix")  # which loads the code without the package
+    assert "from .my_bundle_scale import SCALE\n" in (out / "my_bundle_parts.py").read_text()
+    assert "SCALE = 0.5\n" in (out / "my_bundle_scale.py").read_text()
+    of_family.save_pretrained(tmp_path / "family")
+    (tmp_path / "my_bundle_scale.py").write_text("SCALE = float(open(__file__[:-3] + '.txt').read())\n")
+    with pytest.raises(ValueError, match="code of 'my_bundle_parts' and 'my_bundle_scale' cannot be .*FileNotFound"):
+        bundle(mix, tmp_path / "broken")
+    with pytest.raises(ValueError, match="cannot be loaded"):
+        prepare_upload(tmp_path / "family", "user/m", self_contained=True)
+    assert not (tmp_path / "broken").exists()
+    (tmp_path / "my_bundle_parts.py").write_text(f"import my_bundle_scale\n{OWN}")
+    with pytest.raises(ValueError, match="has `import my_bundle_scale`, .* write `from my_bundle_scale import NAME`"):
+        bundle(mix, tmp_path / "broken")
+    del SLOTS["feedforward"]._specs["my_bundle_parts"]  # as where the package is imported and `my_bundle_parts` not
+    with pytest.raises(ValueError, match="brings it along, for processes that do not import hf_xformers"):
+        AutoModel.from_pretrained(out, trust_remote_code=True)
 
 
 def test_cards_import_what_is_ones_own(own, tmp_path):
