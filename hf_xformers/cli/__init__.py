@@ -119,7 +119,7 @@ def _import_modules(arguments: Sequence[str]) -> list[str]:
     if "" in modules:
         raise ValueError("argument --import: expected the name of a module")
     if modules:
-        from ..core.rooms import IMPORTED, import_plugins
+        from ..core.discovery import IMPORTED, import_plugins
 
         sys.path.insert(0, os.getcwd())
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))

@@ -21,7 +21,7 @@ from huggingface_hub.dataclasses import strict, type_validator
 from huggingface_hub.errors import StrictDataclassError
 
 from .bounds import check_bounds
-from .rooms import PLUGINS, import_plugins, import_room
+from .discovery import PLUGINS, import_plugins, import_room
 
 
 class TypedSpec:

@@ -95,7 +95,7 @@ CLASSES: dict[str, Any] = {{
 MODALITY_CLASSES: dict[str, Any] = {{}}
 '''
 
-_ROOMS = '''"""The components that this checkpoint's config names, or could have named by default."""
+_DISCOVERY = '''"""The components that this checkpoint's config names, or could have named by default."""
 
 
 PLUGINS = "hf_xformers.components"
@@ -305,21 +305,23 @@ def code_files(config: Any, heads: tuple[str, ...]) -> dict[str, str]:
 
     config_class = _installed(type(config))
     parts = sorted(_component_modules(config_class, config.to_dict(), heads))
-    rooms, auto, table = (f"{PACKAGE}.{name}" for name in ("core.rooms", "auto_classes", "modeling.head_classes"))
+    discovery, auto, table = (
+        f"{PACKAGE}.{name}" for name in ("core.discovery", "auto_classes", "modeling.head_classes")
+    )
     names = {name: f"{PACKAGE}.{module}" for name, module in _NAMES.items()}
-    flattener = Flattener({rooms: "", auto: _AUTO_CLASSES, table: _head_classes(config_class, heads)}, names)
+    flattener = Flattener({discovery: "", auto: _AUTO_CLASSES, table: _head_classes(config_class, heads)}, names)
     models = {cls.__name__: cls.__module__ for cls in model_classes(config_class, heads).values()}
-    flattener.add([config_class.__module__, *models.values(), rooms, *parts])
+    flattener.add([config_class.__module__, *models.values(), discovery, *parts])
     flattener.join(_JOINED, {config_class.__module__})  # which `auto_map` names
     files = flattener.files()
     elsewhere = {name: flattener.home(home) for name, home in models.items() if home != config_class.__module__}
     if elsewhere:
         files[f"{flat_name(config_class.__module__)}.py"] += _MODELS.format(table=json.dumps(elsewhere, indent=4))
     imported = [f"from .{home} import __name__" for home in sorted({flattener.home(module) for module in parts})]
-    rooms_file = f"{flat_name(rooms)}.py"
-    files[rooms_file] = _ROOMS.format(components=_body(imported), others="    pass")
-    hidden = unseen(files, flat_name(rooms))
-    files[rooms_file] = _ROOMS.format(
+    discovery_file = f"{flat_name(discovery)}.py"
+    files[discovery_file] = _DISCOVERY.format(components=_body(imported), others="    pass")
+    hidden = unseen(files, flat_name(discovery))
+    files[discovery_file] = _DISCOVERY.format(
         components=_body(imported), others=_body(f"from .{name} import __name__" for name in hidden)
     )
     sources: dict[str, str] = {}
