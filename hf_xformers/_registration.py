@@ -18,7 +18,7 @@ from collections.abc import Callable, ItemsView, Iterable, Iterator, ValuesView
 from typing import Any
 
 from . import compat
-from .core.rooms import import_plugins
+from .core.discovery import import_plugins
 
 _AUTO = "transformers.models.auto.configuration_auto"
 _MODELS = "transformers.models.auto.modeling_auto"

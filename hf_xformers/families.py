@@ -158,6 +158,20 @@ def _register(head: str, config_class: Any, made: Any) -> None:
         register_model(SERVED[head], config_class, made)
 
 
+def _inputs(config_class: Any) -> tuple[str, ...]:
+    """The further inputs that a config's default components read."""
+    found: list[str] = []
+    for slot, value in field_defaults(config_class).items():
+        if slot in SLOTS:
+            try:
+                found += build_spec(slot, value).inputs
+            except ValueError:
+                if __name__.partition(".")[0] == "hf_xformers":
+                    raise
+                # This is the code of a checkpoint, which has no use for the family that shares a file with its parts.
+    return tuple(dict.fromkeys(found))
+
+
 def make_family(
     config_class: Any,
     prefix: str,
@@ -188,8 +202,7 @@ def make_family(
     module = sys._getframe(1).f_globals
     register_config(config_class)
     family: dict[str, Any] = {}
-    specs = [build_spec(slot, value) for slot, value in field_defaults(config_class).items() if slot in SLOTS]
-    inputs = tuple(dict.fromkeys(name for spec in specs for name in spec.inputs))
+    inputs = _inputs(config_class)
     classes = {**CLASSES, **MODALITY_CLASSES.get(config_class.modality, {})}
     for head in heads:
         if head not in classes:  # this is the code of a checkpoint, which has no use for the head

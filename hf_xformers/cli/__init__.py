@@ -119,7 +119,7 @@ def _import_modules(arguments: Sequence[str]) -> list[str]:
             rest.append(token)
     if "" in modules:
         raise ValueError("argument --import: expected the name of a module")
-    from ..core.rooms import IMPORTED, PLUGINS, import_plugins
+    from ..core.discovery import IMPORTED, PLUGINS, import_plugins
 
     if modules:
         sys.path.insert(0, os.getcwd())

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..core.components import SLOTS
-from ..core.rooms import PLUGINS
+from ..core.discovery import PLUGINS
 from ..core.saved_files import write_text
 from ..finetuning.names import known_task
 from ..objectives import OBJECTIVES

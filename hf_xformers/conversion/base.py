@@ -18,7 +18,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ..configuration_xformer import XFormerConfig
 from ..core.components import SLOTS, Spec
-from ..core.rooms import import_plugins
+from ..core.discovery import import_plugins
 from ..variants import config_class
 from .rules import Entry, Rule, expand
 

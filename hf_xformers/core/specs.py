@@ -21,7 +21,7 @@ from huggingface_hub.dataclasses import strict, type_validator
 from huggingface_hub.errors import StrictDataclassError
 
 from .bounds import check_bounds
-from .rooms import PLUGINS, import_plugins, import_room
+from .discovery import PLUGINS, import_plugins, import_room
 
 
 class TypedSpec:
@@ -120,7 +120,8 @@ class Registry(Generic[AnySpec]):
             raise ValueError(
                 f"Unknown {self.kind} {name!r}.{did_you_mean(name, known)} Known names: {', '.join(self)}."
                 " One of your own has to be imported first: by `import MODULE`, `hf-xformers COMMAND --import MODULE`,"
-                f" or the entry-point group {PLUGINS} of your package."
+                f" or the entry-point group {PLUGINS} of your package. A self-contained checkpoint brings it along,"
+                " for processes that do not import hf_xformers."
             )
         return found
 

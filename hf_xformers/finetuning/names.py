@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from ..core.components import did_you_mean
-from ..core.rooms import import_plugins, import_room
+from ..core.discovery import import_plugins, import_room
 
 TASK_NAMES = [
     "text-classification",

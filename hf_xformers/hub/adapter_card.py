@@ -12,7 +12,7 @@ from typing import Any
 from ..core.head_names import HEADS
 from ..core.saved_files import read_object
 from ..modeling.told_adapters import TASK_TYPES
-from .card_metadata import head_of
+from .card_metadata import IMPORT, head_of, own_imports
 from .checkpoint_files import MARK, PEFT, Kind
 from .training_record import is_hub_id, read_summary_of
 
@@ -33,6 +33,7 @@ class Adapter:
         head: as in For<head> of the model that it goes into, "Model" if nothing says.
         labels: names of the classes in their order.
         base: Hub id of that model; None: unknown.
+        imports: lines that import what that model has of other packages.
     """
 
     kind: Kind
@@ -42,6 +43,7 @@ class Adapter:
     base: str | None = None
     architecture: str | None = None
     model_type: str | None = None
+    imports: list[str] = field(default_factory=list)
 
     @property
     def auto(self) -> str:
@@ -57,10 +59,10 @@ class Adapter:
         model = [f"from transformers import {self.auto}", "", *labels]
         load = f'model = {self.auto}.from_pretrained("{base}"{classes})'
         if self.kind == PEFT:
-            ours = ["", "import hf_xformers  # makes the variants known to the Auto classes"]
+            ours = ["", IMPORT, *self.imports]
             end = f'model = PeftModel.from_pretrained(model, "{place}")'
             return ["from peft import PeftModel", model[0], *ours, *model[1:], load, end]
-        ours = ["", "from hf_xformers.adapters import load_adapter"]
+        ours = ["", "from hf_xformers.adapters import load_adapter", *self.imports]
         end = f'load_adapter(model, "{place}")' if local else f'load_adapter(model, snapshot_download("{place}"))'
         download = [] if local else ["from huggingface_hub import snapshot_download"]
         return [*download, model[0], *ours, *model[1:], load, end]
@@ -74,16 +76,19 @@ def read_adapter(folder: Path, kind: Kind, base_model: str | None = None) -> Ada
     """
     about = read_config(folder, kind)
     base = base_model or public_base(about.get(_BASE[kind]))
+    imports = own_imports(about.get(_BASE[kind]) or base)
     if kind == PEFT:
         made_for = (about.get("auto_mapping") or {}).get("base_model_class")
         head = _HEAD_OF_TASK.get(str(about.get("task_type"))) or head_of(made_for or "")
         names = read_summary_of(folder).get("labels")
         labels = [str(name) for name in names] if isinstance(names, list) else _numbered(folder)
-        return Adapter(kind, str(about.get("peft_type", "adapter")).lower(), head, labels, base, made_for)
+        method = str(about.get("peft_type", "adapter")).lower()
+        return Adapter(kind, method, head, labels, base, made_for, imports=imports)
     method = str((about.get("adapter") or {}).get("kind", "bottleneck"))
     labels = [str(name) for name in (about.get("id2label") or {}).values()]
     architecture = about.get("architecture")
-    return Adapter(kind, method, head_of(architecture or ""), labels, base, architecture, about.get("model_type"))
+    model_type = about.get("model_type")
+    return Adapter(kind, method, head_of(architecture or ""), labels, base, architecture, model_type, imports)
 
 
 def read_config(folder: Path, kind: Kind) -> dict[str, Any]:

@@ -6,7 +6,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import re
 import shutil
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +33,31 @@ _MARK = "# Part of hf_xformers"
 _HEADER = (
     _MARK + " {version} (Apache-2.0), written with this checkpoint by `hf_xformers.hub.bundle`; source: {module}\n"
 )
+
+_SOURCE = re.compile(r"; source: (\w+)")  # the top-level module
+
+# Loads the code in a folder as `trust_remote_code` does, in a process without the modules that it was made of.
+_LOAD = """
+import sys
+
+folder, *hidden = sys.argv[1:]
+
+
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in hidden:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+sys.meta_path.insert(0, Hidden())
+
+from transformers import AutoConfig
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+for reference in config.auto_map.values():
+    get_class_from_dynamic_module(reference, folder)
+"""
 
 _AUTO_CLASSES = '''"""Stands for the registration with the Auto classes, which read a checkpoint's `auto_map`."""
 
@@ -65,7 +95,7 @@ CLASSES: dict[str, Any] = {{
 MODALITY_CLASSES: dict[str, Any] = {{}}
 '''
 
-_ROOMS = '''"""The components that this checkpoint's config names, or could have named by default."""
+_DISCOVERY = '''"""The components that this checkpoint's config names, or could have named by default."""
 
 
 PLUGINS = "hf_xformers.components"
@@ -118,7 +148,7 @@ def bundle(checkpoint: Any, directory: str | Path, *, all_heads: bool = False) -
     A card (README.md) is written where the checkpoint has none.
 
     Returns the directory. Raises `ValueError` for what is no checkpoint of this package, for components whose code
-    stands in no importable file, and for a directory that holds something else.
+    stands in no importable file or does not load without this package, and for a directory that holds something else.
     """
     from transformers import PreTrainedModel
 
@@ -171,9 +201,39 @@ def _refuse_full(target: Path, own: Path | None) -> None:
 
 
 def _write_code(folder: Path, code: dict[str, str], config_json: str, config: Any, heads: tuple[str, ...]) -> None:
-    for name, text in code.items():
+    described = with_auto_map(config_json, config, heads)
+    refuse_broken(code, described)
+    for name, text in {**code, CONFIG: described}.items():
         (folder / name).write_text(text, encoding="utf-8")
-    (folder / CONFIG).write_text(with_auto_map(config_json, config, heads), encoding="utf-8")
+
+
+def refuse_broken(code: dict[str, str], config_json: str) -> None:
+    """Raises `ValueError` for code of other packages that a fresh process without them and this package cannot load.
+
+    config_json: with `auto_map`. That the code of this package alone loads is what its tests make sure of.
+    """
+    modules = sorted({found[1] for text in code.values() if (found := _SOURCE.search(text))})
+    if modules == [PACKAGE]:
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch, "checkpoint")
+        folder.mkdir()
+        for name, text in {**code, CONFIG: config_json}.items():
+            (folder / name).write_text(text, encoding="utf-8")
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", _LOAD, str(folder), *modules],
+            capture_output=True,
+            text=True,
+            cwd=scratch,
+            env={**os.environ, "HF_MODULES_CACHE": str(Path(scratch, "modules")), "HF_HUB_OFFLINE": "1"},
+        )
+    if done.returncode:
+        own = " and ".join(repr(module) for module in modules if module != PACKAGE)
+        said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise ValueError(
+            f"the code of {own} cannot be loaded from a checkpoint in a fresh process ({said.rstrip('.')}); let it"
+            " need nothing but names that it imports, and packages that others can install"
+        )
 
 
 def load_config(folder: Path) -> Any:
@@ -245,21 +305,23 @@ def code_files(config: Any, heads: tuple[str, ...]) -> dict[str, str]:
 
     config_class = _installed(type(config))
     parts = sorted(_component_modules(config_class, config.to_dict(), heads))
-    rooms, auto, table = (f"{PACKAGE}.{name}" for name in ("core.rooms", "auto_classes", "modeling.head_classes"))
+    discovery, auto, table = (
+        f"{PACKAGE}.{name}" for name in ("core.discovery", "auto_classes", "modeling.head_classes")
+    )
     names = {name: f"{PACKAGE}.{module}" for name, module in _NAMES.items()}
-    flattener = Flattener({rooms: "", auto: _AUTO_CLASSES, table: _head_classes(config_class, heads)}, names)
+    flattener = Flattener({discovery: "", auto: _AUTO_CLASSES, table: _head_classes(config_class, heads)}, names)
     models = {cls.__name__: cls.__module__ for cls in model_classes(config_class, heads).values()}
-    flattener.add([config_class.__module__, *models.values(), rooms, *parts])
+    flattener.add([config_class.__module__, *models.values(), discovery, *parts])
     flattener.join(_JOINED, {config_class.__module__})  # which `auto_map` names
     files = flattener.files()
     elsewhere = {name: flattener.home(home) for name, home in models.items() if home != config_class.__module__}
     if elsewhere:
         files[f"{flat_name(config_class.__module__)}.py"] += _MODELS.format(table=json.dumps(elsewhere, indent=4))
     imported = [f"from .{home} import __name__" for home in sorted({flattener.home(module) for module in parts})]
-    rooms_file = f"{flat_name(rooms)}.py"
-    files[rooms_file] = _ROOMS.format(components=_body(imported), others="    pass")
-    hidden = unseen(files, flat_name(rooms))
-    files[rooms_file] = _ROOMS.format(
+    discovery_file = f"{flat_name(discovery)}.py"
+    files[discovery_file] = _DISCOVERY.format(components=_body(imported), others="    pass")
+    hidden = unseen(files, flat_name(discovery))
+    files[discovery_file] = _DISCOVERY.format(
         components=_body(imported), others=_body(f"from .{name} import __name__" for name in hidden)
     )
     sources: dict[str, str] = {}

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metadata of a checkpoint's card that the Hub reads: its task, an example to try, the metrics."""
+"""What a checkpoint's card says to the Hub, its task, an example to try, the metrics; and what its Python imports."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from ..core.components import record_lookups
 from ..core.head_names import HEADS
 from ..core.saved_files import read_object
 from .model_card import PIPELINES
@@ -38,6 +40,23 @@ _EXAMPLES = {
     "summarization": "The library opened in 1901. It was enlarged twice, and holds two million books today.",
     "translation": "The library opens at nine o'clock.",
 }
+
+
+IMPORT = "import hf_xformers  # makes the variants known to the Auto classes"
+_PROVIDED = ("hf_xformers", "transformers", "transformers_modules", "__main__")
+
+
+def own_imports(place: Any) -> list[str]:
+    """Lines that import the modules of other packages that a saved model's family and components are in; none where
+    its config is not on this machine. place: the model's folder, or its id on the Hub."""
+    from transformers import AutoConfig
+
+    found: set[type] = set()
+    with contextlib.suppress(ValueError, TypeError, OSError, KeyError), record_lookups() as specs:
+        config = AutoConfig.from_pretrained(place, local_files_only=True, trust_remote_code=False)
+        found = {type(config), *specs}
+    modules = {cls.__module__ for cls in found if cls.__module__.partition(".")[0] not in _PROVIDED}
+    return [f"import {module}  # registers what the model is made of" for module in sorted(modules)]
 
 
 def head_of(architecture: str) -> str:

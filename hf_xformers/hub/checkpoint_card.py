@@ -13,14 +13,12 @@ from ..compat import shared_setting
 from ..core.head_names import HEADS
 from ..core.saved_files import read_object, refuse_damaged_weights, weight_files
 from .adapter_card import Adapter, read_adapter
-from .card_metadata import TASKS, head_of, hub_task, metric_names, widget
+from .card_metadata import IMPORT, TASKS, head_of, hub_task, metric_names, own_imports, widget
 from .checkpoint_files import BOTTLENECK, CONFIG, MARK, MODEL, PEFT, Kind, kind_of
 from .compression_card import compression_sections
 from .model_card import _component_table, _table
 from .origin_card import origin_of
 from .training_record import TrainingRecord, read_record
-
-_IMPORT = "import hf_xformers  # makes the variants known to the Auto classes"
 
 
 @dataclass
@@ -101,6 +99,7 @@ class _About:
     citation: list[str] = field(default_factory=list)
     adapter: Adapter | None = None
     base_model: str | None = None
+    imports: list[str] = field(default_factory=list)
 
     @property
     def auto(self) -> str:
@@ -137,6 +136,7 @@ class _About:
             [*origin.sections, *compression_sections(folder), "## Model", _table(rows), _component_table(config)],
             ["## Citation", f"```bibtex\n{papers}\n```"],
             base_model=origin.base,
+            imports=[IMPORT, *own_imports(folder), ""],
         )
 
     @classmethod
@@ -157,7 +157,7 @@ class _About:
         else:
             made = [(self.auto, "model")] if reader is None else [reader, (self.auto, "model")]
             trust = ", trust_remote_code=True" if self_contained else ""
-            ours = [] if self_contained or not self.sections else [_IMPORT, ""]
+            ours = [] if self_contained else self.imports
             lines = [f"from transformers import {', '.join(sorted(auto for auto, _ in made))}", "", *ours]
             lines += [f'{name} = {auto}.from_pretrained("{repo_id}"{trust})' for auto, name in made]
         return "```python\n" + "\n".join(lines) + "\n```"

@@ -11,7 +11,10 @@ import ast
 import functools
 import importlib.util
 import re
+import sys
 from collections.abc import Iterable, Mapping
+from importlib.machinery import ModuleSpec
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 from .joining import homes, may_join
@@ -37,7 +40,8 @@ class Flattener:
         self._homes: dict[str, str] = {}
 
     def add(self, modules: Iterable[str]) -> None:
-        """Adds modules and, step by step, everything of the package that they import."""
+        """Adds modules and, step by step, everything that they import of the package, or that no receiver could
+        install."""
         waiting = list(modules)
         while waiting:
             module = waiting.pop()
@@ -142,21 +146,41 @@ class Flattener:
 
 @functools.lru_cache(maxsize=512)
 def package_imports(module: str, source: str) -> list[tuple[ast.ImportFrom, str]]:
-    """The import statements of a module that concern the package, with the absolute name of what they import from."""
+    """The import statements of a module that concern files of the folder, with the absolute name of what they import
+    from."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 if alias.name.partition(".")[0] == PACKAGE:
                     raise ValueError(_kept_apart(module, f"import {alias.name}"))
+                if _goes_along(module, alias.name):
+                    raise ValueError(
+                        f"{str(_file(module) or module)!r} has `import {alias.name}`, which the code of a checkpoint"
+                        f" cannot; write `from {alias.name} import NAME` for each name that it needs."
+                    )
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
                 parts = module.split(".")[: -node.level]
                 base = ".".join([*parts, base] if base else parts)
-            if node.level or base.partition(".")[0] == PACKAGE:
+            if node.level or _goes_along(module, base):
                 found.append((node, base))
     return found
+
+
+def _goes_along(module: str, name: str) -> bool:
+    """Whether what a module imports by an absolute name goes with the checkpoint: the package, and of modules outside
+    of it what belongs neither to Python nor to another installed distribution."""
+    own, top = module.partition(".")[0], name.partition(".")[0]
+    if top in (own, PACKAGE) or own == PACKAGE:
+        return top in (own, PACKAGE)
+    known = _distributions()
+    others = set(known.get(top, ())) - set(known.get(own, ()))
+    return not others and top not in sys.stdlib_module_names and _found(top) is not None
+
+
+_distributions = functools.cache(packages_distributions)
 
 
 def _kept_apart(module: str, statement: str) -> str:
@@ -190,8 +214,13 @@ def _in_same_file(alias: ast.alias) -> str:
 
 def _file(module: str) -> Path | None:
     """The file of a module; None for a package without `__init__`, for what is no module, and for `__main__`."""
+    spec = _found(module)
+    return Path(spec.origin) if spec is not None and spec.origin and spec.origin.endswith(".py") else None
+
+
+def _found(module: str) -> ModuleSpec | None:
+    """Where Python finds a module; None for what is no module, and for `__main__`."""
     try:
-        spec = importlib.util.find_spec(module)
+        return importlib.util.find_spec(module)
     except (ImportError, ValueError):
         return None
-    return Path(spec.origin) if spec is not None and spec.origin and spec.origin.endswith(".py") else None

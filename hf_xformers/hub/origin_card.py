@@ -45,7 +45,7 @@ def origin_of(folder: Path, config: Any, architecture: str) -> Origin:
     known = read_provenance(folder)
     steps = [] if known is None else known.steps()
     family = steps[0].variants[0] if steps else config.model_type
-    start = config_class(family)
+    start = type(config) if family == config.model_type else config_class(family)  # it may be of another package
     mechanisms = _mechanisms(config, _before(config, steps) if steps else start())
     if known is None and config.model_type != "xformer":
         return Origin(infos=[config.info])

@@ -259,7 +259,7 @@ def test_of_a_folder(tmp_path):
     assert (out / "README.md").read_text() == "# Mine\n" and not (out / "optimizer.pt").exists()
     assert json.loads((out / "config.json").read_text())["auto_map"] == auto_map(cls, ("Model",))
     assert "auto_map" not in (tmp_path / "run" / "config.json").read_text()
-    (out / "attention_old.py").write_text((out / "core_rooms.py").read_text())
+    (out / "attention_old.py").write_text((out / "core_discovery.py").read_text())
     (out / "mine.py").write_text("x = 1\n")
     before = (out / "config.json").read_bytes()
     assert bundle(out, out) == out  # in place, and again
