@@ -401,7 +401,7 @@ def test_code_outside_the_folder(reference, file, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "link", ["LICENSE.txt", "README.md", "tokenizer.json", "mine.py", "settings.py", "model-2.safetensors"]
+    "link", ["LICENSE.txt", "README.md", "tokenizer.json", "mine.py", "settings.py", "model.safetensors"]
 )
 def test_links_are_not_followed(link, tmp_path):
     secret = tmp_path / "secret"
@@ -413,6 +413,8 @@ def test_links_are_not_followed(link, tmp_path):
     (folder / "mine.py").write_text("from .settings import C\nfrom ./../../secret import x\n")
     (folder / "settings.py").write_text("C = 1\n")
     assert {"mine.py", "settings.py"} <= set(prepare_upload(folder, "user/m").files)
+    if link == "model.safetensors":
+        shutil.copy(folder / link, secret)  # what is damaged is refused as that
     (folder / link).unlink(missing_ok=True)
     (folder / link).symlink_to(secret)
     for act in (lambda: prepare_upload(folder, "user/m"), lambda: bundle(folder, tmp_path / "out")):
@@ -722,6 +724,19 @@ def test_figures_stand_beside_their_baseline(kind, name, folders, tmp_path):
     scores = front(card)["model-index"][0]["results"][0]["metrics"]
     assert {score["type"] for score in scores} == {"loss", "perplexity"} and 6.5 not in [s["value"] for s in scores]
     assert 'AutoTokenizer.from_pretrained("user/m")' in card
+
+
+def test_only_what_is_loaded_is_pushed(folders, tmp_path):
+    """A shard that an earlier model has left is not."""
+    shutil.copytree(folders / "run", tmp_path / "m")
+    shutil.copy(tmp_path / "m" / "model.safetensors", tmp_path / "m" / "model-00002-of-00003.safetensors")
+    found = prepare_upload(tmp_path / "m", "user/m").files
+    assert [name for name in found if "safetensors" in name] == ["model.safetensors"]
+    (tmp_path / "m" / "model.safetensors").unlink()
+    make_model().save_pretrained(tmp_path / "m", max_shard_size="5KB")
+    shards = set(json.loads((tmp_path / "m" / "model.safetensors.index.json").read_text())["weight_map"].values())
+    found = prepare_upload(tmp_path / "m", "user/m").files
+    assert {name for name in found if "safetensors" in name} == {*shards, "model.safetensors.index.json"}
 
 
 def test_a_bundle_names_its_class_has_a_card_and_mixes_with_nothing(folders, tmp_path, capsys):
