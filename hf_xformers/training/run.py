@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -102,10 +102,11 @@ class Run:
         for checkpoint in old:
             shutil.rmtree(checkpoint)
 
-    def refuse_own_source(self, source: str | None, option: str) -> None:
-        """Raises ValueError where the run would replace the model that it starts from."""
+    def refuse_own_source(self, source: str | None, option: str, made: Iterable[str] = ()) -> None:
+        """Raises ValueError where the run would replace the model that it starts from. made: folders that it makes."""
         if source is not None and not self.resumes:
-            refuse_own_source(self.folder, source, option, [place.name for place in checkpoints(self.folder)])
+            made = [*made, *(place.name for place in checkpoints(self.folder))]
+            refuse_own_source(self.folder, source, option, made)
 
     def refuse_loss(self, what: str) -> None:
         """Raises ValueError where the folder holds something that neither continues nor may go."""
