@@ -33,6 +33,7 @@ from .run_folder import check_same_model, read_summary, saved_config
 from .segments import choose_streams
 from .text import (
     STREAM_SHUFFLE_ROWS,
+    STREAM_VALIDATION_DOCUMENTS,
     TextData,
     load_splits,
     make_rows,
@@ -294,9 +295,10 @@ class Preparation(Request):
             self.objective = self.objective.fitted(train, tokenizer)
             validation = None
             if "validation" in splits:
-                validation = make_rows(
-                    splits["validation"], tokenizer, self.objective, self.block_size, whole=True, **common
-                )
+                held_out = splits["validation"]
+                if self.source.streaming:
+                    held_out = held_out.take(STREAM_VALIDATION_DOCUMENTS)
+                validation = make_rows(held_out, tokenizer, self.objective, self.block_size, whole=True, **common)
             plan = self._plan(config, tokenizer, train, validation)
             if plan["train_streams"] is not None and len(train) < plan["train_streams"]:
                 raise ValueError(
