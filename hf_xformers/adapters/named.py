@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from ..core.saved_files import saving_into, write_json
+from ..core.saved_files import read_object, saving_into, write_json
 from .bottleneck import HOLDERS, AdapterConfig, AdapterState, Bottleneck, belongs, frames_of, owns, state_of, towers_of
 from .fusion import Fusion, FusionConfig, check_members
 from .k_adapter import KAdapter, KAdapterConfig, SideHooks, check_encoder, count_layers
 
 CONFIG_FILE, WEIGHTS_FILE = "bottleneck_config.json", "bottleneck.safetensors"
+# What a saved configuration has to hold, of which types.
+_SAVED = {
+    **{"name": str, "adapter": dict, "members": dict},
+    **{"model_type": str, "architecture": str, "id2label": dict},
+}
 
 
 def add_adapter(model: Any, name: str, kind: str | AdapterConfig | KAdapterConfig = "houlsby", **fields: Any) -> Any:
@@ -35,7 +39,7 @@ def add_adapter(model: Any, name: str, kind: str | AdapterConfig | KAdapterConfi
     if isinstance(config, KAdapterConfig):
         return _add_side(model, name, config)
     activate(model, None)
-    place = next(model.parameters())
+    place = next(filter(Tensor.is_floating_point, model.parameters()))
     for frame, entry in frames_of(model):
         after_norm = _is_after_norm(frame, config)
         if config.kind == "pfeiffer" and entry.kind != "feedforward":
@@ -60,7 +64,7 @@ def _add_side(model: Any, name: str, config: KAdapterConfig) -> Any:
     if not hasattr(tower, "side_adapters"):
         tower.side_adapters, tower.active_side_adapter = nn.ModuleDict(), None
         SideHooks(tower)
-    place = next(model.parameters())
+    place = next(filter(Tensor.is_floating_point, model.parameters()))
     tower.side_adapters[name] = adapter.to(place.device, place.dtype).train(model.training)
     state.configs[name] = config
     state.parked[name] = {key: tensor.clone() for key, tensor in state.base.items() if owns(key, config)}
@@ -93,7 +97,7 @@ def add_fusion(model: Any, name: str, adapters: Sequence[str | Path]) -> Any:
         activate(model, before)
         raise
     activate(model, None)
-    place = next(model.parameters())
+    place = next(filter(Tensor.is_floating_point, model.parameters()))
     for frame, _ in frames_of(model):
         if any(members[0] in found for found in (frame.sublayer_adapters, frame.norm_adapters)):
             fusion = Fusion(model.config.hidden_size, members)
@@ -140,7 +144,9 @@ def activate(model: Any, name: str | None) -> None:
         parts = key.split(".")
         of_adapter = any(room in parts for room in HOLDERS)
         own = name is not None and (belongs(key, name) if of_adapter else key in state.parked[name])
-        parameter.requires_grad_(own or (name is None and not of_adapter))
+        # Those of a quantized base may be integers, which cannot learn.
+        trains = parameter.is_floating_point() and (own or (name is None and not of_adapter))
+        parameter.requires_grad_(trains)
 
 
 def active_adapter(model: Any) -> str | None:
@@ -217,13 +223,14 @@ def load_adapter(model: Any, folder: str | Path, name: str | None = None, *, hea
 
     folder = Path(folder)
     try:
-        about = json.loads((folder / CONFIG_FILE).read_text())
+        about = {"base_model": None, "members": {}, **read_object(folder / CONFIG_FILE)}
         saved = load_file(folder / WEIGHTS_FILE)
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(
             f"{str(folder)!r} holds no bottleneck adapter that can be read ({error}); give a folder that save_adapter"
             " wrote"
         ) from error
+    settings = _saved_settings(about, folder)
     if head and about["architecture"] != type(model).__name__:
         raise ValueError(
             f"the adapter in {str(folder)!r} is for {about['architecture']}, not {type(model).__name__}; load that"
@@ -237,16 +244,16 @@ def load_adapter(model: Any, folder: str | Path, name: str | None = None, *, hea
     before, state = active_adapter(model), state_of(model)
     name = name or about["name"]
     names = {about["name"]: name}  # as saved -> in the model
-    names |= {member: _free_name(state, member, name) for member in about.get("members", ())}
+    names |= {member: _free_name(state, member, name) for member in about["members"]}
     added: list[str] = []
     try:
-        for member, settings in about.get("members", {}).items():
-            add_adapter(model, names[member], _settings(settings))
+        for member in about["members"]:
+            add_adapter(model, names[member], settings[member])
             added.append(names[member])
         if added:
             add_fusion(model, name, added)
         else:
-            add_adapter(model, name, _settings(about["adapter"]))
+            add_adapter(model, name, settings[about["name"]])
         added.append(name)
         parameters = dict(model.named_parameters())
         renamed = {_renamed(key, names): tensor for key, tensor in saved.items()}
@@ -262,6 +269,22 @@ def load_adapter(model: Any, folder: str | Path, name: str | None = None, *, hea
         for key, tensor in renamed.items():
             parameters[key].copy_(tensor)
     return name
+
+
+def _saved_settings(about: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """The settings of the adapters of a folder by name, of a fusion those of its members."""
+    wrong = next((key for key, kind in _SAVED.items() if not isinstance(about.get(key), kind)), None)
+    reason = f"its {wrong!r} is {about.get(wrong)!r}" if wrong else ""
+    if not wrong:
+        try:
+            parts = about["members"] or {about["name"]: about["adapter"]}
+            return {name: _settings(fields) for name, fields in parts.items()}
+        except (ValueError, TypeError, AttributeError) as error:
+            reason = str(error)
+    raise ValueError(
+        f"the adapter in {str(folder)!r} is of a newer version, or damaged ({reason}); update this package, or save or"
+        " download the adapter again"
+    )
 
 
 def _free_name(state: AdapterState, member: str, name: str) -> str:

@@ -17,6 +17,8 @@ from typing import Any
 
 # By order of preference: one file of weights, and the index of several.
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+# Every file of weights or index that a model is saved in, as a whole or in shards.
+_ANY_WEIGHTS = re.compile(r"(model(-\d+-of-\d+)?\.safetensors|pytorch_model(-\d+-of-\d+)?\.bin)(\.index\.json)?")
 STAGING = ".saving"
 # What a run leaves in its folder: what it is, the lock while it runs, and Trainer's state in every checkpoint.
 SUMMARY_FILE, LOCK_FILE, STATE_FILE = "training_summary.json", ".hf_xformers.lock", "trainer_state.json"
@@ -91,6 +93,11 @@ def weight_files(folder: Path) -> list[Path]:
         if index.is_file():
             return [folder / part for part in _parts(index)]
     return []
+
+
+def stored_weights(folder: Path) -> set[str]:
+    """The names of all files of a model's weights and of their indexes, whether anything is read from them or not."""
+    return {path.name for path in folder.iterdir() if _ANY_WEIGHTS.fullmatch(path.name)}
 
 
 def tensors_of(path: Path, names: Container[str]) -> dict[str, Any]:
@@ -217,17 +224,16 @@ def write_json(path: Path, content: Any) -> None:
 @contextmanager
 def saving_into(folder: Path) -> Iterator[Path]:
     """A scratch folder whose files go to `folder`, each at once, when the block ends well; else `folder` stays as it
-    was. Weights of an earlier model go, which readers would prefer to the new ones."""
+    was. Weights of an earlier model go, its shards among them: readers would prefer them, or take them along."""
     fresh = not folder.exists()
     staging = folder / STAGING
     shutil.rmtree(staging, ignore_errors=True)  # of a save that was killed
     staging.mkdir(parents=True)
     try:
         yield staging
-        names = [name for file in WEIGHTS for name in (file, f"{file}.index.json")]
-        saved = {name for name in names if (staging / name).is_file()}
+        saved = stored_weights(staging)
         move_files(staging, folder)
-        for name in set(names) - saved if saved else ():
+        for name in stored_weights(folder) - saved if saved else ():
             (folder / name).unlink(missing_ok=True)
     finally:
         shutil.rmtree(staging, ignore_errors=True)

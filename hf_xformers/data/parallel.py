@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .delimited import text_lines
-from .local_files import SPLIT_WORDS, files_under, format_of, listed, split_of
+from .local_files import files_under, format_of, listed, split_of
 from .phrases import LANGUAGES, PHRASES_ID, phrase_pairs
 from .saved import load_saved
-from .sources import choose_train, hub_errors, no_config, read_files
+from .sources import canonical_split, choose_train, hub_errors, no_config, read_files
 from .splitting import check_fraction, divide_rows, stable_fraction
 from .stdlib_corpus import STDLIB_CORPUS_ID
 
@@ -85,16 +86,17 @@ def _splits(names: list[str], languages: tuple[str, ...], config_name: str | Non
     files = _language_files(names, languages)
     if files:
         no_config(config_name, names)
-        return {split: _lines(found, languages) for split, found in files.items()}
+        sides = {split: parallel_lines(found, languages)[0] for split, found in files.items()}
+        return {split: Dataset.from_dict(dict(zip((FIRST, SECOND), lines))) for split, lines in sides.items()}
     saved = load_saved(names)
     if saved is not None or Path(names[0]).expanduser().is_file():
         no_config(config_name, names)
     tables: Mapping[str, Any] = saved if saved is not None else _tables(names, languages, config_name)
-    return {SPLIT_WORDS.get(split.lower(), split): _columns(rows, languages, names) for split, rows in tables.items()}
+    return {canonical_split(split, tables): _columns(rows, languages, names) for split, rows in tables.items()}
 
 
-def _language_files(names: Sequence[str], languages: Sequence[str]) -> dict[str, dict[str, list[Path]]]:
-    """Split -> language -> files, of those that end in a language; empty where none does."""
+def _language_files(names: Sequence[str], languages: Sequence[str]) -> dict[str, list[Path]]:
+    """Split -> files, of those that end in a language; empty where none does."""
     suffixes = [f".{language}" for language in languages]
     found: dict[Path, Path | None] = {}
     for name in names:
@@ -106,25 +108,46 @@ def _language_files(names: Sequence[str], languages: Sequence[str]) -> dict[str,
         else:
             both = [path.with_name(path.name + suffix) for suffix in suffixes]
             found.update(dict.fromkeys((file for file in both if file.is_file()), None))
-    files: dict[str, dict[str, list[Path]]] = {}
+    files: dict[str, list[Path]] = {}
     for path, folder in sorted(found.items()):
-        files.setdefault(split_of(path, folder) or "train", {}).setdefault(path.suffix[1:], []).append(path)
+        files.setdefault(split_of(path, folder) or "train", []).append(path)
     return files
 
 
-def _lines(files: Mapping[str, Sequence[Path]], languages: Sequence[str]) -> Dataset:
-    from datasets import Dataset
+def parallel_lines(paths: Sequence[Path], languages: Sequence[str]) -> tuple[list[list[str]], list[tuple[str, int]]]:
+    """(the lines of each of two languages, the file and line of each pair). Files go together that are called the same
+    but for the language they end in; a single file of each goes with the other one, whatever they are called.
 
-    missing = [language for language in languages if language not in files]
-    if missing:
-        there = [str(path) for paths in files.values() for path in paths]
-        raise ValueError(f"there is no file that ends in .{missing[0]} next to {listed(there)}; give both sides")
-    sides = [[line for path in files[language] for line in text_lines(path)] for language in languages]
-    if len(sides[0]) != len(sides[1]):
-        counts = {language: len(side) for language, side in zip(languages, sides)}
-        named = listed([str(path) for language in languages for path in files[language]])
-        raise ValueError(f"parallel files must have a line for each other's lines, and {named} have {counts}")
-    return Dataset.from_dict({FIRST: sides[0], SECOND: sides[1]})
+    Raises:
+        ValueError: a file without its other side, or a pair of files that differ in their number of lines.
+    """
+    sides = []
+    for language in languages:
+        files = [path for path in paths if path.suffix == f".{language}"]
+        if not files:
+            there = listed([str(path) for path in paths])
+            raise ValueError(f"there is no file that ends in .{language} next to {there}; give both sides")
+        sides.append(sorted(files, key=lambda path: (path.stem, path)))
+    lines: list[list[str]] = [[], []]
+    places: list[tuple[str, int]] = []
+    for pair in zip_longest(*sides):
+        names = [path.stem for path in pair if path is not None]
+        if len(paths) > 2 and (len(names) < 2 or names[0] != names[1]):
+            alone = next(path for path in pair if path is not None and path.stem == min(names))
+            raise ValueError(
+                f"{str(alone)!r} has no other side: with several files, the two of a pair must be called the same but"
+                f" for .{languages[0]} and .{languages[1]}; rename it, or leave it out"
+            )
+        found = [text_lines(path) for path in pair]
+        if len(found[0]) != len(found[1]):
+            raise ValueError(
+                f"parallel files must have a line for each other's lines, and {str(pair[0])!r} has {len(found[0])} and"
+                f" {str(pair[1])!r} {len(found[1])}; give two files of the same sentences"
+            )
+        for side, part in zip(lines, found):
+            side += part
+        places += [(pair[1].name, number) for number in range(1, len(found[1]) + 1)]
+    return lines, places
 
 
 def _tables(names: list[str], languages: Sequence[str], config_name: str | None) -> Mapping[str, Dataset]:

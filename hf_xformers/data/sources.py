@@ -233,7 +233,7 @@ def _load_hub(
             loaded = {"train": loaded}
         features = {key: part.features or _first_features(part) for key, part in loaded.items()}
     return {
-        _canonical(key, loaded): _text_only(part, features[key], text_column, [name], num_proc)
+        canonical_split(key, loaded): _text_only(part, features[key], text_column, [name], num_proc)
         for key, part in loaded.items()
     }
 
@@ -272,7 +272,7 @@ def hub_errors(name: str, config_name: str | None, split: str | None = None) -> 
         ) from error
 
 
-def _canonical(split: str, siblings: Iterable[str]) -> str:
+def canonical_split(split: str, siblings: Iterable[str]) -> str:
     """`valid`, `dev`, ... -> `validation` and so on, unless the dataset has a split of that very name besides it."""
     name = SPLIT_WORDS.get(split.lower(), split)
     return split if name in siblings else name
@@ -292,7 +292,7 @@ def choose_train(splits: dict[str, Any], split: str | None, names: Sequence[str]
     """
     if split is not None:
         base, bracket, bounds = split.partition("[")
-        name = _canonical(base, splits)
+        name = canonical_split(base, splits)
         if name not in splits:
             raise ValueError(f"{listed(names)} has no split {base!r}; choose one of {sorted(splits)}")
         return {"train": _slice(splits[name], split, bracket + bounds) if bracket else splits[name]}

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ..conversion.provenance import carry_provenance
 from ..core.saved_files import SUMMARY_FILE, saving_into, write_json
 from ..training.run import Run
-from ..training.run_folder import read_summary
+from ..training.run_folder import read_summary, remove_results
 from . import loading
 from .layerwise import LayerGroups
 from .multi_task import (
@@ -64,6 +64,7 @@ class MultiTaskTuning:
         self.model, self.run_options, self.args, self.several = model, run, args, several
         self.this_run = Run(args, overwrite=run.overwrite_output_dir)
         self.folder = self.this_run.folder
+        self.this_run.refuse_own_source(model.model, "the model", requests)
         self._check(requests)
         self.parts: dict[str, FineTuning] = {}
         for name, (source, task) in requests.items():
@@ -265,6 +266,8 @@ class MultiTaskTuning:
         def save(trainer: Any) -> None:
             for name, one in prepared.items() if args.should_save else ():
                 self._save(model, name, one, run.summary)
+            if args.should_save:
+                remove_results(self.folder, ())  # of an earlier run of one task
             trainer.save_state()
 
         return run.finish(trainer, None, save)
@@ -296,6 +299,8 @@ class MultiTaskTuning:
         with saving_into(folder) as staging:
             model.save_task(name, staging)
             one.tokenizer.save_pretrained(staging)
+            saved = {path.name for path in staging.iterdir()}
+        remove_results(folder, saved)
         carry_provenance(self.model.model, folder)
         shared = {key: summary[key] for key in ("status", "steps", "epochs", "seconds")}
         head = model.heads[name]

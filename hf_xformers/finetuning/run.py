@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ..core.saved_files import write_text
 from ..objectives.base import SeededCollator
 from ..training.run import Run
-from ..training.run_folder import read_summary, save_final
+from ..training.run_folder import read_summary, remove_results, save_final
 from . import loading
 from .class_balance import BalancedLoss, class_weights, weigh_sequences
 from .exit_curve import exit_curve, has_exit_curve
@@ -249,9 +249,10 @@ class FineTuning(TaskRequest):
         if self.run_options.peft not in BOTTLENECKS:
             save_final(trainer)
         elif self.args.should_save:
-            from ..adapters import save_adapter
+            from ..adapters.named import CONFIG_FILE, WEIGHTS_FILE, save_adapter
 
             save_adapter(model, self.folder)
+            remove_results(self.folder, (CONFIG_FILE, WEIGHTS_FILE))
             trainer.save_state()
 
     def _loss(self, prepared: Prepared, model: Any) -> BalancedLoss | None:

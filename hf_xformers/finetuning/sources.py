@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..data.delimited import reading_as, text_lines
 from ..data.local_files import SPLIT_WORDS, files_under, find_files, format_of, listed
+from ..data.parallel import parallel_lines
 from ..data.saved import load_saved
 from ..data.sources import hub_errors
 from ..data.splitting import check_fraction, divide_rows, stable_fraction
@@ -241,23 +242,12 @@ def _sentences(path: Path) -> Iterator[tuple[int, list[str], list[str]]]:
 
 
 def _parallel(paths: Sequence[Path], languages: tuple[str, str]) -> Dataset:
-    """Lines of the files of two languages side by side; the files of each language in the order of their names."""
+    """Lines of the files of two languages side by side."""
     from datasets import Dataset
 
-    columns: dict[str, list[str]] = {}
-    for language in languages:
-        files = sorted(path for path in paths if path.suffix == f".{language}")
-        if not files:
-            raise ValueError(f"there is no file that ends in .{language} next to {listed([str(p) for p in paths])}")
-        places = [(file.name, number, line) for file in files for number, line in enumerate(text_lines(file), 1)]
-        columns[language] = [line for _, _, line in places]
-    counts = {language: len(lines) for language, lines in columns.items()}
-    if len(set(counts.values())) > 1:
-        raise ValueError(
-            f"parallel files must have a line for each other's lines, and {listed([str(p) for p in paths])} have"
-            f" {counts}"
-        )
-    return with_origins(Dataset.from_dict(columns), [f"{name!r}, line {number}" for name, number, _ in places])
+    lines, places = parallel_lines(paths, languages)
+    rows = Dataset.from_dict(dict(zip(languages, lines)))
+    return with_origins(rows, [f"{name!r}, line {number}" for name, number in places])
 
 
 def _from_hub(name: str, config_name: str | None) -> dict[str, Dataset]:

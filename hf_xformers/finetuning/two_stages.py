@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..conversion.provenance import carry_provenance
 from ..core.saved_files import saving_into, weight_files
-from ..training.checkpoints import checkpoints, newest_complete
+from ..training.checkpoints import newest_complete
 from ..training.run import Run
 from ..training.run_folder import read_summary
 from .options import ModelOptions, RunOptions, TaskData, TaskOptions
@@ -135,7 +135,7 @@ class TwoStages:
                     f"{str(self.folder)!r} holds no intermediate stage to resume; leave --resume_from_checkpoint out"
                     " to start the run"
                 )
-            return True if checkpoints(self.first_folder) else None, None
+            return True if newest_complete(self.first_folder, self.args.world_size) else None, None
         of_first = Path(str(value)).absolute().parent == self.first_folder.absolute()
         return (value, None) if of_first else (None, value)
 

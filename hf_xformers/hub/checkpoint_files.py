@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from ..conversion.sentence_files import MODULES, open_sentence_files
-from ..core.saved_files import refuse_damaged_weights, safetensors_defect
+from ..core.saved_files import WEIGHTS, refuse_damaged_weights, safetensors_defect, weight_files
 from .flattening import VISIBLE
 
 CONFIG = "config.json"
@@ -29,7 +29,7 @@ _MARKS: dict[Kind, tuple[str, str]] = {
 }
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[\w-][\w.-]*")
 _WEIGHTS = {
-    "model": (CONFIG, "generation_config.json", "model*.safetensors", "model.safetensors.index.json"),
+    "model": (CONFIG, "generation_config.json"),  # and what it is loaded from
     "peft": ("adapter_config.json", "adapter_model.safetensors"),
     "bottleneck": ("bottleneck_config.json", "bottleneck.safetensors"),
 }
@@ -68,7 +68,7 @@ def kind_of(folder: Path) -> Kind:
     refuse_damaged_weights(folder)
     for kind, (config, weights) in _MARKS.items():
         if (folder / config).is_file():
-            if any(folder.glob(weights)):
+            if _model_weights(folder) if kind == MODEL else (folder / weights).is_file():
                 problem = None if kind == MODEL else safetensors_defect(folder / weights)
                 if problem is not None:
                     raise ValueError(f"{str(folder / weights)!r} {problem}; save or download the adapter again")
@@ -90,17 +90,25 @@ def checkpoint_files(folder: Path) -> dict[str, Path]:
         ValueError: as [`kind_of`] does, and for a file that is a link, or code that `auto_map` names outside the
             folder: what such a name stands for is not the checkpoint's, and nobody asked to share it.
     """
-    wanted = (*_WEIGHTS[kind_of(folder)], *_COMPANIONS)
+    kind = kind_of(folder)
+    wanted = (*_WEIGHTS[kind], *_COMPANIONS)
+    weights = _model_weights(folder) if kind == MODEL else set()
     found = {}
     for path in sorted(p for p in (*folder.glob("*"), *folder.glob("additional_chat_templates/*")) if p.is_file()):
         name = path.relative_to(folder).as_posix()
-        if any(fnmatch.fnmatchcase(name, pattern) for pattern in wanted):
+        if name in weights or any(fnmatch.fnmatchcase(name, pattern) for pattern in wanted):
             found[name] = _own(folder, name)
     sentence = open_sentence_files(folder)
     further = [] if sentence is None else [MODULES, *sentence.files()]
     for name in (*sorted(_code(folder)), *further):
         found[name] = _own(folder, name)
     return found
+
+
+def _model_weights(folder: Path) -> set[str]:
+    """What a model is loaded from, as safetensors: one file, or shards with their index."""
+    names = {path.name for path in weight_files(folder) if path.suffix == ".safetensors"}
+    return names if names <= {WEIGHTS[0]} else {*names, f"{WEIGHTS[0]}.index.json"}
 
 
 def _own(folder: Path, name: str) -> Path:

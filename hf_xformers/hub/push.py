@@ -18,7 +18,8 @@ from .checkpoint_files import CONFIG, MARK, MODEL, checkpoint_files, kind_of
 from .training_record import HUB_ID
 
 CARD = "README.md"
-_TEMPLATE = "[More Information Needed]"  # stands in the cards that libraries write for somebody to fill in
+# What stands in cards that nobody has written: ours, and those of libraries and of Trainer, for somebody to complete.
+_GENERATED = (MARK, "[More Information Needed]", "according to the information the Trainer had access to")
 
 
 @dataclass
@@ -88,7 +89,7 @@ def prepare_upload(
     has_code = self_contained or (kind == MODEL and "auto_map" in read_object(folder / CONFIG))
     card = files.get(CARD)
     own = card.read_text(encoding="utf-8", errors="replace") if isinstance(card, Path) else None
-    generated = own is None or MARK in own or _TEMPLATE in own
+    generated = own is None or _is_generated(own)
     if generated:
         files[CARD] = str(checkpoint_card(folder, repo_id, self_contained=has_code, facts=facts)).encode()
     return Upload(repo_id, files, generated)
@@ -144,27 +145,31 @@ def _has_own_card(api: Any, repo_id: str, revision: str | None) -> bool:
     import tempfile
 
     from huggingface_hub import ModelCard
-    from huggingface_hub.errors import EntryNotFoundError
+    from huggingface_hub.errors import RemoteEntryNotFoundError
 
     with tempfile.TemporaryDirectory() as folder:
         try:
-            path = api.hf_hub_download(repo_id, CARD, revision=revision, local_dir=folder, force_download=True)
-        except EntryNotFoundError:
+            path = api.hf_hub_download(repo_id, CARD, revision=revision, local_dir=folder)
+        except RemoteEntryNotFoundError:
             return False
         text = Path(path).read_text(encoding="utf-8", errors="replace")
     body = ModelCard(text, ignore_metadata_errors=True).text  # what the Hub writes for a license has none
-    return MARK not in text and _TEMPLATE not in text and bool(body.strip())
+    return bool(body.strip()) and not _is_generated(text)
+
+
+def _is_generated(card: str) -> bool:
+    return any(words in card for words in _GENERATED)
 
 
 @contextlib.contextmanager
 def _plain_errors(repo_id: str) -> Iterator[None]:
     """Turns what the client raises into one sentence with the remedy."""
-    from huggingface_hub.errors import HfHubHTTPError, HTTPError
+    from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalEntryNotFoundError
 
     unchanged = "no commit was made, and files that were sent need not be sent again"
     try:
         yield
-    except (HfHubHTTPError, HTTPError, ConnectionError, RuntimeError) as error:
+    except (HfHubHTTPError, HTTPError, ConnectionError, RuntimeError, LocalEntryNotFoundError) as error:
         cause = _response_error(error)
         status = None if cause is None else cause.response.status_code
         said = _first_line(getattr(cause, "server_message", None) or str(error))

@@ -93,13 +93,18 @@ def check_processes(checkpoint: str | Path, world_size: int) -> None:
         ValueError: a complete checkpoint has the random states of more or fewer processes than `world_size`.
     """
     folder = Path(checkpoint)
-    apart = len(list(folder.glob("rng_state_*.pth")))  # of a run of several; one alone is what an interruption left
-    saved = 1 if (folder / "rng_state.pth").is_file() else apart if apart > 1 else None
+    saved = _processes(folder)
     if saved not in (None, world_size) and (folder / STATE_FILE).is_file():
         raise ValueError(
             f"{str(checkpoint)!r} was saved by a run with `num_processes` {saved}, and this one has {world_size};"
             f" start {saved}, or start a new run in another output folder"
         )
+
+
+def _processes(checkpoint: Path) -> int | None:
+    """Of how many processes a checkpoint has the random states."""
+    apart = len(list(checkpoint.glob("rng_state_*.pth")))  # of several; one alone is what an interruption left
+    return 1 if (checkpoint / "rng_state.pth").is_file() else apart if apart > 1 else None
 
 
 def newest_complete(run: str | Path, world_size: int = 1) -> Path | None:
@@ -108,8 +113,12 @@ def newest_complete(run: str | Path, world_size: int = 1) -> Path | None:
     Raises:
         ValueError: one that was saved by another number of processes.
     """
-    for checkpoint in checkpoints(run):
-        check_processes(checkpoint, world_size)
+    found = checkpoints(run)
+    # All checkpoints of a run are of as many processes; one with fewer states than another was interrupted.
+    same = any(_processes(checkpoint) == world_size for checkpoint in found)
+    for checkpoint in found:
+        if not same:
+            check_processes(checkpoint, world_size)
         problem = defect(checkpoint, world_size)
         if problem is None:
             return checkpoint

@@ -33,6 +33,7 @@ from .run_folder import check_same_model, read_summary, saved_config
 from .segments import choose_streams
 from .text import (
     STREAM_SHUFFLE_ROWS,
+    STREAM_VALIDATION_DOCUMENTS,
     TextData,
     load_splits,
     make_rows,
@@ -294,9 +295,10 @@ class Preparation(Request):
             self.objective = self.objective.fitted(train, tokenizer)
             validation = None
             if "validation" in splits:
-                validation = make_rows(
-                    splits["validation"], tokenizer, self.objective, self.block_size, whole=True, **common
-                )
+                held_out = splits["validation"]
+                if self.source.streaming:
+                    held_out = held_out.take(STREAM_VALIDATION_DOCUMENTS)
+                validation = make_rows(held_out, tokenizer, self.objective, self.block_size, whole=True, **common)
             plan = self._plan(config, tokenizer, train, validation)
             if plan["train_streams"] is not None and len(train) < plan["train_streams"]:
                 raise ValueError(
@@ -378,8 +380,8 @@ def rows_of(dataset: Any) -> int | None:
 
 
 def check_arguments(args: TrainingArguments) -> None:
-    """Raises ValueError for a run without a step (Trainer reads `max_steps` 0 as `num_train_epochs` whole epochs), and
-    for numbers that torch would refuse, without their names, once all is prepared."""
+    """Raises ValueError for a run without a step (Trainer reads `max_steps` 0 as `num_train_epochs` whole epochs), for
+    numbers that torch would refuse, without their names, once all is prepared, and for uploads of the run's folder."""
     if args.max_steps == 0 or args.max_steps < -1:
         raise ValueError(
             f"--max_steps {args.max_steps} trains nothing; give at least 1, or leave it out to train for "
@@ -388,6 +390,11 @@ def check_arguments(args: TrainingArguments) -> None:
     if args.max_steps < 0 and not args.num_train_epochs > 0:
         raise ValueError(
             f"--num_train_epochs {args.num_train_epochs:g} trains nothing; give a number above 0, or --max_steps"
+        )
+    if args.push_to_hub:
+        raise ValueError(
+            "--push_to_hub uploads the whole folder of the run, local paths and pickled options among it; leave it"
+            " out, and push the result with `hf-xformers push`"
         )
     if args.batch_eval_metrics:
         raise ValueError("--batch_eval_metrics is for metrics of your own in Python; leave it out")

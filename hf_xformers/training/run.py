@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..conversion.provenance import carry_provenance
 from ..core.saved_files import STATE_FILE, SUMMARY_FILE, read_object, saving_into, write_json
-from .checkpoints import NEWEST, NO_CHECKPOINT, checkpoint_to_resume, checkpoints, newest_complete
+from .checkpoints import NEWEST, NO_CHECKPOINT, checkpoint_to_resume, checkpoints, defect, newest_complete
 from .earlier_stages import in_place_of
 from .folder_lock import folder_lock
 from .recipe import average_last_checkpoints
@@ -82,16 +82,18 @@ class Run:
         return self.args.main_process_first(local=self.args.save_on_each_node, desc=what)
 
     def make_room(self, *, removes: bool = True) -> None:
-        """Removes what an earlier run has left, unless it continues. Raises ValueError where that may not be lost.
-        removes: whether all that is refused has been."""
+        """Removes what an earlier run has left, unless it continues. Raises ValueError where that may not be lost; a
+        checkpoint whose save was interrupted may. removes: whether all that is refused has been."""
         if self.checkpoint is not None or (self.overwrite and not removes):
             return
         old = checkpoints(self.folder)
-        if old and not (self.overwrite and self.writes):
+        saved = [path for path in old if (path / STATE_FILE).is_file()]
+        if saved and not (self.overwrite and self.writes):
+            whole = any(defect(path, self.args.world_size) is None for path in saved)
             raise ValueError(
-                f"{str(self.folder)!r} already holds {old[0].name} of an earlier run; continue that run with"
-                " --resume_from_checkpoint, remove its checkpoints with --overwrite_output_dir, or take another"
-                " --output_dir"
+                f"{str(self.folder)!r} already holds {saved[0].name} of an earlier run;"
+                f"{' continue that run with --resume_from_checkpoint,' if whole else ''} remove its checkpoints with"
+                " --overwrite_output_dir, or take another --output_dir"
             )
         result = sorted(path.name for pattern in _RESULTS for path in self.folder.glob(pattern))
         if result and not self.overwrite:
@@ -99,13 +101,14 @@ class Run:
                 f"{str(self.folder)!r} already holds a model ({result[0]}); replace it with --overwrite_output_dir, or"
                 " take another --output_dir"
             )
-        for checkpoint in old:
+        for checkpoint in old if removes and self.writes else ():
             shutil.rmtree(checkpoint)
 
-    def refuse_own_source(self, source: str | None, option: str) -> None:
-        """Raises ValueError where the run would replace the model that it starts from."""
+    def refuse_own_source(self, source: str | None, option: str, made: Iterable[str] = ()) -> None:
+        """Raises ValueError where the run would replace the model that it starts from. made: folders that it makes."""
         if source is not None and not self.resumes:
-            refuse_own_source(self.folder, source, option, [place.name for place in checkpoints(self.folder)])
+            made = [*made, *(place.name for place in checkpoints(self.folder))]
+            refuse_own_source(self.folder, source, option, made)
 
     def refuse_loss(self, what: str) -> None:
         """Raises ValueError where the folder holds something that neither continues nor may go."""

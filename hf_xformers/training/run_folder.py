@@ -12,11 +12,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..core.saved_files import CHECKPOINT, STAGING, STATE_FILE, SUMMARY_FILE, read_object, saving_into
+from ..core.saved_files import (
+    CHECKPOINT,
+    STAGING,
+    STATE_FILE,
+    SUMMARY_FILE,
+    read_object,
+    saving_into,
+    stored_weights,
+)
 from ..core.specs import default_of
 from ..objectives import OBJECTIVES
 
@@ -32,6 +40,12 @@ _SAME = {
     "train_rows": "--data",
     "train_streams": "--segment_streams, batch size and number of processes",
 }
+# What a model, a PEFT adapter and a bottleneck adapter are saved in, besides a model's weights.
+_RESULTS = (
+    *("config.json", "generation_config.json"),
+    *("adapter_config.json", "adapter_model.safetensors"),
+    *("bottleneck_config.json", "bottleneck.safetensors"),
+)
 
 
 def read_summary(folder: str | Path) -> dict[str, Any]:
@@ -111,6 +125,7 @@ def save_final(trainer: Trainer) -> None:
     folder = Path(str(trainer.args.output_dir))
     # Every process takes part in a save, and the one that writes moves the files when all are there.
     scratch = saving_into(folder) if trainer.args.should_save else contextlib.nullcontext(folder / STAGING)
+    saved: set[str] = set()
     with scratch as staging:
         trainer.accelerator.wait_for_everyone()  # of a split model all make the folder, and the writer has to be first
         trainer.save_model(str(staging))
@@ -118,3 +133,14 @@ def save_final(trainer: Trainer) -> None:
         if trainer.args.should_save:
             (staging / "training_args.bin").unlink(missing_ok=True)  # a pickle has no place in a model to share
             trainer.state.save_to_json(str(staging / STATE_FILE))
+            saved = {path.name for path in staging.iterdir()}
+    if trainer.args.should_save:
+        remove_results(folder, saved)
+
+
+def remove_results(folder: Path, kept: Container[str]) -> None:
+    """Removes the models and adapters of a run's folder but the files that are `kept`. An adapter that an earlier run
+    has left would be read in place of a model that is saved next to it."""
+    for name in (*stored_weights(folder), *_RESULTS):
+        if name not in kept:
+            (folder / name).unlink(missing_ok=True)

@@ -60,7 +60,12 @@ class TextData:
     encoding: str = field(default="utf-8", metadata={"help": "Of files of text, such as latin-1."})
     streaming: bool = field(
         default=False,
-        metadata={"help": "Read the source as a stream, without preparing it on disk first. Needs --max_steps."},
+        metadata={
+            "help": (
+                "Read the source as a stream, without preparing it on disk first. Needs --max_steps. An evaluation"
+                " reads the first few hundred of the texts that are held out."
+            )
+        },
     )
     num_proc: int | None = field(default=None, metadata={"help": "Processes that prepare the data."})
 
@@ -72,11 +77,12 @@ class TextData:
         return dataclasses.replace(self, data=["phrases" if parallel else "stdlib"])
 
 
-# Of a stream: documents that a tokenizer is trained on, until they have so many characters, and rows among which the
-# next one is drawn.
+# Of a stream: documents that a tokenizer is trained on, until they have so many characters, rows among which the next
+# one is drawn, and documents of an evaluation, which would else read the whole source to find all that are held out.
 STREAM_TOKENIZER_DOCUMENTS = 20_000
 STREAM_TOKENIZER_CHARACTERS = 200_000_000
 STREAM_SHUFFLE_ROWS = 10_000
+STREAM_VALIDATION_DOCUMENTS = 500
 
 
 def load_splits(source: TextData, objective: Objective | None = None) -> DatasetDict:

@@ -106,6 +106,7 @@ def uptrain(
     devices = devices or DeviceOptions()
     trainer: Any = None
     if distillation.teacher is not None:
+        preparation.this_run.refuse_own_source(distillation.teacher, "--teacher")
         if preparation.choice.segment_streams:
             raise ValueError(
                 "--segment_streams lets the model read earlier rows, and a --teacher reads every row by itself; leave"

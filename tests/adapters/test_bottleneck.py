@@ -1,4 +1,5 @@
 import copy
+import json
 
 import pytest
 import torch
@@ -166,6 +167,33 @@ def test_a_copy_has_adapters_of_its_own():
     other, before = copy.deepcopy(model), logits(model)
     shake(other)
     assert torch.equal(logits(model), before) and not torch.equal(logits(other), before)
+
+
+@pytest.mark.parametrize("change", [
+    {"adapter": {"kind": "houlsby", "scale": 2}}, {"adapter": {"kind": "new"}}, {"adapter": {"bottleneck": "4"}},
+    {"adapter": None}, {"model_type": None}, {"name": 3}, {"id2label": None}, {"members": [1]},
+])  # fmt: skip
+def test_a_config_of_another_version(change, tmp_path):
+    model = make()
+    add_adapter(model, "task")
+    save_adapter(model, tmp_path)
+    about = json.loads((tmp_path / "bottleneck_config.json").read_text())
+    (tmp_path / "bottleneck_config.json").write_text(json.dumps({**about, **change}))
+    other = make()
+    with pytest.raises(ValueError, match="is of a newer version, or damaged .*; update this package"):
+        load_adapter(other, tmp_path)
+    assert adapter_names(other) == []
+    (tmp_path / "bottleneck_config.json").write_text("[]")
+    with pytest.raises(ValueError, match="holds no bottleneck adapter that can be read"):
+        load_adapter(other, tmp_path)
+
+
+def test_integers_of_a_quantized_base_do_not_learn():
+    model = make()
+    model.codes = nn.Parameter(torch.zeros(2, dtype=torch.int8), requires_grad=False)
+    add_adapter(model, "task")
+    activate(model, None)
+    assert not model.codes.requires_grad and model.classifier.weight.requires_grad
 
 
 def test_what_is_refused(tmp_path):

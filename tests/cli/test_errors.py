@@ -66,6 +66,7 @@ CASES = {
     "ill-typed flag": (["--max_steps", "ten"], ["--max_steps", "invalid int value: 'ten'"]),
     "no steps": (["--max_steps", "0"], ["--max_steps 0 trains nothing", "--num_train_epochs"]),
     "no epochs": (["--max_steps", "-1", "--num_train_epochs", "0"], ["--num_train_epochs 0 trains nothing"]),
+    "upload of a run": (["--push_to_hub", "true"], ["--push_to_hub uploads", "push the result with `hf-xformers"]),
     "negative rate": (["--learning_rate", "-1"], ["--learning_rate -1 must be a number of at least 0"]),
     "empty batches": (
         ["--per_device_train_batch_size", "0"],
@@ -228,6 +229,7 @@ def test_other_runs_without_a_step(text, bert, tmp_path, capsys):
     classify = ("--task", "text-classification", "--model", bert, "--data", rows)
     for argv in (("uptrain", "--model", bert, "--data", text, *out), ("finetune", *classify, *out)):
         assert "--max_steps 0 trains nothing" in refused(capsys, *argv)
+        assert "--push_to_hub uploads" in refused(capsys, *argv[:-1], "1", "--push_to_hub")
     assert not (tmp_path / "run").exists()
 
 

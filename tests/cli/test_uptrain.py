@@ -102,6 +102,12 @@ def test_refusals(name, text, source, swapped, tmp_path, capsys):
     assert code == 2 and message in error and "Traceback" not in error
 
 
+def test_a_teacher_is_not_replaced(text, source, swapped, tmp_path, capsys):
+    teacher = shutil.copytree(source, tmp_path / "teacher")
+    assert uptrain(text, swapped, teacher, teacher=teacher, overwrite_output_dir=True) == 2
+    assert "would replace --teacher" in " ".join(capsys.readouterr().err.split())
+
+
 @pytest.mark.parametrize("objective, head", [("mlm", "ForMaskedLM"), ("contrastive", "ForTextContrast")])
 def test_a_model_without_a_head(objective, head, text, swapped, tmp_path, capsys):
     """It gets the objective's, which is said before anything is prepared; the rest starts as it was."""

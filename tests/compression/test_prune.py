@@ -314,12 +314,17 @@ def test_what_goes_along_from_the_hub(tmp_path, monkeypatch):
 
 
 def test_shards_are_not_hidden_by_earlier_weights(tmp_path):
-    (tmp_path / "model.safetensors").write_text("old")
+    for name in ("model.safetensors", "model-00001-of-00002.safetensors", "pytorch_model-00001-of-00002.bin"):
+        (tmp_path / name).write_text("old")
     with saving_into(tmp_path) as staging:
         (staging / "model-00001-of-00001.safetensors").write_text("new")
         index = {"weight_map": {"w": "model-00001-of-00001.safetensors"}}
         (staging / "model.safetensors.index.json").write_text(json.dumps(index))
     assert [path.read_text() for path in weight_files(tmp_path)] == ["new"]
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "model-00001-of-00001.safetensors",
+        "model.safetensors.index.json",
+    }
 
 
 @pytest.mark.parametrize(

@@ -275,10 +275,15 @@ def test_two_processes_learn_what_one_does(places, tmp_path):
 @pytest.mark.parametrize("method", ["lora", "pfeiffer"])
 def test_tasks_share_an_adapter(method, places, tmp_path, capsys):
     """The base stays as it is; every task's folder has the same adapter, its own head, and predicts by itself."""
+    earlier = [tmp_path / "run" / "config.json", tmp_path / "run" / "a" / "config.json"]  # of runs of another kind
+    for path in earlier:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("{}")
     summary = several(places, tmp_path / "run", BOTH, peft=method, max_steps=6, **LEARN)
     assert summary["peft"] == method and summary["trained_parameters"] < summary["parameters"] / 2
     files = {"lora": "adapter_model.safetensors", "pfeiffer": "bottleneck.safetensors"}
     first, second = (load_file(tmp_path / "run" / name / files[method]) for name in BOTH)
+    assert not any(path.exists() for path in earlier)
     shared = [key for key in first.keys() & second.keys() if "classifier" not in key]
     assert shared and all(torch.equal(first[key], second[key]) for key in shared)
     assert any("pooler" in key for key in first) and not any("pooler" in key for key in second)
@@ -288,6 +293,11 @@ def test_tasks_share_an_adapter(method, places, tmp_path, capsys):
         assert loss == pytest.approx(summary["tasks"][name]["eval_loss"], rel=1e-4)
     with pytest.raises(ValueError, match="holds adapters"):
         load_tasks(tmp_path / "run")
+
+
+def test_a_model_of_one_of_the_tasks_is_kept(run, places, capsys):
+    line = argv(places, run[0], BOTH, model=run[0] / "a", overwrite_output_dir=True)
+    assert hf_xformers.cli.main(line) == 2 and "would replace the model" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_model_that_is_told_the_task(places, tmp_path, capsys):

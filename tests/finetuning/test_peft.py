@@ -71,6 +71,22 @@ def test_methods_with_tasks(method, task, places, tmp_path):
     assert all(torch.equal(after[name], tensor) for name, tensor in base.items())
 
 
+def test_a_result_of_another_kind_does_not_stay(places, tmp_path):
+    """Whatever reads the folder would take an adapter that an earlier run has left there."""
+    (tmp_path / "data").mkdir()
+    data, kinds = DATA["text-classification"](tmp_path / "data"), ("*.safetensors", "*config.json")
+    saved = {
+        "lora": {"adapter_config.json", "adapter_model.safetensors"},
+        None: {"config.json", "model.safetensors"},
+        "houlsby": {"bottleneck_config.json", "bottleneck.safetensors"},
+    }
+    for method in ("lora", None, "houlsby", "lora"):
+        options = {**BARE, "model": places / "bert", "peft": method, "max_steps": 1, "overwrite_output_dir": True}
+        finetune("text-classification", data, tmp_path / "run", **options)
+        found = {path.name for kind in kinds for path in (tmp_path / "run").glob(kind)} - {"tokenizer_config.json"}
+        assert found == saved[method]
+
+
 @pytest.mark.parametrize("variant, head", [("gpt2", "ForCausalLM"), ("t5", "ForSeq2SeqLM")])
 def test_generation_reads_a_prefix(variant, head):
     """Each token is the likeliest of a whole pass that reads the learned prefix."""

@@ -99,13 +99,15 @@ def test_more_pretraining_first(places, tmp_path):
     assert summary["intermediate"]["epochs"] == 1.0 and summary["steps"] == 4
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_resuming_in_either_stage(stage, run, places, tmp_path):
+@pytest.mark.parametrize("stage, interrupted", [(1, []), (1, ["trainer_state.json"]), (2, [])])
+def test_resuming_in_either_stage(stage, interrupted, run, places, tmp_path):
     folder, _ = run
     cut = cut_after(2 * (stage - 1), folder, tmp_path / "cut")
     if stage == 1:
         shutil.rmtree(cut / "intermediate" / "encoder")
         shutil.rmtree(cut / "intermediate" / "checkpoint-4")
+        for name in interrupted:
+            (cut / "intermediate" / "checkpoint-2" / name).unlink()
         (cut / "intermediate" / "model.safetensors").unlink()
     again = two(places, cut, "--resume_from_checkpoint")
     assert again["steps"] == 4

@@ -120,11 +120,12 @@ def test_another_number_of_processes_is_refused(tmp_path, before, now):
     assert checkpoint_to_resume(True, tmp_path, before) == folder
 
 
-def test_an_interrupted_save_of_several_is_passed_over(tmp_path):
-    whole, cut = (write_checkpoint(tmp_path, step, ranks=2) for step in (5, 6))
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_an_interrupted_save_of_several_is_passed_over(ranks, tmp_path):
+    whole, cut = (write_checkpoint(tmp_path, step, ranks=ranks) for step in (5, 6))
     (cut / "rng_state_1.pth").unlink()
     with pytest.warns(UserWarning, match="checkpoint-6 is passed over: it has no rng_state_1.pth"):
-        assert newest_complete(tmp_path, 2) == whole
+        assert newest_complete(tmp_path, ranks) == whole
 
 
 def test_the_trainer_refuses_another_number_too(tmp_path):

@@ -7,6 +7,8 @@ import pytest
 import hf_xformers.cli
 from hf_xformers.data.parallel import load_parallel_dataset
 from hf_xformers.data.phrases import phrase_pairs
+from hf_xformers.finetuning.options import TaskData
+from hf_xformers.finetuning.sources import load_rows
 from hf_xformers.objectives import build_objective
 from hf_xformers.training.parallel_rows import parallel_rows
 from hf_xformers.training.text import TextData, load_splits
@@ -49,6 +51,33 @@ def test_sentences_of_digits_are_texts(tmp_path):
     rows = load_parallel_dataset(tmp_path / "a.csv", ["en", "de"], validation_fraction=0)["train"]
     assert list(rows["text"]) == [f"{n:03d}" for n in range(5)]
     assert list(rows["translation"]) == [f"{n}.50" for n in range(5)]
+
+
+def test_files_go_together_by_their_names(tmp_path):
+    """Whatever the languages are called; a pair of files has as many lines on both sides."""
+    for language in ("de", "zh"):
+        for name in ("train", "train.part2"):
+            (tmp_path / f"{name}.{language}").write_text(f"{name} 1\n{name} 2\n")
+    rows = load_parallel_dataset(str(tmp_path), ("de", "zh"), validation_fraction=0)["train"]
+    assert list(rows["text"]) == list(rows["translation"]) == ["train 1", "train 2", "train.part2 1", "train.part2 2"]
+    rows = load_rows(TaskData(data=[str(tmp_path)], validation_fraction=0), ("zh", "de"))["train"]
+    assert list(rows["de"]) == list(rows["zh"])
+    (tmp_path / "train.zh").write_text("train 1\n")
+    (tmp_path / "train.part2.zh").write_text("train.part2 1\n" * 3)
+    with pytest.raises(ValueError, match=r"train.de' has 2 and '.*train.zh' 1; give two files"):
+        load_parallel_dataset(str(tmp_path), ("de", "zh"))
+    (tmp_path / "train.zh").rename(tmp_path / "train.part1.zh")
+    with pytest.raises(ValueError, match=r"train.de' has no other side: .* called the same but for .de and .zh"):
+        load_parallel_dataset(str(tmp_path), ("de", "zh"))
+
+
+def test_splits_that_are_called_alike_are_kept_apart(tmp_path):
+    from datasets import Dataset, DatasetDict
+
+    parts = {name: Dataset.from_dict({"en": [name], "de": [name]}) for name in ("train", "validation", "dev")}
+    DatasetDict(parts).save_to_disk(tmp_path)
+    found = load_parallel_dataset(str(tmp_path), ("en", "de"))
+    assert {name: list(rows["text"]) for name, rows in found.items()} == {name: [name] for name in parts}
 
 
 def test_what_has_no_pairs_is_refused(files, tmp_path):

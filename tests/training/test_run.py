@@ -10,6 +10,7 @@ from transformers import TrainingArguments
 from hf_xformers.training.loss_terms import Means
 from hf_xformers.training.pretraining import train
 from hf_xformers.training.run import Run
+from tests.training.test_checkpoints import write_checkpoint
 
 
 def run(folder, *, overwrite=False, **options):
@@ -19,6 +20,7 @@ def run(folder, *, overwrite=False, **options):
 def test_checkpoints_go_when_they_may_and_when_all_is_checked(tmp_path):
     place = tmp_path / "checkpoint-3"
     place.mkdir()
+    (place / "trainer_state.json").touch()
     for removes in (True, False):
         with pytest.raises(ValueError, match="holds checkpoint-3 of an earlier run"):
             run(tmp_path).make_room(removes=removes)
@@ -30,6 +32,23 @@ def test_checkpoints_go_when_they_may_and_when_all_is_checked(tmp_path):
     with pytest.raises(ValueError, match="already holds a model .*; replace it with --overwrite_output_dir"):
         run(tmp_path).make_room()
     run(tmp_path, overwrite=True).make_room()
+
+
+def test_a_checkpoint_that_was_interrupted_stops_nothing(tmp_path):
+    """Nothing can continue from it; one with weights alone is refused without that advice."""
+    place = tmp_path / "checkpoint-3"
+    place.mkdir()
+    run(tmp_path).make_room(removes=False)
+    assert place.is_dir()
+    run(tmp_path).make_room()
+    assert not place.exists()
+    place.mkdir()
+    (place / "trainer_state.json").write_text('{"global_step": 3}')
+    with pytest.raises(ValueError, match="of an earlier run; remove its checkpoints with --overwrite_output_dir"):
+        run(tmp_path).make_room()
+    place = write_checkpoint(tmp_path, 4)
+    with pytest.raises(ValueError, match="holds checkpoint-4 of an earlier run; continue that run with"):
+        run(tmp_path).make_room()
 
 
 def test_a_run_keeps_what_it_starts_from(tmp_path):

@@ -6,8 +6,9 @@ import shutil
 
 import hf_xformers.cli
 from hf_xformers.objectives import build_objective
+from hf_xformers.training import preparation
 from hf_xformers.training.text import TextData, load_splits, make_rows, train_tokenizer_for
-from tests.training.runs import flags, pretrain, pretrain_flags, same_run
+from tests.training.runs import SHAPE, flags, pretrain, pretrain_flags, quiet, same_run
 
 
 def test_rows_are_those_of_the_prepared_source(text):
@@ -17,6 +18,18 @@ def test_rows_are_those_of_the_prepared_source(text):
     for split, whole in (("train", False), ("validation", True)):
         first, second = (make_rows(s[split], tokenizer, objective, 16, whole=whole) for s in (prepared, streamed))
         assert [row["input_ids"] for row in second] == [row["input_ids"] for row in first]
+
+
+def test_an_evaluation_reads_a_part_of_the_source(text, tmp_path, monkeypatch):
+    choice = preparation.ModelChoice(variant="bert", objective="mlm", block_size=16)
+    source = TextData(data=[str(text)], streaming=True, validation_fraction=0.5)
+    rows = []
+    for limit in (60, 2):
+        monkeypatch.setattr(preparation, "STREAM_VALIDATION_DOCUMENTS", limit)
+        args = quiet(tmp_path / str(limit), max_steps=1)
+        prepared = preparation.Preparation(choice, source, args, fields=SHAPE).run()
+        rows.append([row["input_ids"] for row in prepared.validation])
+    assert 0 < len(rows[1]) < len(rows[0]) / 10
 
 
 def test_a_resumed_stream_ends_with_the_same_weights(text, tmp_path):
