@@ -16,12 +16,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..adapters.bottleneck import STATE
 from ..auto_classes import registered
 from ..core.components import record_lookups
 from ..core.saved_files import read_object, saving_into, write_text
 from ..families import HEADS, SERVED
 from .checkpoint_card import checkpoint_card
-from .checkpoint_files import CONFIG, checkpoint_files
+from .checkpoint_files import CONFIG, MARK, checkpoint_files
 from .flattening import PACKAGE, Flattener, flat_name, unseen
 
 # Packages whose modules share a file; the others' file names are known to the Auto classes, or to readers.
@@ -145,7 +146,7 @@ def bundle(checkpoint: Any, directory: str | Path, *, all_heads: bool = False) -
     `auto_map` in `config.json`. Where this package is installed and imported, the checkpoint loads with the installed
     code as before.
 
-    A card (README.md) is written where the checkpoint has none.
+    A card (README.md) is written where the checkpoint has none of its own.
 
     Returns the directory. Raises `ValueError` for what is no checkpoint of this package, for components whose code
     stands in no importable file or does not load without this package, and for a directory that holds something else.
@@ -173,6 +174,12 @@ def bundle(checkpoint: Any, directory: str | Path, *, all_heads: bool = False) -
                 f"a bundle is made of a model or of the folder of a checkpoint, got {type(checkpoint).__name__}; give "
                 "a model of this package (of a PEFT model, what `merge_and_unload` returns)"
             )
+        adapters = getattr(checkpoint, STATE, None)
+        if adapters is not None and adapters.configs:
+            raise ValueError(
+                f"the model has the adapter {next(iter(adapters.configs))!r}, which the code of a bundle does not put"
+                " in; save that with `save_adapter`, and bundle the model without it"
+            )
         heads = kept_heads(checkpoint.config, type(checkpoint).__name__, all_heads=all_heads)
         code = code_files(checkpoint.config, heads)
         with saving_into(target) as staging:
@@ -182,9 +189,10 @@ def bundle(checkpoint: Any, directory: str | Path, *, all_heads: bool = False) -
     for old in target.glob("*.py"):  # of an earlier bundle in this place
         if old.name not in code and old.read_text(encoding="utf-8", errors="replace").startswith(_MARK):
             old.unlink()
-    if not (target / "README.md").exists():
+    readme = target / "README.md"
+    if not readme.exists() or MARK in readme.read_text(encoding="utf-8", errors="replace"):  # nobody's own text
         card = checkpoint_card(target, target.resolve().name, self_contained=True)
-        write_text(target / "README.md", str(card))
+        write_text(readme, str(card))
     return target
 
 

@@ -12,7 +12,8 @@ import sys
 import pytest
 import torch
 
-from hf_xformers import XFormerConfig
+from hf_xformers import XFBertConfig, XFBertModel, XFormerConfig
+from hf_xformers.adapters import add_adapter
 from hf_xformers.core.components import SLOTS
 from hf_xformers.families import HEADS, SERVED
 from hf_xformers.hub import bundle
@@ -248,6 +249,13 @@ def test_beside_the_package(tmp_path):
     run([sys.executable, "-c", TOGETHER, str(tmp_path)], home=tmp_path / "home", PYTHONPATH=str(ROOT))
 
 
+def test_a_card_is_that_of_the_last_bundle(tmp_path):
+    for variant in ("bert", "linformer"):
+        cls = config_class(variant)
+        bundle(family(variant)["Model"](cls(**tiny_fields(cls, "encoder"))), tmp_path)
+    assert "xf_linformer" in (tmp_path / "README.md").read_text()
+
+
 def test_of_a_folder(tmp_path):
     cls = config_class("bert")
     model = family("bert")["Model"](cls(**tiny_fields(cls, "encoder")))
@@ -332,6 +340,8 @@ def test_refusals(tmp_path, monkeypatch):
     }
     theirs = BertModel(BertConfig(**sizes))
     theirs.save_pretrained(tmp_path / "theirs")
+    adapted = XFBertModel(XFBertConfig(**sizes))
+    add_adapter(adapted, "reviews")
     (tmp_path / "empty").mkdir()
     (tmp_path / "config").mkdir()
     (tmp_path / "config" / "config.json").write_text("{}")
@@ -342,6 +352,7 @@ def test_refusals(tmp_path, monkeypatch):
         (tmp_path / "nowhere", "there is no folder"),
         (theirs, "belongs to no family"),
         (theirs.pooler, "got BertPooler"),
+        (adapted, "has the adapter 'reviews', .*; save that with `save_adapter`"),
     ):
         with pytest.raises(ValueError, match=match):
             bundle(what, tmp_path / "out")
