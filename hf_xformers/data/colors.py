@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..ops.bucketed.kmeans import sums_of_clusters
-from .images import as_mode
+from .picture_modes import as_mode
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -9,7 +9,7 @@ import numpy as np
 import PIL.Image
 
 from ..compat import AutoImageProcessor, ViTImageProcessorPil
-from .images import as_mode
+from .picture_modes import as_mode
 
 
 class GreyImageProcessor(ViTImageProcessorPil):

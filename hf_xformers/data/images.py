@@ -10,21 +10,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from ..core.saved_files import holds_run
 from .local_files import SPLIT_WORDS, listed, refuse_run, split_of
+from .picture_modes import check_mode
 from .saved import load_saved
 from .sources import choose_train, hub_errors, no_config, read_files
 from .splitting import check_fraction, divide_rows, stable_fraction
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from PIL.Image import Image
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 UNREADABLE = (OSError, ValueError, SyntaxError, EOFError)  # what Pillow raises for files that are no whole image
-WHITE, WHITE_OF_16_BITS = 255, 65535
 
 
 def need_pillow() -> None:
@@ -165,34 +162,6 @@ def divide_images(rows: Dataset, column: str, fraction: float) -> tuple[Dataset,
         raise ValueError("a single training image cannot be divided; give more, or --validation_fraction 0")
     keys = [stable_fraction(hashlib.sha256(content_of(image)).hexdigest()) for image in stored[column]]
     return divide_rows(rows, keys, fraction)
-
-
-def check_mode(picture: Image) -> None:
-    """Raises ValueError for numbers that no black and white are known for."""
-    remedy = "save it with 8 or 16 bits a channel"
-    if picture.mode == "F":
-        raise ValueError(f"mode 'F' has fractions, of which nothing says what is black and what is white; {remedy}")
-    if picture.mode == "I":
-        levels = np.asarray(picture)
-        low, high = int(levels.min()), int(levels.max())
-        # Up to 255 they are more often bytes than the darkest 255 of 65535 levels.
-        if low < 0 or high > WHITE_OF_16_BITS or 0 < high <= WHITE:
-            raise ValueError(
-                f"mode 'I' has 32 bits, of which these use {low} to {high}, and nothing says what is white; {remedy}"
-            )
-
-
-def as_mode(picture: Image, mode: str) -> Image:
-    """A picture in mode "L" or "RGB". 16 bits become the 8 highest, rounded, where Pillow by itself makes all that is
-    brighter than 255 white. Raises ValueError as [`check_mode`]."""
-    import PIL.Image
-
-    check_mode(picture)
-    if picture.mode == "I" or picture.mode.startswith("I;16"):
-        levels = np.asarray(picture).astype(np.int64)
-        scale = WHITE_OF_16_BITS // WHITE
-        picture = PIL.Image.fromarray(((levels + scale // 2) // scale).astype(np.uint8))
-    return picture.convert(mode)
 
 
 def checked_size(stored: Mapping[str, Any] | None) -> tuple[int, int]:

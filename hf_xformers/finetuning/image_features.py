@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ..configuration_xformer import XFormerConfig
-from ..data.images import as_mode, content_of, need_pillow
+from ..data.images import content_of, need_pillow
+from ..data.picture_modes import as_mode
 from ..training.building import longest_input
 from ..training.image_pretraining import plane_of
 from .feature_reading import FeatureOptions, LayerChoice, Reader

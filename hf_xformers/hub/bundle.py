@@ -22,7 +22,7 @@ from ..core.components import record_lookups
 from ..core.saved_files import read_object, saving_into, write_text
 from ..families import HEADS, SERVED
 from .checkpoint_card import checkpoint_card
-from .checkpoint_files import CONFIG, MARK, checkpoint_files
+from .checkpoint_files import CONFIG, MARK, PROCESSOR, checkpoint_files
 from .flattening import PACKAGE, Flattener, flat_name, unseen
 
 # Packages whose modules share a file; the others' file names are known to the Auto classes, or to readers.
@@ -31,6 +31,8 @@ _JOINED = (
     *("heads", "modeling"),
 )
 _MARK = "# Part of hf_xformers"
+# The image processor of models with one channel, the only one of this package.
+_GREY = (f"{PACKAGE}.data.grey_images", "GreyImageProcessor")
 _HEADER = (
     _MARK + " {version} (Apache-2.0), written with this checkpoint by `hf_xformers.hub.bundle`; source: {module}\n"
 )
@@ -167,7 +169,7 @@ def bundle(checkpoint: Any, directory: str | Path, *, all_heads: bool = False) -
                 if path.resolve() != (target / name).resolve():
                     (staging / name).parent.mkdir(parents=True, exist_ok=True)
                     shutil.copyfile(path, staging / name)
-            _write_code(staging, code, (source / CONFIG).read_text(encoding="utf-8"), config, heads)
+            _write_code(staging, code, source, config, heads)
     else:
         if not isinstance(checkpoint, PreTrainedModel):
             raise ValueError(
@@ -185,7 +187,7 @@ def bundle(checkpoint: Any, directory: str | Path, *, all_heads: bool = False) -
         with saving_into(target) as staging:
             checkpoint.save_pretrained(staging)
             config = load_config(staging)
-            _write_code(staging, code, (staging / CONFIG).read_text(encoding="utf-8"), config, heads)
+            _write_code(staging, code, staging, config, heads)
     for old in target.glob("*.py"):  # of an earlier bundle in this place
         if old.name not in code and old.read_text(encoding="utf-8", errors="replace").startswith(_MARK):
             old.unlink()
@@ -208,10 +210,10 @@ def _refuse_full(target: Path, own: Path | None) -> None:
         )
 
 
-def _write_code(folder: Path, code: dict[str, str], config_json: str, config: Any, heads: tuple[str, ...]) -> None:
-    described = with_auto_map(config_json, config, heads)
-    refuse_broken(code, described)
-    for name, text in {**code, CONFIG: described}.items():
+def _write_code(folder: Path, code: dict[str, str], source: Path, config: Any, heads: tuple[str, ...]) -> None:
+    described = with_auto_maps(source, config, heads)
+    refuse_broken(code, described[CONFIG])
+    for name, text in {**code, **described}.items():
         (folder / name).write_text(text, encoding="utf-8")
 
 
@@ -275,8 +277,17 @@ def kept_heads(config: Any, architecture: str | None = None, *, all_heads: bool 
     return tuple(head for head in config_class.heads if all_heads or not named or head in kept)
 
 
-def with_auto_map(config_json: str, config: Any, heads: tuple[str, ...]) -> str:
-    """The text of `config.json` with the entries by which the Auto classes find the code."""
+def with_auto_maps(folder: Path, config: Any, heads: tuple[str, ...]) -> dict[str, str]:
+    """File name -> text of the files of a checkpoint in which the Auto classes find the code."""
+    found = {CONFIG: _with_auto_map((folder / CONFIG).read_text(encoding="utf-8"), config, heads)}
+    processor = read_object(folder / PROCESSOR) if (folder / PROCESSOR).is_file() else {}
+    if processor.get("image_processor_type") == _GREY[1]:
+        entries = {"AutoImageProcessor": f"{flat_name(_GREY[0])}.{_GREY[1]}"}
+        found[PROCESSOR] = json.dumps({**processor, "auto_map": entries}, indent=2, sort_keys=True) + "\n"
+    return found
+
+
+def _with_auto_map(config_json: str, config: Any, heads: tuple[str, ...]) -> str:
     fields = json.loads(config_json)
     config_class = _installed(type(config))
     classes = fields.get("architectures") or ()  # before others that the same Auto class would find
@@ -319,7 +330,8 @@ def code_files(config: Any, heads: tuple[str, ...]) -> dict[str, str]:
     names = {name: f"{PACKAGE}.{module}" for name, module in _NAMES.items()}
     flattener = Flattener({discovery: "", auto: _AUTO_CLASSES, table: _head_classes(config_class, heads)}, names)
     models = {cls.__name__: cls.__module__ for cls in model_classes(config_class, heads).values()}
-    flattener.add([config_class.__module__, *models.values(), discovery, *parts])
+    grey = [_GREY[0]] if config.modality == "image" and config.num_channels == 1 else []
+    flattener.add([config_class.__module__, *models.values(), discovery, *parts, *grey])
     flattener.join(_JOINED, {config_class.__module__})  # which `auto_map` names
     files = flattener.files()
     elsewhere = {name: flattener.home(home) for name, home in models.items() if home != config_class.__module__}

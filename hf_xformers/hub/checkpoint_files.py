@@ -13,7 +13,7 @@ from ..conversion.sentence_files import MODULES, open_sentence_files
 from ..core.saved_files import WEIGHTS, refuse_damaged_weights, safetensors_defect, weight_files
 from .flattening import VISIBLE
 
-CONFIG = "config.json"
+CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"
 # The last line of a generated card: by it a later push knows that nobody has written the card by hand.
 MARK = "<!-- written by hf-xformers push, which will replace this card; delete this line to keep your own text -->"
 Kind = Literal["model", "peft", "bottleneck"]
@@ -133,7 +133,7 @@ def _code(folder: Path) -> set[str]:
         ValueError: a name of a file that is not in the folder itself.
     """
     waiting: list[str] = []
-    for file in (CONFIG, "tokenizer_config.json"):
+    for file in (CONFIG, PROCESSOR, "tokenizer_config.json"):
         for reference in _references(folder / file):
             repository, apart, entry = reference.rpartition("--")
             module = entry.partition(".")[0]

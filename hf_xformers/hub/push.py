@@ -12,7 +12,7 @@ from typing import Any
 from ..core.saved_files import read_object
 from .adapter_card import CONFIGS as ADAPTER_CONFIGS
 from .adapter_card import public_config, read_adapter
-from .bundle import code_files, kept_heads, load_config, refuse_broken, with_auto_map
+from .bundle import code_files, kept_heads, load_config, refuse_broken, with_auto_maps
 from .checkpoint_card import CardFacts, checkpoint_card
 from .checkpoint_files import CONFIG, MARK, MODEL, checkpoint_files, kind_of
 from .training_record import HUB_ID
@@ -79,9 +79,9 @@ def prepare_upload(
         config = load_config(folder)
         heads = kept_heads(config)
         code = code_files(config, heads)
-        described = with_auto_map((folder / CONFIG).read_text(encoding="utf-8"), config, heads)
-        refuse_broken(code, described)
-        files |= {name: text.encode() for name, text in {**code, CONFIG: described}.items()}
+        described = with_auto_maps(folder, config, heads)
+        refuse_broken(code, described[CONFIG])
+        files |= {name: text.encode() for name, text in {**code, **described}.items()}
     if kind != MODEL:
         public = public_config(folder, kind, read_adapter(folder, kind, base_model))
         if public is not None:

@@ -17,8 +17,9 @@ from torch import Tensor
 from ..core.changes import components_of
 from ..core.components import build_spec
 from ..data.colors import color_clusters, color_processor, nearest_colors, pixels_of
-from ..data.images import as_mode, has_images, load_image_dataset, one_size, sizes_of
+from ..data.images import has_images, load_image_dataset, one_size, sizes_of
 from ..data.patch_processors import patch_processor
+from ..data.picture_modes import as_mode
 from .building import default_objective, longest_input, with_changes
 from .image_pictures import continuations, reconstructions, write_pictures
 from .image_trainer import MaskedImageTrainer

@@ -12,8 +12,9 @@ from datasets import Image as ImageFeature
 from transformers import AutoImageProcessor
 
 from hf_xformers.data.colors import color_processor, pixels_of
-from hf_xformers.data.images import as_mode, sizes_of
+from hf_xformers.data.images import sizes_of
 from hf_xformers.data.patch_processors import patch_processor
+from hf_xformers.data.picture_modes import as_mode
 from hf_xformers.finetuning.tasks.color_images import ReadColors
 from hf_xformers.finetuning.tasks.images import ReadImages
 from hf_xformers.training.image_pretraining import ReadPixels

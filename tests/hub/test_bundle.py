@@ -15,9 +15,11 @@ import torch
 from hf_xformers import XFBertConfig, XFBertModel, XFormerConfig
 from hf_xformers.adapters import add_adapter
 from hf_xformers.core.components import SLOTS
+from hf_xformers.data.patch_processors import patch_processor
 from hf_xformers.families import HEADS, SERVED
 from hf_xformers.hub import bundle
 from hf_xformers.hub.bundle import auto_map, code_files, kept_heads
+from hf_xformers.hub.checkpoint_files import checkpoint_files
 from hf_xformers.hub.flattening import Flattener, unseen
 from hf_xformers.variants import config_class, family, model_types
 from tests.helpers import make_strong, tiny_fields
@@ -254,6 +256,27 @@ def test_a_card_is_that_of_the_last_bundle(tmp_path):
         cls = config_class(variant)
         bundle(family(variant)["Model"](cls(**tiny_fields(cls, "encoder"))), tmp_path)
     assert "xf_linformer" in (tmp_path / "README.md").read_text()
+
+
+GREY = """
+import sys
+from PIL import Image
+from transformers import AutoImageProcessor
+processor = AutoImageProcessor.from_pretrained(sys.argv[1], trust_remote_code=True)
+print(type(processor).__name__, processor(Image.new("RGB", (8, 8)), return_tensors="pt")["pixel_values"].shape)
+"""
+
+
+def test_the_processor_of_one_channel_goes_along(tmp_path):
+    pytest.importorskip("PIL")
+    cls = config_class("vision_transformer")
+    model = family("vision_transformer")["ForImageClassification"](cls(**{**tiny_fields(cls), "num_channels": 1}))
+    model.save_pretrained(tmp_path / "run")
+    patch_processor((8, 8), 1).save_pretrained(tmp_path / "run")
+    bundle(tmp_path / "run", tmp_path / "out")
+    printed = run_without_package(GREY, str(tmp_path / "out"), home=tmp_path / "home")
+    assert "GreyImageProcessor torch.Size([1, 1, 8, 8])" in printed
+    assert "data_grey_images.py" in checkpoint_files(tmp_path / "out")
 
 
 def test_of_a_folder(tmp_path):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...configuration_xformer import XFormerConfig
-from ...data.images import as_mode
+from ...data.picture_modes import as_mode
 from ..origin import RowNames
 from .images import ImageClassification, ImageCollator
 

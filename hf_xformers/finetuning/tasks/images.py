@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from ...data.images import IMAGE_SUFFIXES, as_mode
+from ...data.images import IMAGE_SUFFIXES
+from ...data.picture_modes import as_mode
 from ...objectives.base import SeededCollator, keyed_generator
 from ..names import CLASS_LABELS, IMAGES
 from ..origin import RowNames, columns_of
