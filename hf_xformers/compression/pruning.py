@@ -18,7 +18,7 @@ import torch
 
 from ..conversion.swap_config import layer_numbers
 from ..training.run import Run
-from ..training.run_folder import refuse_own_source
+from ..training.run_folder import refuse_own_source, result_in
 from .choice import Pruning
 from .geometry import towers_of
 from .head_pruning import HeadLayer, Kept, alike_by_tower, head_layers, prune_heads, whole
@@ -79,9 +79,9 @@ class Pruner:
     def run(self) -> tuple[Row, Row] | None:
         """Prunes, saves and measures: the rows before and after, None without measuring."""
         with self.this_run.lock():
-            there = [name for name in ("config.json", TRAINING) if (self.folder / name).exists()]
+            there = result_in(self.folder) or (TRAINING if (self.folder / TRAINING).exists() else None)
             if there:
-                self.this_run.refuse_loss(repr(there[0]))
+                self.this_run.refuse_loss(repr(there))
             model = open_model(self.choice.model)
             refuse_any_adapter(model, repr(self.choice.model))
             refuse_quantized_source(self.choice.model)

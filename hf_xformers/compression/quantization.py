@@ -23,7 +23,7 @@ from ..core.given_options import refuse_alone
 from ..core.saved_files import read_object, write_json
 from ..training.folder_lock import folder_lock
 from ..training.run import Run
-from ..training.run_folder import read_summary, refuse_own_source
+from ..training.run_folder import read_summary, refuse_own_source, result_in
 from .quantizable import Split, kind_of, output_errors, random_batch, split
 from .report import Measuring, Row, compare, measure, open_model, refuse_any_adapter, refuse_processes, write_table
 from .rows import save_rest, saving_result
@@ -214,7 +214,7 @@ class Quantizer:
 
     def _check_target(self) -> None:
         refuse_own_source(self.folder, self.source, "--model", (TRAINED,))
-        if (self.folder / "config.json").is_file() and not self.choice.overwrite_output_dir:
+        if result_in(self.folder) and not self.choice.overwrite_output_dir:
             raise ValueError(
                 f"{str(self.folder)!r} holds a model already; replace it with --overwrite_output_dir, or take another"
                 " --output_dir"

@@ -13,7 +13,7 @@ import torch
 
 from ..core.saved_files import SUMMARY_FILE, saving_into, write_json
 from ..objectives.base import SeededCollator
-from ..training.run_folder import read_summary
+from ..training.run_folder import read_summary, remove_results
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -100,11 +100,13 @@ def _of_text(name: str, model: PreTrainedModel, data: Sequence[str], seed: int) 
 
 @contextmanager
 def saving_result(folder: Path) -> Iterator[Path]:
-    """[`saving_into`] of a model, in whose place an earlier one's record does not stay where it has none itself."""
+    """[`saving_into`] of a model, in whose place nothing of an earlier result stays: no adapter, and where it has no
+    record itself no record."""
     with saving_into(folder) as staging:
         yield staging
-        known = (staging / SUMMARY_FILE).is_file()
-    if not known:
+        saved = {path.name for path in staging.iterdir()}
+    remove_results(folder, saved)
+    if SUMMARY_FILE not in saved:
         (folder / SUMMARY_FILE).unlink(missing_ok=True)
 
 

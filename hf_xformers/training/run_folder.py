@@ -138,6 +138,11 @@ def save_final(trainer: Trainer) -> None:
         remove_results(folder, saved)
 
 
+def result_in(folder: Path) -> str | None:
+    """The file that says which model or adapter a folder holds, if it holds one."""
+    return next((name for name in _RESULTS if name.endswith("config.json") and (folder / name).is_file()), None)
+
+
 def remove_results(folder: Path, kept: Container[str]) -> None:
     """Removes the models and adapters of a run's folder but the files that are `kept`. An adapter that an earlier run
     has left would be read in place of a model that is saved next to it."""

@@ -313,6 +313,15 @@ def test_what_goes_along_from_the_hub(tmp_path, monkeypatch):
     assert found == {"task": "image-classification", "parameters": 5}
 
 
+def test_an_adapter_is_a_result_as_well(classifier, tmp_path, capsys):
+    adapter = tmp_path / "out" / "adapter_config.json"
+    adapter.parent.mkdir()
+    adapter.write_text("{}")
+    told = ["prune", "--model", str(classifier), "--output_dir", str(adapter.parent), "--method", "weights"]
+    assert main([*told, "--measure", "false"]) == 2 and "'adapter_config.json' already" in capsys.readouterr().err
+    assert main([*told, "--measure", "false", "--overwrite_output_dir"]) == 0 and not adapter.exists()
+
+
 def test_shards_are_not_hidden_by_earlier_weights(tmp_path):
     for name in ("model.safetensors", "model-00001-of-00002.safetensors", "pytorch_model-00001-of-00002.bin"):
         (tmp_path / name).write_text("old")
