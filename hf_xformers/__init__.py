@@ -42,7 +42,7 @@ _PACKAGES = (
 
 def _variant_module(name: str) -> str | None:
     """The variant file that defines a class such as `XFBertForMaskedLM`, by the name alone."""
-    from .variants import model_types
+    from .variants import packaged_types
 
     if name.startswith("XFormer"):
         return "hf_xformers.variants.xformer"
@@ -51,7 +51,7 @@ def _variant_module(name: str) -> str | None:
     lowered = name[2:].lower()
     fits = [
         (len(model_type), module)
-        for model_type, module in model_types().items()
+        for model_type, module in packaged_types().items()
         if lowered.startswith(model_type.removeprefix("xf_").replace("_", ""))
     ]
     return max(fits)[1] if fits else None

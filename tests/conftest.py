@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from hf_xformers.core.other_families import FAMILIES
 from tests.reporting import Failures, FirstLook, Progress, first_look
 
 # Files whose first test makes, in several processes, what all their tests read. At the start of a run one worker gets
@@ -37,6 +38,15 @@ def pytest_collection_finish(session):
     gc.freeze()  # to look for garbage first would take a second and find a few megabytes
     gc.set_threshold(10_000, 20, 20)
     gc.enable()
+
+
+@pytest.fixture(autouse=True)
+def families():
+    """A family that a test makes is no variant to the tests after it."""
+    before = dict(FAMILIES)
+    yield
+    for model_type in FAMILIES.keys() - before.keys():
+        del FAMILIES[model_type]
 
 
 class Files:

@@ -22,10 +22,11 @@ from ..core.other_families import FAMILIES
 
 def model_types() -> dict[str, str]:
     """Model type -> module of every variant, without importing any; and of families that other packages have made."""
-    return {**_own_types(), **FAMILIES}
+    return {**packaged_types(), **FAMILIES}
 
 
-def _own_types() -> dict[str, str]:
+def packaged_types() -> dict[str, str]:
+    """The same without families of other packages."""
     return _model_types(tuple((folder, os.stat(folder).st_mtime_ns) for folder in __path__))
 
 
@@ -40,7 +41,7 @@ def _model_types(folders: tuple[tuple[str, int], ...]) -> dict[str, str]:
 def public_names() -> dict[str, list[str]]:
     """Model type -> the public classes that its file defines, read from the files: none is imported."""
     found = {}
-    for model_type, module in _own_types().items():
+    for model_type, module in packaged_types().items():
         name = module.rpartition(".")[2]
         text = (Path(__file__).parent / f"{name}.py").read_text(encoding="utf-8")
         names = re.findall(r"^class (XF\w+)\(", text, re.MULTILINE)
@@ -81,13 +82,19 @@ def config_class(name: str) -> Any:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     model_type = resolve(name)
-    importlib.import_module(model_types()[model_type])
+    if model_type not in FAMILIES:  # which their modules have registered
+        importlib.import_module(model_types()[model_type])
     return CONFIG_MAPPING[model_type]
 
 
 def family(name: str) -> dict[str, Any]:
     """The model classes of a variant by head name ("Model", "ForMaskedLM", ...)."""
+    from ..auto_classes import registered
+
     config = config_class(name)
+    if config.model_type in FAMILIES:
+        found = {head: registered(head_names.HEADS[head], config) for head in config.heads}
+        return {head: next(made for made in found[head] if made.__name__.endswith(head)) for head in config.heads}
     module = importlib.import_module(model_types()[config.model_type])
     prefix = config.__name__.removesuffix("Config")
     return {head: getattr(module, prefix + head) for head in config.heads}

@@ -84,6 +84,7 @@ def test_making_one():
     assert "Turns (Nobody 2026)" in type(model).__doc__
     assert model(torch.tensor([[5, 6, 7]])).logits.shape == (1, 3, config.vocab_size)
     assert made["Model"].__module__ == __name__
+    assert family("testing_family") == made and config_class("testing_family") is TestingConfig
 
 
 def test_parameters_of_the_vanilla_transformer():
