@@ -20,8 +20,12 @@ from .k_adapter import KAdapter, KAdapterConfig, SideHooks, check_encoder, count
 CONFIG_FILE, WEIGHTS_FILE = "bottleneck_config.json", "bottleneck.safetensors"
 # What a saved configuration has to hold, of which types.
 _SAVED = {
-    **{"name": str, "adapter": dict, "members": dict},
-    **{"model_type": str, "architecture": str, "id2label": dict},
+    "name": str,
+    "adapter": dict,
+    "members": dict,
+    "model_type": str,
+    "architecture": str,
+    "id2label": dict,
 }
 
 

@@ -26,8 +26,9 @@ def leaves_head_out(model: Any) -> bool:
 
 def has_further_losses(model: Any) -> bool:
     """Whether a model learns from labels by more than its last logits: those of exits, or of further tokens."""
-    none = XFormerForCausalLM.further_losses
-    return getattr(model, "exits", None) is not None or getattr(type(model), "further_losses", none) is not none
+    own = getattr(model, "further_losses", None)  # of the model itself, also where peft has wrapped it
+    further = own is not None and own.__func__ is not XFormerForCausalLM.further_losses
+    return further or getattr(model, "exits", None) is not None
 
 
 def reads_in_pieces(model: Any, tokens: int) -> bool:

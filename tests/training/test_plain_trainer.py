@@ -8,6 +8,7 @@ import importlib
 import pytest
 import torch
 import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model
 from transformers import Trainer
 
 from hf_xformers import XFormerConfig
@@ -197,8 +198,10 @@ def test_smoothing_is_refused_where_a_model_learns_from_more_than_its_last_logit
     args = quiet(tmp_path, label_smoothing_factor=0.1)
     config = XFormerConfig(vocab_size=VOCAB, hidden_size=16, num_attention_heads=2, is_decoder=True)
     for model in (made("xf_depth_adaptive_transformer"), CLASSES["ForMultiTokenPrediction"](config)):
-        with pytest.raises(ValueError, match=f"{type(model).__name__} learns from further ones; leave it out"):
-            XFormerTrainer(model=model, args=args)
+        adapted = get_peft_model(copy.deepcopy(model), LoraConfig(r=2, target_modules=["q_proj"]))
+        for each in (model, adapted):
+            with pytest.raises(ValueError, match=f"{type(each).__name__} learns from further ones; leave it out"):
+                XFormerTrainer(model=each, args=args)
     ids = tokens(6, high=VOCAB)[None]
     found = Trainer(model=model.eval(), args=args).compute_loss(model, {"input_ids": ids, "labels": ids.clone()})
     logits = model(ids).logits[0, :-1]
